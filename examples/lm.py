@@ -1,0 +1,280 @@
+"""A byte-level Transformer language model, trained in pipeline stages: `make demo`, or `python examples/lm.py --help`.
+
+It runs as it is on TPUs and GPUs. On a machine without them the CPU is split into as many simulated devices as there
+are stages, which shows that everything works and says nothing about speed.
+"""
+
+import argparse
+import os
+import pydoc_data.topics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import jpipe
+
+VOCABULARY = 256
+CHECKED_STEPS = 3
+
+console = Console()
+
+
+class Embed(nn.Module):
+    """Bytes `[B, T]` to hidden states `[B, T, width]`: an embedding each for the byte and for its position."""
+
+    width: int
+    seq: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens):
+        positions = self.param("positions", nn.initializers.normal(0.5), (self.seq, self.width))
+        hidden = nn.Embed(VOCABULARY, self.width, dtype=self.dtype, embedding_init=nn.initializers.normal(1.0))(tokens)
+        return hidden + positions[: tokens.shape[1]].astype(self.dtype)
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block, `[B, T, width]` to the same: causal attention, then a feed-forward network."""
+
+    heads: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), dtype=self.dtype)(h)
+        query, key, value = (qkv[:, :, i] for i in range(3))
+        h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(h))
+        return x + nn.Dense(width, dtype=self.dtype)(h)
+
+
+class Head(nn.Module):
+    """Hidden states to logits `[B, T, 256]`."""
+
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+def make_layers(options: argparse.Namespace) -> list[nn.Module]:
+    dtype = jnp.dtype(options.dtype)
+    blocks = [Block(options.heads, dtype) for _ in range(options.layers)]
+    return [Embed(options.width, options.seq, dtype), *blocks, Head(dtype)]
+
+
+def loss_fn(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """Nats a byte, the mean over the batch."""
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
+    warmup = min(20, options.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, warmup, options.steps, end_value=options.lr / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
+
+
+def read_text(path: Path | None) -> np.ndarray:
+    """The bytes to learn from: a file's, or the English documentation that comes with CPython."""
+    if path is not None:
+        return np.frombuffer(path.read_bytes(), np.uint8)
+    return np.frombuffer("\n\n".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
+
+
+def batches(data: np.ndarray, options: argparse.Namespace, seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """Windows of the text that begin anywhere: `inputs` and, one byte on, `targets`, both `[B, T]`."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(data) - options.seq, options.batch)
+        windows = data[starts[:, None] + np.arange(options.seq + 1)].astype(np.int32)
+        yield {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def sequential_losses(layers, trees, tx, checked) -> list[float]:
+    """The losses of the plain Flax model on one device, trained by the same optimiser on the same batches."""
+
+    @jax.jit
+    def step(variables, opt_state, batch):
+        def loss_of(variables):
+            x = batch["inputs"]
+            for layer, item in zip(layers, variables, strict=True):
+                x = layer.apply(item, x)
+            return loss_fn(x, batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(variables)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return optax.apply_updates(variables, updates), opt_state, loss
+
+    opt_state, losses = tx.init(trees), []
+    for batch in checked:
+        trees, opt_state, loss = step(trees, opt_state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def check(losses: list[float], expected: list[float], dtype: str) -> None:
+    """Compares the first losses with the sequential model's and ends the program if they differ."""
+    tolerance = 1e-4 if dtype == "float32" else 1e-2
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    if not worst <= tolerance:
+        raise SystemExit(f"the pipeline's losses {losses} are not the sequential model's {expected}: {worst:.1e} apart")
+    console.print(
+        f"The first {len(losses)} steps equal the sequential Flax model's: "
+        f"their losses differ by at most {worst:.1e} (relative)."
+    )
+
+
+def show_pipeline(pipe: jpipe.Pipeline, sizes: list[int], options: argparse.Namespace) -> None:
+    """The table of stages, the schedule and its bubble."""
+    table = Table(title=f"{sum(sizes):,} parameters in {options.stages} stages")
+    for name in ("stage", "layers", "parameters", "share of cost"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    total = sum(pipe.partition.costs)
+    names = ["embedding", *(f"block {i}" for i in range(options.layers)), "head"]
+    for part, ((start, stop), cost) in enumerate(zip(pipe.partition.bounds, pipe.partition.costs, strict=True)):
+        ends = names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
+        table.add_row(str(part % options.stages), ends, f"{sum(sizes[start:stop]):,}", f"{cost / total:.1%}")
+    console.print(table)
+    picture = str(pipe.schedule)
+    if max(map(len, picture.splitlines())) <= console.width:
+        console.print(picture, markup=False, highlight=False)
+    timeline = jpipe.simulate(pipe.schedule)
+    console.print(
+        f"{options.schedule}, {options.microbatches} micro-batches: bubble {timeline.bubble_fraction:.1%}, "
+        f"{timeline.speedup_over_naive:.2f} times naive model parallelism (backward = 2 forward)."
+    )
+
+
+def train(pipe, state, stream, losses: list[float], options: argparse.Namespace):
+    """Trains from the step that `losses` has got to; appends to it. The speed shown leaves out the first step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    figures = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s")
+    with Progress(*columns, figures, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        done = len(losses)
+        task = progress.add_task("training", total=options.steps, completed=done, loss=losses[-1], speed=0.0)
+        begin = time.perf_counter()
+        for step in range(done, options.steps):
+            state, metrics = pipe.train_step(state, next(stream))
+            losses.append(float(metrics["loss"]))
+            speed = (step + 1 - done) * options.batch * options.seq / (time.perf_counter() - begin)
+            progress.update(task, advance=1, loss=np.mean(losses[-20:]), speed=speed)
+    return state
+
+
+def continue_prompts(pipe, variables, options: argparse.Namespace) -> list[bytes]:
+    """Samples `options.length` bytes after each prompt; one row a micro-batch, which repeat the prompts in turn.
+
+    The window has a fixed length, so that one program is compiled. Attention is causal: what fills it on the right
+    doesn't matter.
+    """
+    random = np.random.default_rng(options.seed)
+    forward = jax.jit(pipe.apply)
+    num_rows = -(-len(options.prompt) // options.microbatches) * options.microbatches
+    rows = [bytearray(options.prompt[i % len(options.prompt)].encode()) for i in range(num_rows)]
+    for _ in range(options.length):
+        windows = np.zeros((num_rows, options.seq), np.int32)
+        ends = []
+        for row, window in zip(rows, windows, strict=True):
+            tail = row[-options.seq :]
+            window[: len(tail)] = tail
+            ends.append(len(tail) - 1)
+        logits = np.asarray(forward(variables, windows), np.float32)[np.arange(num_rows), ends]
+        # The largest of logits/temperature + Gumbel noise is a sample of the softmax.
+        samples = np.argmax(logits / options.temperature + random.gumbel(size=logits.shape), axis=-1)
+        for row, sample in zip(rows, samples, strict=True):
+            row.append(sample)
+    return [bytes(row) for row in rows[: len(options.prompt)]]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    pipeline = parser.add_argument_group("pipeline")
+    pipeline.add_argument("--stages", type=int, default=4, help="K (default %(default)s)")
+    pipeline.add_argument("--microbatches", type=int, default=8, help="M (default %(default)s)")
+    pipeline.add_argument("--chunks", type=int, default=1, help="V, for interleaved schedules (default %(default)s)")
+    pipeline.add_argument("--schedule", default="1f1b", help="naive, gpipe, 1f1b or interleaved (default %(default)s)")
+    pipeline.add_argument("--remat", default="layer", help="none, layer, stage or full (default %(default)s)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=8, help="Transformer blocks (default %(default)s)")
+    model.add_argument("--width", type=int, default=128, help="of the hidden states (default %(default)s)")
+    model.add_argument("--heads", type=int, default=4, help="of attention (default %(default)s)")
+    model.add_argument("--seq", type=int, default=128, help="bytes in a window (default %(default)s)")
+    model.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="to compute in")
+    training = parser.add_argument_group("training")
+    training.add_argument("--text", type=Path, help="a file to learn from (default: CPython's documentation)")
+    training.add_argument("--batch", type=int, default=32, help="windows a step (default %(default)s)")
+    training.add_argument("--steps", type=int, default=120, help="(default %(default)s)")
+    training.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
+    training.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--prompt", nargs="+", default=["The statement "], help="what to continue")
+    sampling.add_argument("--length", type=int, default=160, help="bytes to add (default %(default)s)")
+    sampling.add_argument("--temperature", type=float, default=0.7, help="(default %(default)s)")
+    options = parser.parse_args()
+    if options.width % options.heads:
+        parser.error(f"--heads {options.heads} does not divide --width {options.width}")
+    if options.steps < CHECKED_STEPS:
+        parser.error(f"--steps {options.steps} is less than the {CHECKED_STEPS} that are checked")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", options.stages)  # has no effect on accelerators
+    data = read_text(options.text)
+    split = len(data) * 19 // 20
+    if len(data) - split <= options.seq:
+        raise SystemExit(f"the text has {len(data)} bytes, too few for --seq {options.seq}: give a longer one")
+    stream = batches(data[:split], options, options.seed)
+    checked = [next(stream) for _ in range(CHECKED_STEPS)]
+
+    layers, tx = make_layers(options), make_optimizer(options)
+    pipe = jpipe.Pipeline(
+        layers,
+        loss_fn,
+        num_stages=options.stages,
+        num_microbatches=options.microbatches,
+        num_chunks=options.chunks,
+        schedule=options.schedule,
+        remat=options.remat,
+    )
+    state = pipe.create_state(jax.random.key(options.seed), checked[0], tx)
+    trees = jax.device_get(pipe.layer_variables(state.variables))
+    show_pipeline(pipe, [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees], options)
+
+    losses = []
+    for batch in checked:
+        state, metrics = pipe.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    check(losses, sequential_losses(layers, trees, tx, checked), options.dtype)
+    del trees
+
+    state = train(pipe, state, stream, losses, options)
+    held_out = next(batches(data[split:], options, options.seed))
+    console.print(
+        f"Nats a byte: {np.mean(losses[-20:]):.3f} in the last 20 steps, "
+        f"{float(pipe.evaluate(state.variables, held_out)):.3f} on text held out."
+    )
+    for text in continue_prompts(pipe, state.variables, options):
+        console.rule()
+        console.print(text.decode(errors="replace"), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

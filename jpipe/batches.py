@@ -1,0 +1,126 @@
+"""Batches: checked, and cut into micro-batches (GPipe, section 2.2: equal parts along the first dimension)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def default_inputs(batch: Any) -> Any:
+    """What the first layer takes: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
+    if isinstance(batch, dict):
+        if "inputs" not in batch:
+            raise ValueError(
+                f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first layer "
+                "takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
+            )
+        return batch["inputs"]
+    if isinstance(batch, tuple | list):
+        if not batch:
+            raise ValueError("the batch is an empty tuple; its first item is what the first layer takes")
+        return batch[0]
+    return batch
+
+
+def is_bare(batch: Any, inputs: Callable[[Any], Any] | None) -> bool:
+    """Whether `apply` was given the inputs themselves rather than a batch that holds them."""
+    if isinstance(batch, dict):
+        return inputs is None and "inputs" not in batch
+    return not isinstance(batch, tuple | list)
+
+
+def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
+    """The shapes of one micro-batch, a pytree of ShapeDtypeStructs.
+
+    Args:
+      batch: pytree of arrays `[B, ...]`.
+      num_microbatches: M.
+      shards: the devices that each micro-batch is split over.
+
+    Raises:
+      TypeError: a leaf is no array.
+      ValueError: leaves of different batch sizes, B not divisible by M (the divisors are named), or a micro-batch that
+        the data axes of the mesh don't divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    sizes: dict[int, str] = {}
+    for path, leaf in leaves:
+        name = "batch" + jax.tree_util.keystr(path)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]")
+        if not leaf.shape:
+            raise ValueError(f"{name} is a scalar; every array of a batch needs the batch size as its first dimension")
+        sizes.setdefault(leaf.shape[0], name)
+    if len(sizes) > 1:
+        parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+        raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
+    (size,) = sizes
+    if size % num_microbatches or size == 0:
+        raise ValueError(
+            f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
+        )
+    if (size // num_microbatches) % shards:
+        raise ValueError(
+            f"micro-batches of {size // num_microbatches} ({size} / num_microbatches={num_microbatches}) can't be split over "
+            f"the {shards} devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
+        )
+    shape = lambda a: jax.ShapeDtypeStruct((size // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
+    return jax.tree.map(shape, batch)
+
+
+def _alternatives(size: int) -> str:
+    divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
+    return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]])) or "at least one example"
+
+
+def split_microbatches(batch: Any, num_microbatches: int) -> Any:
+    """`[B, ...]` to `[M, B/M, ...]`: micro-batch m holds the m-th run of B/M examples."""
+    return jax.tree.map(lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch)
+
+
+def join_microbatches(leaf: Any) -> Any:
+    """`[M, B/M, ...]` to `[B, ...]`; one number a micro-batch stays `[M]`."""
+    return leaf if leaf.ndim < 2 else jnp.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))
+
+
+def check_same_structure(what: str, given: Any, expected: Any) -> None:
+    """Compares two pytrees' structures.
+
+    Raises:
+      ValueError: naming the first leaf that one has and the other lacks.
+    """
+    if jax.tree.structure(given) == jax.tree.structure(expected):
+        return
+    paths = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (given, expected)]
+    extra = [path for path in paths[0] if path not in paths[1]]
+    missing = [path for path in paths[1] if path not in paths[0]]
+    detail = (
+        f"it lacks {what}{missing[0]}" if missing else f"it has {what}{extra[0]} besides" if extra else "its containers differ"
+    )
+    raise ValueError(
+        f"the {what} has another structure than at init: {detail}; expected {_outline(paths[1])}, got {_outline(paths[0])}"
+    )
+
+
+def _outline(paths: list[str]) -> str:
+    return "[" + ", ".join(path or "a bare array" for path in paths[:8]) + (", ..." if len(paths) > 8 else "") + "]"
+
+
+def as_key(key: Any) -> jax.Array:
+    """A typed random key of either kind of key.
+
+    Raises:
+      TypeError: it is no key.
+    """
+    if hasattr(key, "dtype"):
+        if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+            return key
+        if key.dtype == np.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(key)
+    raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")

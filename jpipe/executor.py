@@ -1,0 +1,185 @@
+"""The executor: one scan over ticks, inside one `shard_map` over the stages.
+
+It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the table
+says, or nothing; then boundaries cross by `ppermute`, the only collective inside of the loop, and are written into
+the rows that the table gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.loops import when
+from jpipe.program import Program, accumulator_dtype
+from jpipe.schedule import KINDS
+from jpipe.stages import Carry, Stage
+from jpipe.storage import Row, is_float
+from jpipe.ticks import SlotTable
+
+AXIS = "stage"
+
+
+def run_forward(program: Program, stage: Stage) -> list[Any]:
+    """Forward only, on one device of a `shard_map`.
+
+    Returns:
+      The leaves of the outputs, `[M, ...]`, or [loss_sum, weight_sum], on all stages.
+    """
+    carry = _initial(program)
+    if program.final.loss_fn is None:
+        shape = (program.schedule.num_microbatches,)
+        carry["outputs"] = [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in program.outputs]
+    else:
+        carry["loss"] = _no_loss(program)
+    carry = _run_ticks(program, stage, carry)
+    return [_from_last_stage(leaf) for leaf in carry.get("outputs", carry.get("loss"))]
+
+
+def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]) -> tuple[Any, dict[str, Any], Any]:
+    """Forward and backward, on one device of a `shard_map`.
+
+    Args:
+      program: a program with backward actions.
+      stage: this device.
+      constrain: fixes how the gradient buffers are split over the other mesh axes.
+
+    Returns:
+      (loss, new state by collection, gradients): the loss on all stages, the rest this stage's own buffers.
+    """
+    assert program.residuals is not None
+    storages = program.storages
+    carry = _initial(program)
+    carry["loss"] = _no_loss(program)
+    carry["grads"] = constrain(storages["params"].zeros(accumulator_dtype))
+    carry["updates"] = {name: storages[name].zeros(accumulator_dtype) for name in storages if name != "params"}
+    carry["residuals"] = program.residuals.zeros()
+    carry["dx"] = program.cotangents.zeros()
+    carry["gradients"] = _rows(carry["dx"], max(program.table.gradient_rows))
+    carry = _run_ticks(program, stage, carry)
+    loss, weight = (_from_last_stage(leaf) for leaf in carry["loss"])
+    mean = lambda leaf, old, total: (leaf / total.astype(leaf.dtype)).astype(old.dtype) if is_float(leaf) else leaf
+    count = jnp.asarray(program.schedule.num_microbatches, jnp.float32)
+    updates = {
+        name: jax.tree.map(lambda a, b: mean(a, b, count), tree, stage.variables[name])
+        for name, tree in carry["updates"].items()
+    }
+    grads = jax.tree.map(lambda a, b: mean(a, b, weight), carry["grads"], stage.variables["params"])
+    return loss / weight, updates, grads
+
+
+def _initial(program: Program) -> Carry:
+    x = program.carrier.zeros()
+    return {"x": x, "activations": _rows(x, max(program.table.activation_rows))}
+
+
+def _rows(tree: Any, count: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), tree)
+
+
+def _no_loss(program: Program) -> list[Any]:
+    return [jnp.zeros((), accumulator_dtype(leaf.dtype)) for leaf in program.outputs]
+
+
+def _from_last_stage(leaf: Any) -> Any:
+    """A value that is zero on all stages but the last, on all stages."""
+    if leaf.dtype == jnp.bool_:
+        return _from_last_stage(leaf.astype(jnp.int8)).astype(jnp.bool_)
+    return jax.lax.psum(leaf, AXIS)
+
+
+def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
+    slots = program.table.slots
+    columns = [{name: getattr(slot, name) for name in _COLUMNS} for slot in slots]
+
+    def tick(carry: Carry, rows: list[dict[str, Any]]) -> tuple[Carry, None]:
+        for slot, row in zip(slots, rows, strict=True):
+            cell = {name: entries[stage.device] for name, entries in row.items()}
+            for kind in slot.kinds:
+                carry = when(_active(slot, kind, cell), lambda c, k=kind: _ACTIONS[k](program, stage, cell, c), carry)  # noqa: B023
+            for kind in slot.kinds:
+                carry = _send(program, slot, kind, cell, carry)
+        return carry, None
+
+    return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
+
+
+_COLUMNS = ("kind", "microbatch", "chunk", "activation", "gradient", "residual", "activation_in", "gradient_in")
+
+
+def _active(slot: SlotTable, kind: str, cell: dict[str, Any]) -> Any:
+    """Whether this device does an action of `kind` now: a Python bool where that never changes."""
+    code = 1 + slot.kinds.index(kind)
+    if (slot.kind == code).all():
+        return True
+    return cell["kind"] == code
+
+
+def _virtual_stage(program: Program, stage: Stage, cell: dict[str, Any]) -> Any:
+    if program.route.start.shape[0] == 1:
+        return 0
+    return cell["chunk"] * program.schedule.num_stages + stage.device
+
+
+def _forward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry) -> Carry:
+    save = None if program.residuals is None or program.remat.keep_inputs else Row(cell["residual"], stage.device)
+    keys = [name for name in ("residuals", "updates", "loss", "outputs") if name in carry]
+    work = {name: carry[name] for name in keys} | {"x": _arrived(carry["activations"], cell["activation"], carry["x"])}
+    work = stage.forward(_virtual_stage(program, stage, cell), cell["microbatch"], work, save)
+    return carry | {name: work[name] for name in keys} | {"x": _keep_type(work["x"], carry["x"])}
+
+
+def _backward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry) -> Carry:
+    virtual_stage, microbatch = _virtual_stage(program, stage, cell), cell["microbatch"]
+    residuals, saved = carry["residuals"], Row(cell["residual"], stage.device)
+    if program.remat.keep_inputs:
+        saved = Row(0, stage.device)
+        again = {"residuals": residuals, "x": _arrived(carry["activations"], cell["activation"], carry["x"])}
+        residuals = stage.forward(virtual_stage, microbatch, again, saved)["residuals"]
+    work = {"grads": carry["grads"], "dx": _arrived(carry["gradients"], cell["gradient"], carry["dx"])}
+    work = stage.backward(virtual_stage, microbatch, work, residuals, saved)
+    return carry | {"residuals": residuals, "grads": work["grads"], "dx": _keep_type(work["dx"], carry["dx"])}
+
+
+_ACTIONS = {"F": _forward, "B": _backward}
+
+
+def _arrived(buffers: Any, row: Any, otherwise: Any) -> Any:
+    """The boundary value in a row; the first virtual stage (row -1) has none and doesn't look at it."""
+    if all(buffer.shape[0] == 0 for buffer in jax.tree.leaves(buffers)):
+        return otherwise
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, jnp.maximum(row, 0), 0, keepdims=False), buffers)
+
+
+def _keep_type(value: Any, like: Any) -> Any:
+    """With one stage nothing crosses a boundary, and the last layer's own type must not leak into the loop."""
+    same = [(x.shape, x.dtype) for x in jax.tree.leaves(value)] == [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
+    return value if same else like
+
+
+def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], carry: Carry) -> Carry:
+    """Moves boundaries to the neighbours and writes what arrives into its row."""
+    flow = KINDS[kind].flow
+    value, buffers, arrival = {
+        1: ("x", "activations", "activation_in"),
+        -1: ("dx", "gradients", "gradient_in"),
+        0: ("", "", ""),
+    }[flow]
+    if not flow or (getattr(slot, arrival) < 0).all():
+        return carry
+    num_stages, row = program.schedule.num_stages, cell[arrival]
+    pairs = [(k, (k + flow) % num_stages) for k in range(num_stages)]
+    if program.schedule.num_chunks == 1:
+        pairs = [(a, b) for a, b in pairs if b - a == flow]
+    place = jnp.maximum(row, 0)
+
+    def receive(buffer: Any, leaf: Any) -> Any:
+        old = jax.lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False)
+        new = jnp.where(row >= 0, jax.lax.ppermute(leaf, AXIS, pairs), old)
+        return jax.lax.dynamic_update_index_in_dim(buffer, new, place, 0)
+
+    return carry | {buffers: jax.tree.map(receive, carry[buffers], carry[value])}

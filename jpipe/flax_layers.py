@@ -1,0 +1,263 @@
+"""Flax layers: `flax.linen` and `flax.nnx` modules behind the `AnyLayer` interface.
+
+Linen keeps variables outside of the module, NNX inside; both become a dict of collections here, and random number
+streams are seeded from the one key that a layer gets for a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.errors
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from jpipe.layers import AnyLayer, MissingKeyError, Variables, mode_arguments, signature_of
+
+
+def open_sequential(layers: Any) -> Any:
+    """The layers inside a `flax.linen.Sequential` or `nnx.Sequential`; anything else as it is."""
+    if isinstance(layers, nn.Sequential | nnx.Sequential):
+        return list(layers.layers)
+    return layers
+
+
+def adapt(layer: Any, index: int) -> AnyLayer | None:
+    """The adapter for a Flax layer, or None if it isn't one."""
+    if isinstance(layer, nn.Module):
+        if layer.scope is not None:
+            raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
+        return LinenLayer(layer)
+    if isinstance(layer, nnx.Module):
+        return NnxLayer.from_module(layer)
+    if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
+        return NnxLayer.from_factory(layer, index)
+    return None
+
+
+@dataclass(frozen=True)
+class LinenLayer:
+    """A `flax.linen` module; its variables are what `module.init` returns, metadata boxes included."""
+
+    module: nn.Module
+    ready: None = None
+
+    @property
+    def name(self) -> str:
+        """The module's name, or that of its class."""
+        return self.module.name or type(self.module).__name__
+
+    def is_same(self, other: AnyLayer) -> bool:
+        """Equal modules, whatever they are called."""
+        if not isinstance(other, LinenLayer) or type(self.module) is not type(other.module):
+            return False
+        try:
+            return bool(self.module.clone(name=None) == other.module.clone(name=None))
+        except Exception:  # fields that can't be compared, such as arrays: then not known to be the same
+            return False
+
+    def _mode(self, train: bool) -> dict[str, bool]:
+        fixed = lambda name: getattr(self.module, name, None) is not None
+        return mode_arguments(type(self.module).__call__, train, fixed)
+
+    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+        """`module.init` in evaluation mode, with a stream for parameters and one for everything else."""
+        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        return dict(self.module.init(rngs, *inputs, **self._mode(train=False)))
+
+    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+        """`module.apply`; in training the collections other than "params" are mutable."""
+        plain = jax.tree.map(_unbox, variables, is_leaf=_is_box)
+        # A stream that isn't named here falls back to "params", as Flax does.
+        rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        mutable = [name for name in variables if name != "params"] if train else []
+        try:
+            outputs, changed = self.module.apply(plain, *inputs, rngs=rngs, mutable=mutable, **self._mode(train))
+        except flax.errors.InvalidRngError as error:
+            if key is None:
+                raise MissingKeyError(self.name) from error
+            raise
+        updates = {
+            name: jax.tree.unflatten(jax.tree.structure(variables[name]), jax.tree.leaves(changed[name]))
+            for name in mutable
+        }
+        return outputs, updates
+
+    def to_item(self, variables: Variables) -> Any:
+        """As it is."""
+        return variables
+
+    def from_item(self, item: Any) -> Variables:
+        """As it is."""
+        return dict(item)
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """From `nn.with_partitioning` and its like."""
+        return {name: _leaf_specs(nn.get_partition_spec(tree)) for name, tree in variables.items()}
+
+    def bind(self, item: Any) -> nn.Module:
+        """The module bound to its variables."""
+        return self.module.bind(item)
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _unbox(x: Any) -> Any:
+    # Not meta.unbox: inside shard_map its sharding constraint could name an axis that is manual there.
+    if isinstance(x, nn.Partitioned):
+        return x.unbox(apply_constraint=False)
+    return x.unbox() if _is_box(x) else x
+
+
+def _leaf_specs(tree: Any) -> list[jax.sharding.PartitionSpec]:
+    is_spec = lambda x: x is None or isinstance(x, jax.sharding.PartitionSpec)
+    return [spec or jax.sharding.PartitionSpec() for spec in jax.tree.leaves(tree, is_leaf=is_spec)]
+
+
+@dataclass(frozen=True)
+class NnxLayer:
+    """An `nnx` module, ready or to be made by a factory; its variables are its state, grouped by variable type."""
+
+    name: str
+    graphdef: Any
+    template: Any  # the state with ShapeDtypeStruct leaves: paths, variable types and metadata
+    factory: Callable | None
+    ready: Variables | None = None
+    init_program: str = ""  # what the factory computes: two may differ only in the values that they start from
+
+    @classmethod
+    def from_module(cls, module: nnx.Module) -> NnxLayer:
+        """A module that has its values already."""
+        graphdef, state = nnx.split(module)
+        template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        return cls(type(module).__name__, graphdef, template, None, _collections(state))
+
+    @classmethod
+    def from_factory(cls, factory: Callable, index: int) -> NnxLayer:
+        """A factory `lambda rngs: Module(..., rngs=rngs)`, called abstractly here."""
+        modules: list[Any] = []
+
+        def make(key: jax.Array) -> Any:
+            module = factory(rngs=nnx.Rngs(key))
+            modules.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
+            return nnx.state(module) if isinstance(module, nnx.Module) else None
+
+        program, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
+        (module,) = modules
+        if state is None:
+            raise TypeError(
+                f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {type(module).__name__}"
+            )
+        constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in program.consts]
+        name = type(nnx.merge(module, state)).__name__
+        return cls(name, module, state, factory, init_program=f"{program} {constants}")
+
+    def is_same(self, other: AnyLayer) -> bool:
+        """Equal graph definitions (types, attributes and initialisers), both ready or both made by `init`."""
+        if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
+            return False
+        return (self.graphdef, self.init_program, _shapes(self.template)) == (
+            other.graphdef,
+            other.init_program,
+            _shapes(other.template),
+        )
+
+    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+        """The factory's values under this key; a ready module's own values."""
+        del inputs  # an nnx module knows its shapes
+        if self.factory is None:
+            assert self.ready is not None
+            return self.ready
+        return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
+
+    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+        """Merges a fresh module, sets its mode, calls it, and splits its state again."""
+        state = self._state(variables, key)
+        module = nnx.merge(self.graphdef, state)
+        module.train() if train else module.eval()
+        outputs = module(*inputs, **mode_arguments(type(module).__call__, train))
+        after = nnx.state(module)
+        if key is None and _counted(state, after):
+            raise MissingKeyError(self.name)
+        new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
+        return outputs, (new if train else {})
+
+    def _state(self, variables: Variables, key: jax.Array | None) -> Any:
+        """The full state: the given variables, and random number streams that start from `key`."""
+        seed = jax.random.key(0) if key is None else key
+        filled, stream = [], 0
+        for path, variable in nnx.to_flat_state(self.template):
+            if isinstance(variable, nnx.RngKey):
+                value = jax.random.fold_in(seed, stream)
+                stream += 1
+                # old-style modules keep raw keys
+                if not jax.dtypes.issubdtype(_dtype(variable), jax.dtypes.prng_key):
+                    value = jax.random.key_data(value)
+            elif isinstance(variable, nnx.RngState):
+                value = jax.numpy.zeros((), jax.numpy.uint32)
+            else:
+                value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
+            filled.append((path, variable.replace(value)))
+        return nnx.from_flat_state(filled)
+
+    def to_item(self, variables: Variables) -> Any:
+        """A pure dict of the state, by collection."""
+        return variables
+
+    def from_item(self, item: Any) -> Variables:
+        """As it is."""
+        return dict(item)
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """From `nnx.with_partitioning` and its like."""
+        return {name: _leaf_specs(tree) for name, tree in _collections(nnx.get_partition_spec(self.template)).items()}
+
+    def bind(self, item: Any) -> nnx.Module:
+        """The module itself, in evaluation mode."""
+        module = nnx.merge(self.graphdef, self._state(self.from_item(item), None))
+        module.eval()
+        return module
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _dtype(variable: Any) -> Any:
+    return _value(variable).dtype
+
+
+def _collection(variable: Any) -> str:
+    return nnx.variablelib.variable_name_from_type(type(variable), allow_register=True)
+
+
+def _collections(state: Any) -> Variables:
+    """`{collection: nested dict by path}` of every variable that is no random number state."""
+    variables: Variables = {}
+    for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.RngState):
+            continue
+        tree = variables.setdefault(_collection(variable), {})
+        for name in path[:-1]:
+            tree = tree.setdefault(name, {})
+        tree[path[-1]] = _value(variable)
+    return variables
+
+
+def _counted(before: Any, after: Any) -> bool:
+    """Whether a random number stream was drawn from."""
+    counts = lambda state: {p: _value(v) for p, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}
+    old, new = counts(before), counts(after)
+    return any(new[path] is not value for path, value in old.items())
+
+
+def _shapes(state: Any) -> list:
+    return [(path, _value(v).shape, _dtype(v)) for path, v in nnx.to_flat_state(state)]

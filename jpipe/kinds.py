@@ -1,0 +1,203 @@
+"""Kinds: layers that are the same function of the same shapes, so that they are traced and compiled once.
+
+`trace_kinds` follows the shapes of one micro-batch through the model without computing anything, finds layers that
+are the same, and reports what doesn't fit before anything is compiled. Two ends complete the sequence: one layer reads
+the model's inputs from the batch, one turns the outputs into the loss. The first and last layer do that themselves,
+unless they share their kind with others; then an identity layer does it for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jpipe.layers import AnyLayer, MissingKeyError, identity_layer, positional
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """One or more layers that are traced and compiled once.
+
+    Attributes:
+      layer: any of them (they are the same function).
+      members: their indices in the sequence, ends included, ascending.
+      takes: what they are called with, a pytree of ShapeDtypeStructs at the micro-batch's shapes.
+      gives: what they return.
+      variables: their variables by collection, a pytree of ShapeDtypeStructs.
+      specs: the mesh axes of each leaf, by collection.
+      entry: this layer reads the model's inputs from the batch (and has one member).
+      final: this layer's outputs are the model's (and it has one member).
+      needs_key: it draws random numbers in training.
+    """
+
+    layer: AnyLayer
+    members: tuple[int, ...]
+    takes: Any
+    gives: Any
+    variables: dict[str, Any]
+    specs: dict[str, list[PartitionSpec]]
+    entry: bool
+    final: bool
+    needs_key: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Sequential:
+    """A model as a sequence of kinds.
+
+    Attributes:
+      kinds: in order of their first member.
+      kind_of: the kind's index, for each layer (ends included).
+      first: index of the user's layer 0 in that numbering (1 if an identity layer reads the inputs, else 0).
+      num_layers: the number of the user's layers.
+    """
+
+    kinds: tuple[Kind, ...]
+    kind_of: tuple[int, ...]
+    first: int
+    num_layers: int
+
+    @property
+    def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """The leaves between each layer and the next."""
+        return [jax.tree.leaves(self.kinds[c].gives) for c in self.kind_of[:-1]]
+
+
+@dataclass
+class _Group:
+    layer: AnyLayer
+    members: list[int]
+    takes: Any
+    gives: Any
+    variables: dict[str, Any]
+    needs_key: bool
+
+
+def trace_kinds(layers: Sequence[AnyLayer], inputs: Any) -> Sequential:
+    """Follows the shapes of one micro-batch through the layers and groups those that are the same.
+
+    Args:
+      layers: the adapted layers.
+      inputs: what the first one takes, a pytree of ShapeDtypeStructs.
+
+    Raises:
+      ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
+        is no array, or parameters that can't be differentiated.
+    """
+    groups: list[_Group] = []
+    group_of: list[int] = []
+    value = inputs
+    for index, layer in enumerate(layers):
+        c = next((c for c, g in enumerate(groups) if same_type(g.takes, value) and g.layer.is_same(layer)), None)
+        if c is None:
+            c = len(groups)
+            groups.append(_trace_layer(layers, index, value))
+        groups[c].members.append(index)
+        group_of.append(c)
+        value = groups[c].gives
+    return _with_ends(groups, group_of, inputs)
+
+
+def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequential:
+    load = len(groups[group_of[0]].members) > 1
+    lose = len(groups[group_of[-1]].members) > 1
+    outputs = groups[group_of[-1]].gives
+    if load:
+        groups = [_Group(identity_layer("inputs"), [-1], inputs, inputs, {}, False), *groups]
+        group_of = [0, *(c + 1 for c in group_of)]
+    if lose:
+        groups = [*groups, _Group(identity_layer("outputs"), [len(group_of) - load], outputs, outputs, {}, False)]
+        group_of = [*group_of, len(groups) - 1]
+    kinds = tuple(
+        Kind(
+            layer=g.layer,
+            members=tuple(i + load for i in g.members),
+            takes=g.takes,
+            gives=g.gives,
+            variables=g.variables,
+            specs=g.layer.partition_specs(g.variables),
+            entry=c == group_of[0],
+            final=c == group_of[-1],
+            needs_key=g.needs_key,
+        )
+        for c, g in enumerate(groups)
+    )
+    return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose)
+
+
+def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any) -> _Group:
+    layer, key = layers[index], jax.random.key(0)
+    variables: Any = layer.ready
+    try:
+        if variables is None:
+            variables = jax.eval_shape(lambda k, x: layer.init(k, positional(x)), key, takes)
+        variables = jax.eval_shape(lambda v: v, variables)
+        _check_parameters(layer, index, variables)
+        run = lambda v, x, k: layer.apply(v, positional(x), key=k, train=True)
+        gives, _ = jax.eval_shape(run, variables, takes, key)
+        try:
+            jax.eval_shape(lambda v, x: run(v, x, None), variables, takes)
+            needs_key = False
+        except MissingKeyError:
+            needs_key = True
+    except _BadLayerError:
+        raise
+    except Exception as error:
+        raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gives):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"layer {index} ({layer.name}) gives {leaf.dtype} at {jax.tree_util.keystr(path)}; "
+                "a boundary carries plain arrays only, such as jax.random.key_data(key)"
+            )
+    return _Group(layer, [], takes, gives, variables, needs_key)
+
+
+class _BadLayerError(ValueError):
+    """An error that is complete as it is."""
+
+
+def _check_parameters(layer: AnyLayer, index: int, variables: dict[str, Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise _BadLayerError(
+                f"layer {index} ({layer.name}) has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; "
+                "parameters have to be floating-point (keep integers out of them)"
+            )
+
+
+def _mismatch(layers: Sequence[AnyLayer], index: int, takes: Any, variables: Any, error: Exception) -> str:
+    name = f"layer {index} ({layers[index].name})"
+    source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
+    own = f"; parameters of {name}: {describe(variables['params'])}" if variables and "params" in variables else ""
+    return f"{name} can't take what {source}: {describe(takes)}{own}. It raised {type(error).__name__}: {error}"
+
+
+def same_type(a: Any, b: Any) -> bool:
+    """Whether two pytrees of shapes are equal in structure, shapes and dtypes."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+def describe(tree: Any) -> str:
+    """A pytree of arrays as text: `float32[8,16]`, or `{'a': float32[8], ...}`.
+
+    >>> describe({"a": jnp.zeros((2, 3)), "b": (jnp.zeros(4), jnp.zeros(4))})
+    "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
+    """
+    short: Callable[[Any], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+    return str(jax.tree.map(short, tree))
+
+
+class _Text(str):
+    """A string that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

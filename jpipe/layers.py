@@ -1,0 +1,215 @@
+"""Layers: what a model is made of, each adapted to one small interface.
+
+A model is a sequence of layers of mixed kinds. Everything after this module sees only `AnyLayer`: a name,
+`init`, `apply`, and the translation between the variables jpipe works on (a dict of collections) and the item
+a user knows. Flax itself is known to `flax_layers` alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+Variables = dict[str, Any]
+"""One layer's variables by collection: `{"params": tree, "batch_stats": tree}`; a collection may be missing."""
+
+
+class MissingKeyError(ValueError):
+    """A layer asked for random numbers and no key was given."""
+
+
+class AnyLayer(Protocol):
+    """What the rest of the package knows of a layer."""
+
+    @property
+    def name(self) -> str:
+        """A short name for tables and errors."""
+        ...
+
+    @property
+    def ready(self) -> Variables | None:
+        """The values that the layer already has, or None if `init` makes them."""
+        ...
+
+    def is_same(self, other: AnyLayer) -> bool:
+        """Whether both compute the same function of (variables, inputs, key)."""
+        ...
+
+    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+        """New variables for positional `inputs`."""
+        ...
+
+    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+        """(outputs, new values of the collections that are not parameters; empty in evaluation)."""
+        ...
+
+    def to_item(self, variables: Variables) -> Any:
+        """The variables as the layer's own library would have returned them."""
+        ...
+
+    def from_item(self, item: Any) -> Variables:
+        """The inverse of `to_item`."""
+        ...
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """The mesh axes named by the layer's metadata, one spec a leaf, by collection."""
+        ...
+
+    def bind(self, item: Any) -> Any:
+        """A callable model with these variables."""
+        ...
+
+
+def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False) -> dict[str, bool]:
+    """The keyword arguments that tell `function` whether it trains, of those that its signature names.
+
+    Args:
+      function: whose signature is read.
+      train: training (True) or evaluation (False).
+      taken: tells which names the user has fixed already.
+    """
+    known = {
+        "train": train,
+        "training": train,
+        "is_training": train,
+        "deterministic": not train,
+        "use_running_average": not train,
+    }
+    parameters = signature_of(function)
+    return {name: value for name, value in known.items() if name in parameters and not taken(name)}
+
+
+def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of `function` by name; empty for those that Python can't inspect."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def positional(inputs: Any) -> tuple:
+    """The positional arguments that a layer is called with: a tuple is passed as several."""
+    return inputs if type(inputs) is tuple else (inputs,)
+
+
+def empty_specs(variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+    """No mesh axis for any leaf."""
+    return {name: [jax.sharding.PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer made of two plain functions.
+
+    Args:
+      init: `init(key, x) -> params`, a pytree of floating-point arrays.
+      apply: `apply(params, x) -> y`. If its signature has a parameter `key` it is given the layer's own random key
+        (None in evaluation); if it has `train` or `deterministic`, it is told the mode.
+      name: shown in tables and errors.
+
+    `x` and `y` are any pytrees of arrays; a tuple `x` is passed as several positional arguments.
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+    name: str = "Layer"
+
+    def __post_init__(self):
+        for what in ("init", "apply"):
+            if not callable(getattr(self, what)):
+                raise TypeError(f"jpipe.Layer: {what}={getattr(self, what)!r} is not callable; pass a function")
+
+
+@dataclass(frozen=True)
+class PlainLayer:
+    """Adapts `Layer`, and plain functions without parameters (`init=None`)."""
+
+    name: str
+    init_fn: Callable[..., Any] | None
+    apply_fn: Callable[..., Any]
+    ready: None = None
+    parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, compare=False)
+
+    def is_same(self, other: AnyLayer) -> bool:
+        """Same functions."""
+        return isinstance(other, PlainLayer) and (self.init_fn, self.apply_fn) == (other.init_fn, other.apply_fn)
+
+    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+        """Calls the user's `init(key, *inputs)`."""
+        return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
+
+    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+        """Calls the user's `apply`, with key and mode if its signature takes them."""
+        options: dict[str, Any] = mode_arguments(self.apply_fn, train)
+        if "key" in self.parameters and self.init_fn is not None:
+            if key is None and train:
+                raise MissingKeyError(self.name)
+            options["key"] = key if train else None
+        arguments = inputs if self.init_fn is None else (variables["params"], *inputs)
+        return self.apply_fn(*arguments, **options), {}
+
+    def to_item(self, variables: Variables) -> Any:
+        """The bare parameters, as the user's `init` returned them."""
+        return variables if self.init_fn is None else variables["params"]
+
+    def from_item(self, item: Any) -> Variables:
+        """The inverse of `to_item`."""
+        return {} if self.init_fn is None else {"params": item}
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """Plain functions carry no metadata."""
+        return empty_specs(variables)
+
+    def bind(self, item: Any) -> Callable:
+        """`x -> y` with the parameters filled in, in evaluation mode."""
+        return lambda *inputs: self.apply(self.from_item(item), inputs, key=None, train=False)[0]
+
+
+def identity_layer(name: str) -> PlainLayer:
+    """A layer that passes its input on."""
+    return PlainLayer(name, None, _identity)
+
+
+def _identity(*inputs: Any) -> Any:
+    return inputs[0] if len(inputs) == 1 else inputs
+
+
+def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
+    """Adapts a user's sequence of layers.
+
+    Raises:
+      TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
+      ValueError: there are no layers.
+    """
+    from jpipe import flax_layers
+
+    opened = flax_layers.open_sequential(layers)
+    if not isinstance(opened, Sequence) or isinstance(opened, str):
+        raise TypeError(
+            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        )
+    if len(opened) == 0:
+        raise ValueError("layers is empty; pass at least one layer")
+    in_sequential = opened is not layers
+    return tuple(_as_layer(layer, index, in_sequential) for index, layer in enumerate(opened))
+
+
+def _as_layer(layer: Any, index: int, in_sequential: bool) -> AnyLayer:
+    from jpipe import flax_layers
+
+    adapted = flax_layers.adapt(layer, index)
+    if adapted is not None:
+        return adapted
+    if isinstance(layer, Layer):
+        return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
+    if callable(layer) and not isinstance(layer, type):
+        return PlainLayer(getattr(layer, "__name__", type(layer).__name__), None, layer)
+    raise TypeError(
+        f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
+        "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
+        + (" (a class: did you mean to call it?)" if isinstance(layer, type) else "")
+    )

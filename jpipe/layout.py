@@ -1,0 +1,205 @@
+"""The layout of variables: from one buffer a stage to each layer's own tree, and back.
+
+A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
+its `Layout`. The layout translates to and from the layers' trees without ever putting the model on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.kinds import Sequential
+from jpipe.loops import each
+from jpipe.meshes import AXIS, constrain, known_axes, on_stages
+from jpipe.storage import Buffers, Storage, build_storage, choose_stacked, look_up
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the variables of each layer lie, for one collection.
+
+    Attributes:
+      storage: the places within a stage.
+      treedefs: the layers' tree, by kind.
+      members: the layers' indices (ends included), by kind.
+      mesh: the devices.
+    """
+
+    storage: Storage
+    treedefs: tuple[Any, ...]
+    members: tuple[tuple[int, ...], ...]
+    mesh: Mesh
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return self.mesh.shape[AXIS]
+
+    @property
+    def specs(self) -> StageTree:
+        """PartitionSpecs of the global arrays."""
+        return StageTree(self.storage.specs((AXIS,)), self)
+
+    @property
+    def shapes(self) -> StageTree:
+        """ShapeDtypeStructs of the global arrays, with their shardings."""
+        sharded = lambda leaf, spec: jax.ShapeDtypeStruct(
+            (self.num_stages, *leaf.shape), leaf.dtype, sharding=NamedSharding(self.mesh, spec)
+        )
+        return jax.tree.map(sharded, StageTree(self.storage.shapes(), self), self.specs)
+
+    def place(self, leaves: dict[int, Sequence[np.ndarray]]) -> StageTree:
+        """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
+        by_member = {
+            (c, j): leaves[i] for c, group in enumerate(self.members) for j, i in enumerate(group) if i in leaves
+        }
+
+        def make(path: tuple, shape: jax.ShapeDtypeStruct) -> Any:
+            part, name = path[0].key, path[1].key
+            leaf = path[2].idx if part == "stacks" else 0
+
+            def fill(index: tuple) -> np.ndarray:
+                stage = index[0].start or 0
+                local = self.storage.assemble(stage, by_member, part, name, leaf)
+                return local[None][(slice(None), *index[1:])]
+
+            return jax.make_array_from_callback(shape.shape, shape.sharding, fill)
+
+        return jax.tree_util.tree_map_with_path(make, self.shapes)
+
+    def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
+        """`carry = body(kind, member, carry)` for all layers of one device, inside of a program on the stages."""
+        for c, shelf in enumerate(self.storage.shelves):
+            per_device = [[j for j, s in enumerate(shelf.cells) if s % self.num_stages == k] for k in range(self.num_stages)]
+            longest = max(map(len, per_device))
+            table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
+            count = look_up([len(row) for row in per_device], device)
+            single = len(shelf.cells) == 1
+            visit = lambda i, carry, c=c, table=table, single=single: body(c, 0 if single else table[device, i], carry)
+            carry = each(0, count, visit, carry)
+        return carry
+
+
+class StageTree(dict):
+    """Variables of all layers under a layout: `{"stacks": ..., "pools": ...}`, arrays `[K, ...]` split over `stage`.
+
+    A pytree. Elementwise operations and sums over all elements are exact: places that no layer owns hold zeros.
+    """
+
+    def __init__(self, buffers: Buffers, layout: Layout):
+        super().__init__(buffers)
+        self.layout = layout
+
+
+def _flatten_with_keys(tree: StageTree) -> tuple[Any, Any]:
+    names = ("pools", "stacks")
+    return [(jax.tree_util.DictKey(name), tree[name]) for name in names], tree.layout
+
+
+jax.tree_util.register_pytree_with_keys(
+    StageTree,
+    _flatten_with_keys,
+    lambda layout, children: StageTree(dict(zip(("pools", "stacks"), children, strict=True)), layout),
+    lambda tree: ([tree["pools"], tree["stacks"]], tree.layout),
+)
+
+
+def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mesh) -> dict[str, Layout]:
+    """The layout of each collection for a model cut into virtual stages.
+
+    Args:
+      model: the traced layers.
+      bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
+      mesh: with K devices along `stage`.
+    """
+    num_stages = mesh.shape[AXIS]
+    stage_of = [s % num_stages for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+    cells = [[stage_of[i] for i in kind.members] for kind in model.kinds]
+    specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in model.kinds]
+    stacked = [
+        choose_stacked(cells[c], num_stages, any(any(s) for group in specs[c].values() for s in group))
+        for c in range(len(model.kinds))
+    ]
+    layouts = {}
+    for name in ["params", *sorted({n for kind in model.kinds for n in kind.variables} - {"params"})]:
+        trees = [kind.variables.get(name, {}) for kind in model.kinds]
+        storage = build_storage(
+            [jax.tree.leaves(tree) for tree in trees],
+            cells,
+            stacked,
+            num_devices=num_stages,
+            specs=[specs[c].get(name, []) for c in range(len(model.kinds))],
+        )
+        members = tuple(kind.members for kind in model.kinds)
+        layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), members, mesh)
+    return layouts
+
+
+def local(tree: Any) -> Any:
+    """A stage's own buffers `[...]` out of its part `[1, ...]` of global arrays."""
+    return jax.tree.map(lambda a: a[0], tree)
+
+
+def stacked(tree: Any) -> Any:
+    """The inverse of `local`."""
+    return jax.tree.map(lambda a: a[None], tree)
+
+
+def device_index(mesh: Mesh) -> Any:
+    """The index of this stage, inside of a program on the stages; a Python integer if there is only one."""
+    return 0 if mesh.shape[AXIS] == 1 else jax.lax.axis_index(AXIS)
+
+
+def constrain_buffers(buffers: Buffers, storage: Storage, mesh: Mesh) -> Buffers:
+    """Splits a stage's buffers over the other axes as their layers ask."""
+    return constrain(buffers, storage.specs(), mesh)
+
+
+def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
+    """Each layer's own tree by collection, in the order of `members` (ends included). To be called under `jax.jit`.
+
+    A leaf is split over `stage` along its first dimension if that divides, so that no device gets all of the model.
+    """
+    layouts = {name: tree.layout for name, tree in trees.items()}
+    layout = next(iter(layouts.values()))
+    num_stages = layout.num_stages
+    places = sorted((i, c, j) for c, group in enumerate(layout.members) for j, i in enumerate(group))
+    splits = lambda leaf: num_stages > 1 and bool(leaf.shape) and leaf.shape[0] % num_stages == 0
+    specs = [
+        {
+            name: [PartitionSpec(AXIS) if splits(leaf) else PartitionSpec() for leaf in lay.storage.shelves[c].leaves]
+            for name, lay in layouts.items()
+        }
+        for _, c, _ in places
+    ]
+
+    def share(leaf: Any, mine: Any) -> Any:
+        if leaf.dtype == jnp.bool_:
+            return share(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
+        leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
+        if splits(leaf):
+            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(leaf, AXIS)
+
+    def body(trees: dict[str, Any]) -> list[dict[str, Any]]:
+        buffers, device = local(trees), device_index(layout.mesh)
+        read = lambda name, c, j: [
+            share(leaf, layout.storage.shelves[c].cells[j] % num_stages == device)
+            for leaf in layouts[name].storage.read(buffers[name], c, j)
+        ]
+        return [{name: read(name, c, j) for name in layouts} for _, c, j in places]
+
+    plain = {name: dict(tree) for name, tree in trees.items()}
+    in_specs = {name: lay.storage.specs((AXIS,)) for name, lay in layouts.items()}
+    found = on_stages(body, layout.mesh, (in_specs,), specs)(plain)
+    return [
+        {name: jax.tree.unflatten(layouts[name].treedefs[c], leaves) for name, leaves in item.items()}
+        for (_, c, _), item in zip(places, found, strict=True)
+    ]

@@ -1,0 +1,180 @@
+"""Optimisers: the training state, and `per_layer` for transformations that look at one parameter at a time.
+
+Under a layout, layers that are the same are stacked and others lie in flat pools. Elementwise transformations
+and global norms don't notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows
+them each layer's own tree, on the device where it lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe.layout import Layout, StageTree, device_index, local, stacked
+from jpipe.meshes import AXIS, on_stages
+from jpipe.storage import build_storage
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a training step reads and returns.
+
+    Attributes:
+      step: int32 scalar, the number of steps done.
+      variables: the model's variables by collection.
+      opt_state: the optimiser's state.
+      key: the random key that all steps' keys are derived from.
+      tx: the optax transformation (static).
+    """
+
+    step: jax.Array
+    variables: dict[str, Any]
+    opt_state: Any
+    key: Any
+    tx: optax.GradientTransformation = field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """The Euclidean norm of all gradients together, summed in float32 or better."""
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
+
+
+def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Shows a transformation each layer's own tree, as `layer_variables` gives it, instead of the stage's buffers.
+
+    For transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay masks,
+    `optax.multi_transform`. What they sum over a tree (a clipped norm) they then sum over one layer; keep global norms outside:
+    `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`.
+
+    Args:
+      tx: any optax transformation.
+
+    Returns:
+      A transformation of parameters that a `jpipe.Pipeline` made. Its state lies where the layers do.
+
+    Raises:
+      TypeError: in `init`, if the parameters are not a pipeline's.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> StageTree:
+        layout = _layout_of(params)
+        states = _state_layout(inner, layout)
+
+        def body(params: Any) -> Any:
+            params, device = local(params), device_index(layout.mesh)
+
+            def visit(c: int, member: Any, buffers: Any) -> Any:
+                tree = jax.tree.unflatten(layout.treedefs[c], layout.storage.read(params, c, member))
+                return states.storage.write(buffers, c, member, jax.tree.leaves(inner.init(tree)))
+
+            return stacked(states.for_each_local(visit, device, states.storage.zeros()))
+
+        run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
+        return StageTree(jax.jit(run)(dict(params)), states)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[StageTree, StageTree]:
+        layout, states = _layout_of(updates), _layout_of(state)
+        given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
+
+        def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
+            given, device = local(given), device_index(layout.mesh)
+
+            def visit(c: int, member: Any, carry: tuple) -> tuple:
+                read = lambda name: jax.tree.unflatten(layout.treedefs[c], layout.storage.read(given[name], c, member))
+                old = jax.tree.unflatten(states.treedefs[c], states.storage.read(carry[1], c, member))
+                new, state = inner.update(read("updates"), old, read("params") if "params" in given else None, **extra)
+                return (
+                    layout.storage.write(carry[0], c, member, jax.tree.leaves(new)),
+                    states.storage.write(carry[1], c, member, jax.tree.leaves(state)),
+                )
+
+            return stacked(layout.for_each_local(visit, device, (given["updates"], given["state"])))
+
+        specs = {"updates": dict(layout.specs), "state": dict(states.specs), "params": dict(layout.specs)}
+        run = on_stages(
+            body,
+            layout.mesh,
+            ({name: specs[name] for name in given}, jax.tree.map(lambda _: PartitionSpec(), extra)),
+            (specs["updates"], specs["state"]),
+        )
+        new, state = jax.jit(run)(given, extra)
+        return StageTree(new, layout), StageTree(state, states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _layout_of(tree: Any) -> Layout:
+    if not isinstance(tree, StageTree):
+        raise TypeError(
+            f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
+            "inside optax.masked and the like, put per_layer outermost"
+        )
+    return tree.layout
+
+
+def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
+    """Where the optimiser's state for each layer lies: with the layer, split as the parameter of the same shape."""
+    trees, specs = [], []
+    for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
+        tree = jax.eval_shape(tx.init, jax.tree.unflatten(treedef, list(shelf.leaves)))
+        by_shape = {leaf.shape: spec for leaf, spec in zip(shelf.leaves, shelf.specs, strict=True)}
+        trees.append(tree)
+        specs.append([by_shape.get(leaf.shape, PartitionSpec()) for leaf in jax.tree.leaves(tree)])
+    shelves = layout.storage.shelves
+    storage = build_storage(
+        [jax.tree.leaves(tree) for tree in trees],
+        [shelf.cells for shelf in shelves],
+        [shelf.stacked for shelf in shelves],
+        num_devices=layout.num_stages,
+        specs=specs,
+    )
+    return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.members, layout.mesh)
+
+
+def state_shardings(opt_state: Any, params: StageTree) -> Any:
+    """Shardings for an optimiser's state: of each leaf that mirrors a parameter, that parameter's.
+
+    Args:
+      opt_state: `jax.eval_shape(tx.init, params)`.
+      params: the parameters, or their shapes.
+    """
+    layout = params.layout
+    mirrored = {
+        jax.tree_util.keystr(path): (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(layout.specs), strict=True
+        )
+    }
+    ends = sorted(mirrored, key=len, reverse=True)
+
+    def spec(path: Any, leaf: Any) -> NamedSharding:
+        text = jax.tree_util.keystr(path)
+        match = next((mirrored[end] for end in ends if text.endswith(end)), None)
+        if match and match[0] == leaf.shape:
+            return NamedSharding(layout.mesh, match[1])
+        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
+        return NamedSharding(layout.mesh, PartitionSpec(AXIS) if whole else PartitionSpec())
+
+    tree_spec = lambda node: jax.tree.map(lambda s: NamedSharding(layout.mesh, s), node.layout.specs)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, node: tree_spec(node) if isinstance(node, StageTree) and node.layout != layout else _map(spec, path, node),
+        opt_state,
+        is_leaf=lambda node: isinstance(node, StageTree),
+    )
+
+
+def _map(function: Any, prefix: Any, node: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function((*prefix, *path), leaf), node)
+

@@ -1,0 +1,282 @@
+"""Where to cut the sequence of layers into stages: the exact best contiguous partition for given layer costs.
+
+A pipeline advances at the pace of its slowest stage, so the default objective is the largest stage cost; the GPipe
+paper (section 2.2) minimises the variance of the stage costs instead. The two can differ, and both are exact here.
+
+Both are the least sum of squared deviations from the mean, the first under a cap on the cost of a stage: the cap is
+found by bisection, the sum by dynamic programming. N is the number of layers, K the number of stages.
+"""
+
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import SupportsFloat, SupportsIndex
+
+import numpy as np
+
+OBJECTIVES = ("max", "variance")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A sequence of layers cut into stages; stage k has the layers `bounds[k][0]` to `bounds[k][1]`, the last excluded.
+
+    Attributes:
+        cuts: the K-1 indices of the layers that begin stages 1, 2, ..., K-1.
+        layer_costs: the N costs it was made for, in whatever unit they came.
+        objective: "max", "variance", or "counts" if the layers a stage were given.
+    """
+
+    cuts: tuple[int, ...]
+    layer_costs: tuple[float, ...]
+    objective: str
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.cuts) + 1
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """`(start, stop)` by stage."""
+        return list(pairwise((0, *self.cuts, len(self.layer_costs))))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of layers by stage."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The cost by stage."""
+        return tuple(math.fsum(self.layer_costs[start:stop]) for start, stop in self.bounds)
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest stage's cost over the mean; 1.0 is perfect balance."""
+        costs = self.costs
+        total = math.fsum(costs)
+        return max(costs) * len(costs) / total if total else 1.0
+
+    @property
+    def variance(self) -> float:
+        """The variance of the stage costs, which the paper minimises."""
+        costs = self.costs
+        mean = math.fsum(costs) / len(costs)
+        return math.fsum((cost - mean) ** 2 for cost in costs) / len(costs)
+
+    def __str__(self) -> str:
+        costs = self.costs
+        total, slowest = math.fsum(costs), costs.index(max(costs))
+        rows = [("stage", "layers", "count", "cost", "share")]
+        for stage, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
+            layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+            share = cost / total if total else 1 / len(costs)
+            rows.append((str(stage), layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines[1 + slowest] += "  <- slowest"
+        even = partition_from_counts(_even_counts(len(self.layer_costs), len(costs)), self.layer_costs)
+        lines.append(
+            f"slowest/mean {self.imbalance:.3f}; cut into even counts the slowest stage would cost "
+            f"{max(even.costs):.4g} ({even.imbalance:.3f})"
+        )
+        return "\n".join(lines)
+
+
+def partition(costs: Sequence[SupportsFloat], num_stages: int, objective: str = "max") -> Partition:
+    """Cuts layers with the given costs into contiguous stages, the best way there is.
+
+    Every stage has at least one layer. Among equally good partitions the last stage takes as many layers as it can,
+    then the one before it, and so on: under 1F1B the later stages hold fewer micro-batches.
+
+    Args:
+        costs: `[N]`, a finite cost of at least 0 for each layer, in any unit.
+        num_stages: K, from 1 to N.
+        objective: "max" for the smallest largest stage cost and, among those, the smallest variance; "variance" for
+            the smallest variance of the stage costs (GPipe, section 2.2).
+
+    Raises:
+        ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, or if
+            `objective` is unknown.
+        TypeError: if `num_stages` is no integer.
+
+    >>> partition([3, 4, 8, 6, 5, 6, 3], 3).costs
+    (7.0, 14.0, 14.0)
+    >>> partition([3, 4, 8, 6, 5, 6, 3], 3, "variance").costs
+    (15.0, 11.0, 9.0)
+    >>> print(partition([3, 4, 8, 6, 5, 6, 3], 3))
+    stage  layers  count  cost  share
+        0     0-1      2     7  20.0%
+        1     2-3      2    14  40.0%  <- slowest
+        2     4-6      3    14  40.0%
+    slowest/mean 1.200; cut into even counts the slowest stage would cost 14 (1.200)
+    """
+    if objective not in OBJECTIVES:
+        known = ", ".join(map(repr, OBJECTIVES))
+        raise ValueError(f"objective={objective!r} is unknown; use one of {known}")
+    layer_costs = _checked_costs(costs)
+    num_stages = _checked_num_stages(num_stages, len(layer_costs))
+    if not any(layer_costs):
+        return Partition(_cuts(_even_counts(len(layer_costs), num_stages)), layer_costs, objective)
+    # Scaled by a power of two, which is exact, so that no square overflows.
+    exponent = math.frexp(max(layer_costs))[1]
+    sums = list(accumulate((math.ldexp(cost, -exponent) for cost in layer_costs), initial=0.0))
+    cap = _smallest_cap(sums, num_stages) if objective == "max" else math.inf
+    return Partition(_least_squares_cuts(sums, num_stages, cap), layer_costs, objective)
+
+
+def partition_from_counts(counts: Sequence[SupportsIndex], layer_costs: Sequence[SupportsFloat]) -> Partition:
+    """The partition that has the given numbers of layers.
+
+    Args:
+        counts: `[K]`, the number of layers by stage, each at least 1; they sum to N.
+        layer_costs: `[N]`, as in `partition`.
+
+    Raises:
+        ValueError: if a count is less than 1 or the counts don't sum to N, or for bad costs.
+        TypeError: if a count is no integer.
+
+    >>> partition_from_counts([1, 2], [5, 2, 2]).cuts
+    (1,)
+    """
+    checked_costs = _checked_costs(layer_costs, "layer_costs")
+    whole = [_checked_int(count, f"counts[{stage}]") for stage, count in enumerate(counts)]
+    if not whole:
+        raise ValueError("counts is empty; give the number of layers of each stage")
+    for stage, count in enumerate(whole):
+        if count < 1:
+            raise ValueError(f"counts[{stage}]={count}; every stage needs at least one layer")
+    if sum(whole) != len(checked_costs):
+        raise ValueError(f"counts={whole} sum to {sum(whole)}; they must sum to the {len(checked_costs)} layers")
+    return Partition(_cuts(whole), checked_costs, "counts")
+
+
+def _even_counts(num_layers: int, num_stages: int) -> list[int]:
+    """As even as can be, the larger counts last, as `partition` has them for equal costs."""
+    count, rest = divmod(num_layers, num_stages)
+    return [count] * (num_stages - rest) + [count + 1] * rest
+
+
+def _cuts(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts))[:-1]
+
+
+def _checked_costs(costs: Sequence[SupportsFloat], name: str = "costs") -> tuple[float, ...]:
+    checked = []
+    for layer, cost in enumerate(costs):
+        try:
+            value = float(cost)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}[{layer}]={cost!r} is no number; every layer needs a cost of at least 0") from None
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name}[{layer}]={value}; a cost must be finite and at least 0")
+        checked.append(value)
+    if not checked:
+        raise ValueError(f"{name} is empty; give one cost for each layer")
+    return tuple(checked)
+
+
+def _checked_num_stages(num_stages: int, num_layers: int) -> int:
+    num_stages = _checked_int(num_stages, "num_stages")
+    if num_stages < 1:
+        raise ValueError(f"num_stages={num_stages} is less than 1; use 1 to {num_layers}")
+    if num_stages > num_layers:
+        raise ValueError(f"num_stages={num_stages} is more than the {num_layers} layers; use 1 to {num_layers}")
+    return num_stages
+
+
+def _checked_int(value: SupportsIndex, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is no integer") from None
+
+
+def _furthest(sums: list[float], start: int, cap: float) -> int:
+    """The largest `stop` for which layers `start` to `stop` cost at most `cap` together."""
+    return bisect_right(range(len(sums)), cap, lo=start, key=lambda stop: sums[stop] - sums[start]) - 1
+
+
+def _reaches(sums: list[float], num_stages: int, cap: float) -> list[int]:
+    """By k = 0..K, the most layers that k stages of at most `cap` can take."""
+    reaches = [0]
+    for _ in range(num_stages):
+        reaches.append(_furthest(sums, reaches[-1], cap))
+    return reaches
+
+
+def _smallest_cap(sums: list[float], num_stages: int) -> float:
+    """The smallest possible cost of the costliest stage: bisection between an infeasible cap and a realised one.
+
+    A feasible cap that leaves stages empty is no less feasible: a stage of several layers can be cut again.
+    """
+    low, high = sums[-1] / num_stages * (1 - 1e-9), sums[-1]
+    while low < (middle := (low + high) / 2) < high:
+        reaches = _reaches(sums, num_stages, middle)
+        if reaches[-1] == len(sums) - 1:
+            high = max(sums[stop] - sums[start] for start, stop in pairwise(reaches))
+        else:
+            low = middle
+    return high
+
+
+def _least_squares_cuts(sums: list[float], num_stages: int, cap: float) -> tuple[int, ...]:
+    """The cuts with the least sum of squared deviations, no stage costing more than `cap`.
+
+    `best[j]` is that sum for the first j layers in k stages, from the same for k-1: the least over i of
+    `best[i] + deviation(i, j)^2`, where i is an interval both of whose ends grow with j. The deviations being convex in
+    `sums[j] - sums[i]`, so does the least i at which the minimum is taken.
+    """
+    prefix = np.asarray(sums)
+    num_layers = len(sums) - 1
+    reaches = _reaches(sums, num_stages, cap)
+    # By j, the first i for which the layers i to j cost at most `cap` together.
+    first = np.array(
+        [bisect_left(range(j + 1), -cap, key=lambda i, j=j: sums[i] - sums[j]) for j in range(num_layers + 1)]
+    )
+    best = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
+    choices = []
+    for stages in range(1, num_stages + 1):
+        ends = np.arange(stages, min(reaches[stages], num_layers - (num_stages - stages)) + 1)
+        low = np.maximum(first[ends], stages - 1)
+        high = np.minimum(ends - 1, reaches[stages - 1])
+        choice, value = _row_minima(prefix, best, ends, low, high, num_stages)
+        best = np.full(num_layers + 1, np.inf)
+        best[ends] = value
+        choices.append(dict(zip(ends.tolist(), choice.tolist(), strict=True)))
+    cuts = [num_layers]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    return tuple(reversed(cuts[1:-1]))
+
+
+def _row_minima(prefix, best, ends, low, high, num_stages):
+    """For each end j, the first i from low to high at which `best[i] + (K (sums[j] - sums[i]) - total)^2` is least.
+
+    The i sought grow with j, so solved rows bound those between them: rows are solved at ever smaller strides, all
+    rows of a stride at once, for O(N) work each.
+    """
+    num_rows = len(ends)
+    choice, value = np.empty(num_rows, np.int64), np.empty(num_rows)
+    stride = 1 << (num_rows - 1).bit_length()
+    rows = np.array([0])
+    while stride:
+        below, above = rows - stride, rows + stride
+        start = np.where(below >= 0, np.maximum(low[rows], choice[np.maximum(below, 0)]), low[rows])
+        inside = np.minimum(above, num_rows - 1)
+        stop = np.where(above < num_rows, np.minimum(high[rows], choice[inside]), high[rows]) + 1
+        lengths = stop - start
+        offsets = np.cumsum(lengths) - lengths
+        splits = np.arange(lengths.sum()) + np.repeat(start - offsets, lengths)
+        stage_costs = np.repeat(prefix[ends[rows]], lengths) - prefix[splits]
+        sums = best[splits] + (num_stages * stage_costs - prefix[-1]) ** 2
+        value[rows] = np.minimum.reduceat(sums, offsets)
+        hits = np.flatnonzero(sums == np.repeat(value[rows], lengths))
+        choice[rows] = splits[hits[np.searchsorted(hits, offsets)]]
+        rows = np.arange(stride // 2, num_rows, stride)
+        stride //= 2
+    return choice, value

@@ -1,0 +1,131 @@
+"""The plan: what a pipeline decides once, from the shapes of the first batch that it sees.
+
+Cuts and layout follow from the layers' costs and stay as they are, so that variables keep their meaning; batches of
+other sizes are only compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jpipe.costs import BALANCES, layer_costs
+from jpipe.kinds import Sequential, same_type
+from jpipe.layout import Layout, make_layouts
+from jpipe.partition import Partition, partition, partition_from_counts
+from jpipe.steps import LayerStep
+
+Balance = str | tuple[int, ...] | tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Cuts and layout of a pipeline.
+
+    Attributes:
+      model: the layers, traced at the first batch's shapes.
+      partition: the cuts into K*V virtual stages, and the costs.
+      layouts: where the variables lie, by collection.
+      batch: structure of the first batch (a pytree of ShapeDtypeStructs).
+    """
+
+    model: Sequential
+    partition: Partition
+    layouts: dict[str, Layout]
+    batch: Any
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
+        cuts = [0, *(cut + self.model.first for cut in self.partition.cuts), len(self.model.kind_of)]
+        return list(pairwise(cuts))
+
+    def check_model(self, model: Sequential) -> None:
+        """Checks that the model traced at other shapes still has the variables of this plan.
+
+        Raises:
+          ValueError: naming the first layer that differs.
+        """
+        for index, (c, d) in enumerate(zip(self.model.kind_of, model.kind_of, strict=False)):
+            old, new = self.model.kinds[c], model.kinds[d]
+            if old.members != new.members or not same_type(old.variables, new.variables):
+                raise ValueError(
+                    f"layer {index - self.model.first} ({old.layer.name}) has other variables for a batch of this shape "
+                    "than at init; make a new pipeline for it"
+                )
+
+
+def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
+    """Checks the user's balance as far as it can be without shapes.
+
+    Raises:
+      ValueError: an unknown name, counts that don't fit (length, sum, zeros), or costs that don't.
+      TypeError: neither a name nor a sequence of numbers.
+    """
+    if isinstance(balance, str):
+        if balance not in BALANCES:
+            raise ValueError(
+                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, layer counts such as [4, 5, 5, 4], or one "
+                "cost a layer as floats"
+            )
+        return balance
+    try:
+        values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
+    except TypeError:
+        values = (None,)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
+    if any(isinstance(value, float) for value in values):
+        if len(values) != num_layers:
+            raise ValueError(
+                f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
+            )
+        return tuple(map(float, values))
+    if len(values) != num_parts:
+        raise ValueError(
+            f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of them "
+            "(or one cost a layer, as floats)"
+        )
+    if any(value < 1 for value in values):
+        raise ValueError(f"balance={list(values)} has a stage without layers; every count has to be at least 1")
+    if sum(values) != num_layers:
+        raise ValueError(f"balance={list(values)} sums to {sum(values)} but there are {num_layers} layers")
+    return values
+
+
+def early_partition(balance: Balance, num_layers: int, num_parts: int) -> Partition | None:
+    """The partition, where it doesn't depend on shapes."""
+    if isinstance(balance, str):
+        return partition([1.0] * num_layers, num_parts) if balance == "even" else None
+    if all(isinstance(value, int) for value in balance):
+        return partition_from_counts(list(map(int, balance)), [1.0] * num_layers)
+    return partition(balance, num_parts)
+
+
+def make_plan(
+    model: Sequential, steps: Sequence[LayerStep], batch: Any, *, balance: Balance, num_parts: int, mesh: Mesh
+) -> Plan:
+    """Measures the layers, cuts the model and lays out its variables.
+
+    Args:
+      model: the layers, traced at the shapes of one micro-batch.
+      steps: their forward functions, for measuring.
+      batch: one micro-batch, a pytree of ShapeDtypeStructs.
+      balance: as checked by `as_balance`.
+      num_parts: K*V.
+      mesh: the devices.
+    """
+    cuts = early_partition(balance, model.num_layers, num_parts)
+    if isinstance(balance, str):
+        cuts = partition(layer_costs(model, tuple(steps), batch, balance), num_parts)
+    elif all(isinstance(value, int) for value in balance):
+        cuts = partition_from_counts(list(map(int, balance)), layer_costs(model, tuple(steps), batch, "flops"))
+    assert cuts is not None
+    plan = Plan(model, cuts, {}, jax.tree.map(lambda leaf: leaf, batch))
+    plan.layouts.update(make_layouts(model, plan.bounds, mesh))
+    return plan

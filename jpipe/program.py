@@ -1,0 +1,200 @@
+"""A compiled step as plain data: which layers each stage runs, where everything lies, and when it happens.
+
+`build_program` puts together what the modules before it decide (kinds, cuts, schedule, remat) for the shapes of one
+micro-batch. The executor then only follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.carriers import Carrier, make_carrier
+from jpipe.kinds import Sequential
+from jpipe.remat import Remat
+from jpipe.schedule import Schedule
+from jpipe.steps import Given, LayerStep, Tape
+from jpipe.storage import Storage, build_storage, is_float
+from jpipe.ticks import TickTable, lower
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Which layers each virtual stage runs, as loop bounds.
+
+    A stage goes through the kinds in order and runs a range of members of each. Where a kind comes back after another
+    (A, B, A, B), it takes as many rounds.
+
+    Attributes:
+      start: int32 `[S, R, C]`, the first member of kind c that virtual stage s runs in round r.
+      stop: int32 `[S, R, C]`, one past the last.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def num_rounds(self) -> np.ndarray:
+        """int32 `[S]`: the rounds of each virtual stage."""
+        used = (self.stop > self.start).any(-1)
+        return np.asarray([np.flatnonzero(rounds)[-1] + 1 for rounds in used], np.int32)
+
+
+def make_route(model: Sequential, bounds: Sequence[tuple[int, int]]) -> Route:
+    """The loop bounds for virtual stages of contiguous layers (ends included in the numbering)."""
+    ordinal = [model.kinds[c].members.index(i) for i, c in enumerate(model.kind_of)]
+    plans: list[list[dict[int, tuple[int, int]]]] = []
+    for first, last in bounds:
+        rounds: list[dict[int, tuple[int, int]]] = [{}]
+        for i in range(first, last):
+            c = model.kind_of[i]
+            if i > first and model.kind_of[i - 1] == c:
+                rounds[-1][c] = (rounds[-1][c][0], ordinal[i] + 1)
+                continue
+            if rounds[-1] and c <= max(rounds[-1]):
+                rounds.append({})
+            rounds[-1][c] = (ordinal[i], ordinal[i] + 1)
+        plans.append(rounds)
+    shape = (len(bounds), max(map(len, plans)), len(model.kinds))
+    start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for s, rounds in enumerate(plans):
+        for r, ranges in enumerate(rounds):
+            for c, (a, b) in ranges.items():
+                start[s, r, c], stop[s, r, c] = a, b
+    return Route(start, stop)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One compiled step.
+
+    Attributes:
+      model: the layers.
+      steps: forward and backward of each kind.
+      tapes: the residuals of each kind; empty in a forward-only program.
+      storages: the places of the variables, by collection.
+      residuals: the places of the residuals; None in a forward-only program.
+      carrier: the common type of activations at the boundaries.
+      cotangents: the common type of their cotangents.
+      route: which layers each virtual stage runs.
+      table: when.
+      schedule: what `table` was lowered from.
+      remat: what waits between forward and backward.
+      outputs: the leaves of the final layer's outputs, or of the loss and its weight.
+    """
+
+    model: Sequential
+    steps: tuple[LayerStep, ...]
+    tapes: tuple[Tape, ...]
+    storages: dict[str, Storage]
+    residuals: Storage | None
+    carrier: Carrier
+    cotangents: Carrier
+    route: Route
+    table: TickTable
+    schedule: Schedule
+    remat: Remat
+    outputs: Any
+
+    @property
+    def final(self) -> LayerStep:
+        """The step of the final layer."""
+        return self.steps[self.model.kind_of[-1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Purpose:
+    """What a step is compiled for.
+
+    Attributes:
+      train: training mode, with gradients if the schedule has backward actions.
+      read_inputs: batch -> the model's inputs.
+      loss_fn: the user's loss; None to return the model's outputs.
+      remat: the rematerialisation mode.
+      schedule: the order of actions.
+    """
+
+    train: bool
+    read_inputs: Callable[[Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
+    remat: Remat
+    schedule: Schedule
+
+
+def build_program(
+    model: Sequential,
+    purpose: Purpose,
+    batch: Any,
+    *,
+    bounds: Sequence[tuple[int, int]],
+    storages: dict[str, Storage],
+    shards: int,
+) -> Program:
+    """Lays out a step for the shapes of one micro-batch.
+
+    Args:
+      model: the layers, traced at these shapes.
+      purpose: what for.
+      batch: one micro-batch, a pytree of ShapeDtypeStructs.
+      bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
+      storages: the places of the variables, by collection.
+      shards: the number of devices that each micro-batch is split over.
+    """
+    schedule, remat = purpose.schedule, purpose.remat
+    backward = any("B" in kinds for kinds in schedule.slots)
+    steps = tuple(LayerStep(kind, purpose.train, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
+    tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if backward else ()
+    table = lower(schedule, keep_inputs=remat.keep_inputs)
+    floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in model.boundaries]
+    common = {"shards": shards, "single_stage": len(bounds) == 1}
+    residuals = None
+    if backward:
+        stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+        residuals = build_storage(
+            [tape.stored for tape in tapes],
+            [[stage_of[i] for i in kind.members] for kind in model.kinds],
+            [shelf.stacked for shelf in storages["params"].shelves],
+            num_devices=schedule.num_stages,
+            rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
+            shards=shards,
+        )
+    final = steps[model.kind_of[-1]]
+    return Program(
+        model=model,
+        steps=steps,
+        tapes=tapes,
+        storages=storages,
+        residuals=residuals,
+        carrier=make_carrier(model.boundaries, **common),
+        cotangents=make_carrier(floats, **common),
+        route=make_route(model, bounds),
+        table=table,
+        schedule=schedule,
+        remat=remat,
+        outputs=jax.eval_shape(
+            lambda given, x: final.forward(given, x).outputs,
+            given_shapes(final, batch),
+            jax.tree.leaves(final.kind.takes),
+        ),
+    )
+
+
+def given_shapes(step: LayerStep, batch: Any) -> Given:
+    """The shapes of what a layer is given."""
+    kind = step.kind
+    return Given(
+        params=jax.tree.leaves(kind.variables.get("params")),
+        state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
+        key=jax.eval_shape(lambda: jax.random.key(0)) if kind.needs_key and step.train else None,
+        batch=batch if kind.entry or kind.final else None,
+    )
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: at least float32, integers as they are."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

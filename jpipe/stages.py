@@ -1,0 +1,142 @@
+"""What one stage does for one micro-batch: its layers forward, or backward.
+
+All stages run this same code. Which layers are theirs is a matter of loop bounds (`Route`), read from a table by the
+index of the virtual stage, so that layers of one kind are compiled once wherever they lie, and no layer is run that the
+stage doesn't have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.loops import each
+from jpipe.program import Program
+from jpipe.steps import Given
+from jpipe.storage import Row, is_float, look_up
+
+Carry = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage's device during a step.
+
+    Attributes:
+      program: the step.
+      variables: the device's buffers, by collection.
+      batch: all micro-batches, `[M, b, ...]`.
+      key: the step's key, or None.
+      device: the stage index k, a Python integer if there is one stage only.
+      pin: fixes how the leaves of a boundary are split over the other mesh axes.
+    """
+
+    program: Program
+    variables: dict[str, Any]
+    batch: Any
+    key: Any
+    device: Any
+    pin: Callable[[list[Any]], list[Any]]
+
+    def forward(self, virtual_stage: Any, microbatch: Any, carry: Carry, save: Row | None) -> Carry:
+        """Runs the stage's layers on `carry["x"]`.
+
+        Depending on what `carry` holds: with `save`, writes the residuals into that row of `carry["residuals"]`; adds new
+        state to `carry["updates"]`; adds the loss to `carry["loss"]`; writes the outputs into `carry["outputs"]`.
+        """
+
+        def visit(c: int, member: Any, carry: Carry) -> Carry:
+            carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
+            given = self._given(c, member, microbatch)
+            x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
+            if save is None:
+                outcome = step.forward(given, x)
+            else:
+                assert self.program.residuals is not None
+                outcome, stored = step.forward_saving(given, x, self.program.tapes[c])
+                carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, save)
+            if not kind.final:
+                carry["x"] = self.program.carrier.pack(carry["x"], self.pin(outcome.outputs))
+            elif "loss" in carry:
+                carry["loss"] = [a + y.astype(a.dtype) for a, y in zip(carry["loss"], outcome.outputs, strict=True)]
+            elif "outputs" in carry:
+                carry["outputs"] = [
+                    jax.lax.dynamic_update_index_in_dim(a, y, microbatch, 0)
+                    for a, y in zip(carry["outputs"], outcome.outputs, strict=True)
+                ]
+            if "updates" in carry:
+                carry["updates"] = self._add_updates(carry["updates"], c, member, outcome.updates)
+            return carry
+
+        return self._sweep(virtual_stage, visit, carry)
+
+    def backward(self, virtual_stage: Any, microbatch: Any, carry: Carry, residuals: Any, saved: Row) -> Carry:
+        """Runs the stage's layers backwards on `carry["dx"]`, adding to `carry["grads"]` layer by layer."""
+        assert self.program.residuals is not None
+        places = self.program.residuals
+
+        def visit(c: int, member: Any, carry: Carry) -> Carry:
+            carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
+            given = self._given(c, member, microbatch)
+            stored = places.read(residuals, c, member, saved)
+            shapes = [leaf for leaf in jax.tree.leaves(kind.gives) if is_float(leaf)]
+            dy = [] if kind.final else self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
+            gradients, dx = step.backward(given, stored, dy, self.program.tapes[c])
+            carry["grads"] = self.program.storages["params"].add(carry["grads"], c, member, gradients)
+            if not kind.entry:
+                carry["dx"] = self.program.cotangents.pack(carry["dx"], self.pin(dx))
+            return carry
+
+        return self._sweep(virtual_stage, visit, carry, reverse=True)
+
+    def _sweep(self, virtual_stage: Any, visit: Callable, carry: Carry, *, reverse: bool = False) -> Carry:
+        """`carry = visit(kind, member, carry)` for each of the virtual stage's layers in order, or backwards."""
+        route = self.program.route
+        order = range(len(self.program.model.kinds))
+
+        def one_round(r: Any, carry: Carry) -> Carry:
+            if isinstance(virtual_stage, int):
+                start, stop = route.start[virtual_stage, r].tolist(), route.stop[virtual_stage, r].tolist()
+            else:
+                start, stop = jnp.asarray(route.start)[virtual_stage, r], jnp.asarray(route.stop)[virtual_stage, r]
+            for c in reversed(order) if reverse else order:
+                single = len(self.program.model.kinds[c].members) == 1
+                body = (lambda _, carry, c=c: visit(c, 0, carry)) if single else (lambda i, carry, c=c: visit(c, i, carry))
+                carry = each(start[c], stop[c], body, carry, reverse=reverse)
+            return carry
+
+        rounds = route.start.shape[1]
+        if rounds == 1:
+            return one_round(0, carry)
+        if isinstance(virtual_stage, int):
+            for r in reversed(range(rounds)) if reverse else range(rounds):
+                carry = one_round(r, carry)
+            return carry
+        return each(0, look_up(route.num_rounds.tolist(), virtual_stage), one_round, carry, reverse=reverse)
+
+    def _given(self, c: int, member: Any, microbatch: Any) -> Given:
+        kind, step, storages = self.program.model.kinds[c], self.program.steps[c], self.program.storages
+        read = lambda name: storages[name].read(self.variables[name], c, member) if name in kind.variables else []
+        key = batch = None
+        if kind.needs_key and step.train:
+            key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
+        if kind.entry or kind.final:
+            batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
+        return Given(read("params"), [leaf for name in step.state_names for leaf in read(name)], key, batch)
+
+    def _add_updates(self, updates: dict[str, Any], c: int, member: Any, leaves: list[Any]) -> dict[str, Any]:
+        updates, rest = dict(updates), list(leaves)
+        for name in self.program.steps[c].state_names:
+            count = len(jax.tree.leaves(self.program.model.kinds[c].variables[name]))
+            updates[name] = self.program.storages[name].add(updates[name], c, member, rest[:count])
+            rest = rest[count:]
+        return updates
+
+
+def layer_key(key: Any, layer: Any, microbatch: Any) -> Any:
+    """The random key of one layer for one micro-batch; it depends on nothing else."""
+    return jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)

@@ -1,0 +1,195 @@
+"""One layer's forward and backward, with the residuals between them in plain sight.
+
+`jax.vjp` returns a pytree: its leaves are what the backward needs. Here they are sorted into those at hand anyway in
+the backward action (parameters, state, the batch, the key), those that follow from parameters alone (a cast kernel), which
+are computed again, and the rest, which has to be stored. Nothing differentiates through a loop or a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jpipe.kinds import Kind
+from jpipe.layers import positional
+from jpipe.remat import Remat
+from jpipe.storage import is_float
+
+
+class Given(NamedTuple):
+    """What a layer is given in forward and backward alike: leaves of its variables, its key and its micro-batch."""
+
+    params: list[Any]
+    state: list[Any]
+    key: Any
+    batch: Any
+
+
+class Outcome(NamedTuple):
+    """What a layer's forward returns: leaves of its outputs (or [loss_sum, weight_sum]) and of its new state."""
+
+    outputs: list[Any]
+    updates: list[Any]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a leaf of the vjp comes from in the backward action: index into what is known, derived or stored."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """How to rebuild a layer's vjp: its treedef, the source of each leaf, and the shapes of those that are stored."""
+
+    treedef: Any
+    sources: tuple[_Source, ...]
+    fresh: tuple[bool, ...]  # for each residual that isn't at hand: whether it has to be stored
+    stored: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]  # the outputs that have cotangents
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStep:
+    """Forward and backward of the layers of one kind.
+
+    Attributes:
+      kind: the layers.
+      train: training or evaluation mode.
+      read_inputs: batch -> the model's inputs, for the entry layer.
+      loss_fn: (outputs, batch) -> loss or (loss_sum, weight_sum), for the final layer; None returns the outputs.
+      remat: the policy for the residuals.
+    """
+
+    kind: Kind
+    train: bool
+    read_inputs: Callable[[Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
+    remat: Remat
+
+    @property
+    def state_names(self) -> list[str]:
+        """The collections that aren't parameters, in order."""
+        return [name for name in self.kind.variables if name != "params"]
+
+    def forward(self, given: Given, x: list[Any]) -> Outcome:
+        """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
+        return self._run(given, self._inputs(given, x))
+
+    def forward_saving(self, given: Given, x: list[Any], tape: Tape) -> tuple[Outcome, list[Any]]:
+        """`forward`, and the residuals to store for `backward`."""
+        outcome, _, _, residuals = self._differentiate(given, x)
+        return outcome, [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if keep]
+
+    def backward(self, given: Given, stored: list[Any], cotangents: list[Any], tape: Tape) -> tuple[list, list]:
+        """(gradients of the parameters, cotangents of the floating-point inputs)."""
+        derived: list[Any] = []
+        if not all(tape.fresh):
+            zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.kind.takes)]
+            derived = [r for r, keep in zip(self._differentiate(given, zeros)[3], tape.fresh, strict=True) if not keep]
+        pools = {"known": _known(given), "derived": derived, "stored": stored}
+        vjp = jax.tree.unflatten(tape.treedef, [pools[s.kind][s.index] for s in tape.sources])
+        if self.kind.final:
+            cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]
+        return vjp(cotangents)
+
+    def tape(self, given: Given) -> Tape:
+        """Finds out, from shapes alone, what this layer's backward needs."""
+        found: list[Any] = []
+        takes = jax.tree.leaves(self.kind.takes)
+
+        def residuals(params: list[Any], rest: tuple) -> list[Any]:
+            state, key, batch, x = rest
+            outcome, treedef, sources, fresh = self._differentiate(Given(params, state, key, batch), x)
+            outputs = self._differentiable(outcome.outputs)
+            found.append((treedef, sources, tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs)))
+            return fresh
+
+        rest = (given.state, given.key, given.batch, takes)
+        program, shapes = jax.make_jaxpr(residuals, return_shape=True)(given.params, rest)
+        ((treedef, sources, outputs),) = found
+        fresh = _depends(program, num_fixed=len(given.params))
+        place = {i: _Source("stored" if keep else "derived", fresh[:i].count(keep)) for i, keep in enumerate(fresh)}
+        sources = tuple(place[s.index] if s.kind == "residual" else s for s in sources)
+        stored = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s, keep in zip(shapes, fresh, strict=True) if keep)
+        return Tape(treedef, sources, tuple(fresh), stored, outputs)
+
+    def _inputs(self, given: Given, x: list[Any]) -> Any:
+        if self.kind.entry:
+            return self.read_inputs(given.batch)
+        return jax.tree.unflatten(jax.tree.structure(self.kind.takes), x)
+
+    def _run(self, given: Given, inputs: Any) -> Outcome:
+        kind, names = self.kind, self.state_names
+        leaves = iter(given.state)
+        trees = {n: jax.tree.map(lambda _: next(leaves), kind.variables[n]) for n in names}
+        if "params" in kind.variables:
+            trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
+        outputs, updates = kind.layer.apply(trees, positional(inputs), key=given.key, train=self.train)
+        if kind.final and self.loss_fn is not None:
+            outputs = loss_pair(self.loss_fn(outputs, given.batch))
+        return Outcome(jax.tree.leaves(outputs), [u for n in names if n in updates for u in jax.tree.leaves(updates[n])])
+
+    def _differentiate(self, given: Given, x: list[Any]) -> tuple[Outcome, Any, tuple[_Source, ...], list[Any]]:
+        """Outcome, treedef of the vjp, sources of its leaves, and the residuals that are not at hand."""
+        structure, leaves = jax.tree.structure(self.kind.takes), jax.tree.leaves(self._inputs(given, x))
+        moving = [not self.kind.entry and is_float(leaf) for leaf in leaves]
+
+        def run(params: list[Any], floats: list[Any]) -> tuple[list[Any], Any]:
+            rest = iter(floats)
+            filled = [next(rest) if move else leaf for leaf, move in zip(leaves, moving, strict=True)]
+            outcome = self._run(given._replace(params=params), jax.tree.unflatten(structure, filled))
+            return self._differentiable(outcome.outputs), outcome
+
+        floats = [leaf for leaf, move in zip(leaves, moving, strict=True) if move]
+        _, vjp, outcome = jax.vjp(self.remat.wrap(run), given.params, floats, has_aux=True)
+        residuals, sources = _sort(jax.tree.leaves(vjp), _known(given))
+        return outcome, jax.tree.structure(vjp), sources, residuals
+
+    def _differentiable(self, outputs: list[Any]) -> list[Any]:
+        return outputs[:1] if self.kind.final else [leaf for leaf in outputs if is_float(leaf)]
+
+
+def loss_pair(loss: Any) -> tuple[Any, Any]:
+    """(loss_sum, weight_sum) of what a loss function returned; a mean loss has weight 1."""
+    loss_sum, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
+    loss_sum = jnp.asarray(loss_sum)
+    return loss_sum, jax.lax.stop_gradient(jnp.asarray(weight)).astype(loss_sum.dtype)
+
+
+def _known(given: Given) -> list[Any]:
+    return jax.tree.leaves(given)
+
+
+def _sort(leaves: Sequence[Any], known: Sequence[Any]) -> tuple[list[Any], tuple[_Source, ...]]:
+    """The leaves that aren't known, each once, and the source of every leaf (found by identity)."""
+    at_hand = {id(leaf): i for i, leaf in enumerate(known)}
+    residuals: list[Any] = []
+    index: dict[int, int] = {}
+    sources = []
+    for leaf in leaves:
+        if id(leaf) in at_hand:
+            sources.append(_Source("known", at_hand[id(leaf)]))
+            continue
+        if id(leaf) not in index:
+            index[id(leaf)] = len(residuals)
+            residuals.append(leaf)
+        sources.append(_Source("residual", index[id(leaf)]))
+    return residuals, tuple(sources)
+
+
+def _depends(program: ClosedJaxpr, num_fixed: int) -> list[bool]:
+    """For each output of a program, whether it depends on more than its first `num_fixed` inputs."""
+    jaxpr = program.jaxpr
+    moving = set(jaxpr.invars[num_fixed:])
+    for equation in jaxpr.eqns:
+        if any(not isinstance(v, Literal) and v in moving for v in equation.invars):
+            moving.update(equation.outvars)
+    return [not isinstance(v, Literal) and v in moving for v in jaxpr.outvars]

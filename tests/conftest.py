@@ -1,0 +1,43 @@
+"""Settings for every test: eight simulated CPU devices, strict dtype promotion.
+
+Warnings are errors by pyproject.toml.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+
+# Read when the first backend starts, so they are set before jax is imported.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+from jax.sharding import AxisType, Mesh
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Compilation makes the first example slow, and a run has to be repeatable.
+settings.register_profile("jpipe", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("jpipe")
+
+MakeMesh = Callable[..., Mesh]
+
+
+@pytest.fixture(scope="session")
+def make_mesh() -> MakeMesh:
+    """`make_mesh((2, 2), ("stage", "data"), explicit=False)`: a mesh of the first devices, Auto axes by default."""
+
+    def make(shape: Sequence[int], names: Sequence[str] = ("stage",), *, explicit: bool = False) -> Mesh:
+        size = math.prod(shape)
+        assert size <= len(jax.devices()), f"{size} devices wanted, {len(jax.devices())} simulated"
+        kind = AxisType.Explicit if explicit else AxisType.Auto
+        devices = np.asarray(jax.devices()[:size]).reshape(shape)
+        return Mesh(devices, tuple(names), axis_types=(kind,) * len(names))
+
+    return make

@@ -1,0 +1,151 @@
+"""Partitions against brute force, the paper's objective against the default, and what is refused."""
+
+import math
+import re
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jpipe.partition import Partition, partition, partition_from_counts
+
+OBJECTIVES = ("max", "variance")
+
+
+def brute_force(costs, num_stages, objective):
+    """The best cuts by trying them all, the last cut as early as it can be, then the one before it."""
+
+    def rank(cuts):
+        stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *cuts, len(costs)))]
+        squares = sum((num_stages * stage - sum(costs)) ** 2 for stage in stages)
+        return (max(stages) if objective == "max" else 0, squares, cuts[::-1])
+
+    return min(combinations(range(1, len(costs)), num_stages - 1), key=rank)
+
+
+@st.composite
+def problems(draw, elements):
+    costs = draw(st.lists(elements, min_size=1, max_size=10).filter(any))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(problem=problems(st.integers(0, 6)))
+@example(problem=([1] * 10, 4))
+@example(problem=([0, 0, 0, 1, 0, 0], 3))
+def test_equals_brute_force_on_integers(objective, problem):
+    costs, num_stages = problem
+    assert partition(costs, num_stages, objective).cuts == brute_force(costs, num_stages, objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(problem=problems(st.floats(0, 1e300, allow_subnormal=False)))
+def test_is_as_good_as_brute_force_on_floats(objective, problem):
+    costs, num_stages = problem
+    scaled = [cost / max(costs) for cost in costs]
+    found = partition(costs, num_stages, objective)
+    expected = Partition(brute_force(scaled, num_stages, objective), tuple(scaled), objective)
+    found = Partition(found.cuts, tuple(scaled), objective)
+    if objective == "max":
+        assert max(found.costs) == pytest.approx(max(expected.costs), rel=1e-12)
+    assert found.variance == pytest.approx(expected.variance, rel=1e-9, abs=1e-12)
+
+
+@given(problem=problems(st.floats(0, 1e9)), objective=st.sampled_from(OBJECTIVES))
+def test_properties(problem, objective):
+    costs, num_stages = problem
+    found = partition(costs, num_stages, objective)
+    assert len(found.costs) == len(found.counts) == len(found.bounds) == found.num_stages == num_stages
+    assert all(count >= 1 for count in found.counts)
+    assert [layer for start, stop in found.bounds for layer in range(start, stop)] == list(range(len(costs)))
+    assert found.imbalance >= 1 - 1e-12
+    assert partition_from_counts(found.counts, costs).bounds == found.bounds
+
+
+def test_the_two_objectives_differ():
+    costs = [3, 4, 8, 6, 5, 6, 3]
+    assert partition(costs, 3).costs == (7, 14, 14)
+    assert partition(costs, 3, "variance").costs == (15, 11, 9)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"), [(16, 8, (2,) * 8), (10, 4, (2, 2, 3, 3)), (5, 5, (1,) * 5), (7, 1, (7,))]
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("cost", [0.0, 0.1, 1.0])
+def test_equal_layers_are_spread_evenly(num_layers, num_stages, counts, objective, cost):
+    assert partition([cost] * num_layers, num_stages, objective).counts == counts
+
+
+def test_one_heavy_layer_leaves_no_stage_empty():
+    """Cutting the cumulative cost at multiples of total/K would leave stages without layers here."""
+    assert partition([1, 1, 100, 1, 1], 4).counts == (1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_ten_thousand_layers(objective):
+    costs = np.random.default_rng(0).random(10_000)
+    found = partition(costs, 64, objective)
+    assert sum(found.counts) == 10_000
+    assert found.imbalance < 1.01
+
+
+def test_scale_does_not_matter():
+    costs = [3, 4, 8, 6, 5, 6, 3]
+    for scale in (1e-300, 1e300):
+        assert partition([cost * scale for cost in costs], 3).counts == partition(costs, 3).counts
+
+
+def test_picture():
+    assert str(partition([9, *[1] * 9], 4)).splitlines() == [
+        "stage  layers  count  cost  share",
+        "    0       0      1     9  50.0%  <- slowest",
+        "    1     1-3      3     3  16.7%",
+        "    2     4-6      3     3  16.7%",
+        "    3     7-9      3     3  16.7%",
+        "slowest/mean 2.000; cut into even counts the slowest stage would cost 10 (2.222)",
+    ]
+
+
+def test_from_counts():
+    found = partition_from_counts([1, 3, 2], range(6))
+    assert found.cuts == (1, 4)
+    assert found.costs == (0, 6, 9)
+    assert found.objective == "counts"
+    assert found.imbalance == 9 / 5
+    assert found.variance == pytest.approx(14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([], 1), ValueError, "costs is empty; give one cost for each layer"),
+        (([1, -2], 1), ValueError, "costs[1]=-2.0; a cost must be finite and at least 0"),
+        (([1, math.nan], 1), ValueError, "costs[1]=nan; a cost must be finite and at least 0"),
+        (([math.inf], 1), ValueError, "costs[0]=inf; a cost must be finite and at least 0"),
+        (([1, "x"], 1), TypeError, "costs[1]='x' is no number; every layer needs a cost of at least 0"),
+        (([1, 2, 3], 5), ValueError, "num_stages=5 is more than the 3 layers; use 1 to 3"),
+        (([1, 2, 3], 0), ValueError, "num_stages=0 is less than 1; use 1 to 3"),
+        (([1, 2, 3], 1.5), TypeError, "num_stages=1.5 is no integer"),
+        (([1, 2], 1, "mean"), ValueError, "objective='mean' is unknown; use one of 'max', 'variance'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        partition(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        ([], ValueError, "counts is empty; give the number of layers of each stage"),
+        ([3, 0], ValueError, "counts[1]=0; every stage needs at least one layer"),
+        ([1, 1], ValueError, "counts=[1, 1] sum to 2; they must sum to the 3 layers"),
+        ([1.0, 2.0], TypeError, "counts[0]=1.0 is no integer"),
+    ],
+)
+def test_bad_counts(counts, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        partition_from_counts(counts, [1, 2, 3])
