@@ -70,7 +70,9 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
             f"micro-batches of {size // num_microbatches} ({size} / num_microbatches={num_microbatches}) can't be split over "
             f"the {shards} devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
         )
-    shape = lambda a: jax.ShapeDtypeStruct((size // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
+    shape = lambda a: jax.ShapeDtypeStruct(
+        (size // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
+    )
     return jax.tree.map(shape, batch)
 
 
@@ -81,7 +83,9 @@ def _alternatives(size: int) -> str:
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
     """`[B, ...]` to `[M, B/M, ...]`: micro-batch m holds the m-th run of B/M examples."""
-    return jax.tree.map(lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch)
+    return jax.tree.map(
+        lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch
+    )
 
 
 def join_microbatches(leaf: Any) -> Any:
@@ -97,11 +101,17 @@ def check_same_structure(what: str, given: Any, expected: Any) -> None:
     """
     if jax.tree.structure(given) == jax.tree.structure(expected):
         return
-    paths = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (given, expected)]
+    paths = [
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (given, expected)
+    ]
     extra = [path for path in paths[0] if path not in paths[1]]
     missing = [path for path in paths[1] if path not in paths[0]]
     detail = (
-        f"it lacks {what}{missing[0]}" if missing else f"it has {what}{extra[0]} besides" if extra else "its containers differ"
+        f"it lacks {what}{missing[0]}"
+        if missing
+        else f"it has {what}{extra[0]} besides"
+        if extra
+        else "its containers differ"
     )
     raise ValueError(
         f"the {what} has another structure than at init: {detail}; expected {_outline(paths[1])}, got {_outline(paths[0])}"

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jpipe.kinds import Sequential
 from jpipe.program import given_shapes
@@ -32,7 +33,9 @@ def layer_costs(model: Sequential, steps: tuple[LayerStep, ...], batch: Any, bal
       balance: "flops" (floating-point operations counted by the compiler), "time" (seconds on this machine's default
         device, the median of several runs), "size" (bytes of variables and outputs), or "even" (1 each).
     """
-    measure: Callable[[LayerStep, Any], float] = {"flops": _flops, "time": _seconds, "size": _bytes, "even": _one}[balance]
+    measure: Callable[[LayerStep, Any], float] = {"flops": _flops, "time": _seconds, "size": _bytes, "even": _one}[
+        balance
+    ]
     by_kind = [measure(step, batch) for step in steps]
     own = range(model.first, model.first + model.num_layers)
     costs = [by_kind[c] for c in model.kind_of]
@@ -54,12 +57,13 @@ def _flops(step: LayerStep, batch: Any) -> float:
 def _seconds(step: LayerStep, batch: Any) -> float:
     arguments = jax.tree.map(_example, _arguments(step, batch))
     run = jax.jit(step.forward)
-    jax.block_until_ready(run(*arguments))
     times = []
-    for _ in range(5):
-        start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # on one device, whatever the mesh
         jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - start)
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*arguments))
+            times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jpipe.loops import when
 from jpipe.program import Program, accumulator_dtype

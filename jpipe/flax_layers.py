@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from jax.sharding import AbstractMesh
 
 from jpipe.layers import AnyLayer, MissingKeyError, Variables, mode_arguments, signature_of
 
@@ -71,7 +72,9 @@ class LinenLayer:
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         return dict(self.module.init(rngs, *inputs, **self._mode(train=False)))
 
-    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+    def apply(
+        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Variables]:
         """`module.apply`; in training the collections other than "params" are mutable."""
         plain = jax.tree.map(_unbox, variables, is_leaf=_is_box)
         # A stream that isn't named here falls back to "params", as Flax does.
@@ -150,7 +153,8 @@ class NnxLayer:
             modules.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
             return nnx.state(module) if isinstance(module, nnx.Module) else None
 
-        program, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            program, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
         (module,) = modules
         if state is None:
             raise TypeError(
@@ -178,7 +182,9 @@ class NnxLayer:
             return self.ready
         return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
 
-    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+    def apply(
+        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Variables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         state = self._state(variables, key)
         module = nnx.merge(self.graphdef, state)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.layers import AnyLayer, MissingKeyError, identity_layer, positional
+from jpipe.meshes import without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,9 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any) -> _Group:
     variables: Any = layer.ready
     try:
         if variables is None:
-            variables = jax.eval_shape(lambda k, x: layer.init(k, positional(x)), key, takes)
+            variables = jax.eval_shape(
+                lambda *a: without_mesh(lambda k, x: layer.init(k, positional(x)), *a), key, takes
+            )
         variables = jax.eval_shape(lambda v: v, variables)
         _check_parameters(layer, index, variables)
         run = lambda v, x, k: layer.apply(v, positional(x), key=k, train=True)

@@ -43,7 +43,9 @@ class AnyLayer(Protocol):
         """New variables for positional `inputs`."""
         ...
 
-    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+    def apply(
+        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Variables]:
         """(outputs, new values of the collections that are not parameters; empty in evaluation)."""
         ...
 
@@ -64,7 +66,9 @@ class AnyLayer(Protocol):
         ...
 
 
-def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False) -> dict[str, bool]:
+def mode_arguments(
+    function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False
+) -> dict[str, bool]:
     """The keyword arguments that tell `function` whether it trains, of those that its signature names.
 
     Args:
@@ -142,7 +146,9 @@ class PlainLayer:
         """Calls the user's `init(key, *inputs)`."""
         return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
 
-    def apply(self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool) -> tuple[Any, Variables]:
+    def apply(
+        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, Variables]:
         """Calls the user's `apply`, with key and mode if its signature takes them."""
         options: dict[str, Any] = mode_arguments(self.apply_fn, train)
         if "key" in self.parameters and self.init_fn is not None:

@@ -77,7 +77,9 @@ class Layout:
     def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
         """`carry = body(kind, member, carry)` for all layers of one device, inside of a program on the stages."""
         for c, shelf in enumerate(self.storage.shelves):
-            per_device = [[j for j, s in enumerate(shelf.cells) if s % self.num_stages == k] for k in range(self.num_stages)]
+            per_device = [
+                [j for j, s in enumerate(shelf.cells) if s % self.num_stages == k] for k in range(self.num_stages)
+            ]
             longest = max(map(len, per_device))
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
             count = look_up([len(row) for row in per_device], device)

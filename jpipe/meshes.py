@@ -8,11 +8,13 @@ have Auto or Explicit axes; inside, all are Auto.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 AXIS = "stage"
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -36,7 +38,9 @@ def as_mesh(mesh: Any, num_stages: int) -> Mesh:
             )
         return Mesh(np.asarray(devices[:num_stages]), (AXIS,))
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh, as jax.make_mesh(({num_stages},), ('{AXIS}',))")
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh, as jax.make_mesh(({num_stages},), ('{AXIS}',))"
+        )
     if AXIS not in mesh.axis_names:
         raise ValueError(f"mesh has the axes {mesh.axis_names} but no axis '{AXIS}'; name one of them '{AXIS}'")
     if mesh.shape[AXIS] != num_stages:
@@ -60,7 +64,9 @@ def known_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """A layer's spec without the axis names that this mesh doesn't have."""
 
     def keep(entry: Any) -> Any:
-        names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.axis_names and n != AXIS)
+        names = tuple(
+            n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.axis_names and n != AXIS
+        )
         return names if len(names) > 1 else names[0] if names else None
 
     return PartitionSpec(*map(keep, spec))
@@ -84,6 +90,26 @@ def pin_batch(leaves: list[Any], mesh: Mesh) -> list[Any]:
     return constrain(leaves, [spec(leaf) for leaf in leaves], mesh)
 
 
+def shapes_only(mesh: Mesh) -> AbstractContextManager:
+    """The context in which shapes are traced: the mesh's axes, as far as layers can see them in a program.
+
+    A layer that constrains how its activations are split then finds the axes that it names.
+    """
+    automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic))
+
+
+def without_mesh(function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)`, traced as if there were no mesh.
+
+    For initialisation: there Flax splits what it makes over the mesh axes in its metadata, whether or not they exist.
+    """
+    shapes = jax.eval_shape(lambda x: x, arguments)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+
+
 def on_stages(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
     """`function` as one program on all stages, to be called under `jax.jit`.
 
@@ -104,9 +130,7 @@ def on_stages(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> 
         return jax.shard_map(function, mesh=mesh, **options)
 
     def call(*arguments: Any) -> Any:
-        inner = jax.sharding.auto_axes(
-            jax.shard_map(function, **options), axes=mesh.axis_names, out_sharding=out_specs
-        )
+        inner = jax.sharding.auto_axes(jax.shard_map(function, **options), axes=mesh.axis_names, out_sharding=out_specs)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return inner(*arguments)
 

@@ -33,7 +33,7 @@ class TrainState:
       tx: the optax transformation (static).
     """
 
-    step: jax.Array
+    step: Any
     variables: dict[str, Any]
     opt_state: Any
     key: Any
@@ -169,7 +169,9 @@ def state_shardings(opt_state: Any, params: StageTree) -> Any:
 
     tree_spec = lambda node: jax.tree.map(lambda s: NamedSharding(layout.mesh, s), node.layout.specs)
     return jax.tree_util.tree_map_with_path(
-        lambda path, node: tree_spec(node) if isinstance(node, StageTree) and node.layout != layout else _map(spec, path, node),
+        lambda path, node: (
+            tree_spec(node) if isinstance(node, StageTree) and node.layout != layout else _map(spec, path, node)
+        ),
         opt_state,
         is_leaf=lambda node: isinstance(node, StageTree),
     )
@@ -177,4 +179,3 @@ def state_shardings(opt_state: Any, params: StageTree) -> Any:
 
 def _map(function: Any, prefix: Any, node: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function((*prefix, *path), leaf), node)
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jpipe.executor import run_forward, run_training
 from jpipe.kinds import Sequential, describe, trace_kinds
 from jpipe.layers import as_layers, positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked, take_apart
-from jpipe.meshes import as_mesh, batch_axes, constrain, num_shards, on_stages, pin_batch
+from jpipe.meshes import as_mesh, batch_axes, constrain, num_shards, on_stages, pin_batch, shapes_only, without_mesh
 from jpipe.optimizer import TrainState, global_norm, state_shardings
 from jpipe.partition import Partition
 from jpipe.plan import Plan, as_balance, early_partition, make_plan
@@ -91,11 +91,10 @@ class Pipeline:
         self.mesh = as_mesh(mesh, num_stages)
         self._plan: Plan | None = None
         self._models: dict[Any, Sequential] = {}
-        self._jit_init = jax.jit(self._trace_init)
+        self._jit_train_steps: dict[Any, Any] = {}
         self._jit_value_and_grad = jax.jit(self._trace_value_and_grad)
         self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
-        self._jit_train_step = jax.jit(self._trace_train_step, donate_argnums=0)
 
     @property
     def partition(self) -> Partition:
@@ -127,7 +126,10 @@ class Pipeline:
           The variables by collection, `{"params": ..., "batch_stats": ...}`.
         """
         plan = self._plan_for(batch)
-        return self._jit_init(batches.as_key(key), self._ready_values(plan))
+        key = batches.as_key(key)
+        if not isinstance(key, jax.core.Tracer):
+            key = jax.device_put(key, NamedSharding(self.mesh, PartitionSpec()))
+        return self._jit_init(key, self._ready_values(plan))
 
     def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
         """Each layer's own variables, in layer order.
@@ -215,15 +217,36 @@ class Pipeline:
           batch: a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters.
         """
+        key = batches.as_key(key)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
+        variables = self.init(key, batch)
+        opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
+        step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), shardings.step)
+        return TrainState(step, variables, opt_state, key, tx)
+
+    def abstract_state(self, batch: Any, tx: optax.GradientTransformation) -> TrainState:
+        """Shapes, dtypes and shardings of `create_state`'s result; computes and allocates nothing.
+
+        For restoring a checkpoint, and for compiling ahead of time, on a mesh of devices that need not be there:
+        `jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch).compile()`.
+
+        Args:
+          batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+          tx: any optax transformation.
+        """
         if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
             raise TypeError(f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3)")
-        key = batches.as_key(key)
-        variables = self.init(key, batch)
-        shardings = state_shardings(jax.eval_shape(tx.init, variables["params"]), variables["params"])
-        opt_state = jax.jit(tx.init, out_shardings=shardings)(variables["params"])
+        variables = {name: layout.shapes for name, layout in self._plan_for(batch).layouts.items()}
+        opt_state = jax.eval_shape(tx.init, variables["params"])
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), everywhere)
-        return TrainState(step, variables, opt_state, key, tx)
+        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return TrainState(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+            variables=variables,
+            opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
+            key=place(jax.eval_shape(lambda: jax.random.key(0)), everywhere),
+            tx=tx,
+        )
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one program; `state` is donated, so don't use it again.
@@ -234,7 +257,12 @@ class Pipeline:
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         self._check_training(state.variables, batch, state.key)
-        return self._jit_train_step(state, batch)
+        if state.tx not in self._jit_train_steps:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, state.tx))
+            self._jit_train_steps[state.tx] = jax.jit(
+                self._trace_train_step, donate_argnums=0, out_shardings=(shardings, shardings.step)
+            )
+        return self._jit_train_steps[state.tx](state, batch)
 
     # --- checks ---
 
@@ -262,7 +290,9 @@ class Pipeline:
     def _check_variables(self, variables: Any) -> None:
         plan = self._known_plan()
         if not isinstance(variables, dict) or not variables:
-            raise TypeError(f"variables is a {type(variables).__name__}; pass what pipe.init returned, a dict by collection")
+            raise TypeError(
+                f"variables is a {type(variables).__name__}; pass what pipe.init returned, a dict by collection"
+            )
         for name, tree in variables.items():
             if name not in plan.layouts:
                 raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
@@ -286,7 +316,9 @@ class Pipeline:
 
     def _known_plan(self) -> Plan:
         if self._plan is None:
-            raise ValueError("this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first")
+            raise ValueError(
+                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first"
+            )
         return self._plan
 
     def _plan_for(self, batch: Any, bare: bool = False) -> Plan:
@@ -296,18 +328,20 @@ class Pipeline:
             model = self._model(shapes, bare)
             read, loss_fn = (_itself, None) if bare else (self._read_inputs, self._loss_fn)
             steps = [LayerStep(kind, True, read, loss_fn, self._remat) for kind in model.kinds]
-            self._plan = make_plan(
-                model, steps, shapes, balance=self._balance, num_parts=self._num_parts, mesh=self.mesh
-            )
+            with shapes_only(self.mesh):
+                self._plan = make_plan(
+                    model, steps, shapes, balance=self._balance, num_parts=self._num_parts, mesh=self.mesh
+                )
         return self._plan
 
     def _model(self, shapes: Any, bare: bool = False) -> Sequential:
         """The layers traced at the shapes of a micro-batch; checked against the plan."""
         cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
         if cache not in self._models:
-            model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes))
-            if not bare and self._plan is None:
-                self._check_loss(model, shapes)
+            with shapes_only(self.mesh):
+                model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes))
+                if not bare and self._plan is None:
+                    self._check_loss(model, shapes)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
@@ -340,21 +374,24 @@ class Pipeline:
             remat=self._remat,
             schedule=schedule,
         )
-        return build_program(
-            self._model(shapes, bare),
-            purpose,
-            shapes,
-            bounds=plan.bounds,
-            storages={name: layout.storage for name, layout in plan.layouts.items()},
-            shards=num_shards(self.mesh),
-        )
+        with shapes_only(self.mesh):
+            return build_program(
+                self._model(shapes, bare),
+                purpose,
+                shapes,
+                bounds=plan.bounds,
+                storages={name: layout.storage for name, layout in plan.layouts.items()},
+                shards=num_shards(self.mesh),
+            )
 
     # --- traced ---
 
     def _stage(self, program: Program, variables: Any, batch: Any, key: Any) -> Stage:
         split = batches.split_microbatches(batch, self.schedule.num_microbatches)
         axes = batch_axes(self.mesh)
-        split = constrain(split, jax.tree.map(lambda _: PartitionSpec(None, axes) if axes else PartitionSpec(), split), self.mesh)
+        split = constrain(
+            split, jax.tree.map(lambda _: PartitionSpec(None, axes) if axes else PartitionSpec(), split), self.mesh
+        )
         return Stage(program, local(variables), split, key, device_index(self.mesh), partial(pin_batch, mesh=self.mesh))
 
     def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
@@ -409,6 +446,14 @@ class Pipeline:
                 leaves.setdefault(name, {})[index + plan.model.first] = jax.tree.leaves(tree)
         return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
 
+    @cached_property
+    def _jit_init(self) -> Callable:
+        layouts = self._known_plan().layouts
+        return jax.jit(
+            self._trace_init,
+            out_shardings={n: jax.tree.map(lambda leaf: leaf.sharding, lay.shapes) for n, lay in layouts.items()},
+        )
+
     def _trace_init(self, key: Any, ready: dict[str, Any]) -> Variables:
         plan = self._known_plan()
         specs = {name: dict(layout.specs) for name, layout in plan.layouts.items()}
@@ -434,7 +479,7 @@ class Pipeline:
             return buffers
         index = jnp.asarray(np.asarray(kind.members))[member] - plan.model.first
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kind.takes)
-        made = kind.layer.init(jax.random.fold_in(key, index), positional(zeros))
+        made = without_mesh(lambda k, x: kind.layer.init(k, positional(x)), jax.random.fold_in(key, index), zeros)
         written = {
             name: plan.layouts[name].storage.write(buffers[name], c, member, jax.tree.leaves(tree))
             for name, tree in made.items()
@@ -456,9 +501,7 @@ def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
 
 
 def _check_shapes(what: str, tree: Any, expected: Any) -> None:
-    for (path, leaf), want in zip(
-        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True
-    ):
+    for (path, leaf), want in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
         shape = np.shape(leaf)
         if shape != want.shape:
             raise ValueError(f"{what}{jax.tree_util.keystr(path)} has the shape {shape}, not {want.shape} as at init")

@@ -105,7 +105,9 @@ class Stage:
                 start, stop = jnp.asarray(route.start)[virtual_stage, r], jnp.asarray(route.stop)[virtual_stage, r]
             for c in reversed(order) if reverse else order:
                 single = len(self.program.model.kinds[c].members) == 1
-                body = (lambda _, carry, c=c: visit(c, 0, carry)) if single else (lambda i, carry, c=c: visit(c, i, carry))
+                body = (
+                    (lambda _, carry, c=c: visit(c, 0, carry)) if single else (lambda i, carry, c=c: visit(c, i, carry))
+                )
                 carry = each(start[c], stop[c], body, carry, reverse=reverse)
             return carry
 

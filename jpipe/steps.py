@@ -47,9 +47,8 @@ class _Source:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """How to rebuild a layer's vjp: its treedef, the source of each leaf, and the shapes of those that are stored."""
+    """How to rebuild a layer's vjp: the source of each leaf, and the shapes of those that are stored."""
 
-    treedef: Any
     sources: tuple[_Source, ...]
     fresh: tuple[bool, ...]  # for each residual that isn't at hand: whether it has to be stored
     stored: tuple[jax.ShapeDtypeStruct, ...]
@@ -90,12 +89,18 @@ class LayerStep:
 
     def backward(self, given: Given, stored: list[Any], cotangents: list[Any], tape: Tape) -> tuple[list, list]:
         """(gradients of the parameters, cotangents of the floating-point inputs)."""
-        derived: list[Any] = []
-        if not all(tape.fresh):
-            zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.kind.takes)]
-            derived = [r for r, keep in zip(self._differentiate(given, zeros)[3], tape.fresh, strict=True) if not keep]
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.kind.takes)]
+        treedefs: list[Any] = []
+
+        def derive(given: Given) -> list[Any]:
+            _, treedef, _, residuals = self._differentiate(given, zeros)
+            treedefs.append(treedef)
+            return [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if not keep]
+
+        # Called for its treedef where nothing is derived; else the compiler drops what isn't asked for.
+        derived = derive(given) if not all(tape.fresh) else jax.eval_shape(derive, given)
         pools = {"known": _known(given), "derived": derived, "stored": stored}
-        vjp = jax.tree.unflatten(tape.treedef, [pools[s.kind][s.index] for s in tape.sources])
+        vjp = jax.tree.unflatten(treedefs[0], [pools[s.kind][s.index] for s in tape.sources])
         if self.kind.final:
             cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]
         return vjp(cotangents)
@@ -107,19 +112,19 @@ class LayerStep:
 
         def residuals(params: list[Any], rest: tuple) -> list[Any]:
             state, key, batch, x = rest
-            outcome, treedef, sources, fresh = self._differentiate(Given(params, state, key, batch), x)
+            outcome, _, sources, fresh = self._differentiate(Given(params, state, key, batch), x)
             outputs = self._differentiable(outcome.outputs)
-            found.append((treedef, sources, tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs)))
+            found.append((sources, tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs)))
             return fresh
 
         rest = (given.state, given.key, given.batch, takes)
         program, shapes = jax.make_jaxpr(residuals, return_shape=True)(given.params, rest)
-        ((treedef, sources, outputs),) = found
+        ((sources, outputs),) = found
         fresh = _depends(program, num_fixed=len(given.params))
         place = {i: _Source("stored" if keep else "derived", fresh[:i].count(keep)) for i, keep in enumerate(fresh)}
         sources = tuple(place[s.index] if s.kind == "residual" else s for s in sources)
         stored = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s, keep in zip(shapes, fresh, strict=True) if keep)
-        return Tape(treedef, sources, tuple(fresh), stored, outputs)
+        return Tape(sources, tuple(fresh), stored, outputs)
 
     def _inputs(self, given: Given, x: list[Any]) -> Any:
         if self.kind.entry:
@@ -135,7 +140,9 @@ class LayerStep:
         outputs, updates = kind.layer.apply(trees, positional(inputs), key=given.key, train=self.train)
         if kind.final and self.loss_fn is not None:
             outputs = loss_pair(self.loss_fn(outputs, given.batch))
-        return Outcome(jax.tree.leaves(outputs), [u for n in names if n in updates for u in jax.tree.leaves(updates[n])])
+        return Outcome(
+            jax.tree.leaves(outputs), [u for n in names if n in updates for u in jax.tree.leaves(updates[n])]
+        )
 
     def _differentiate(self, given: Given, x: list[Any]) -> tuple[Outcome, Any, tuple[_Source, ...], list[Any]]:
         """Outcome, treedef of the vjp, sources of its leaves, and the residuals that are not at hand."""

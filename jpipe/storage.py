@@ -134,7 +134,9 @@ class Storage:
         stacks, pools = dict(buffers["stacks"]), dict(buffers["pools"])
         if shelf.stacked and shelf.leaves:
             index = _slot(shelf, member, at)
-            stacks[str(c)] = [_put(s, index, leaf, add and is_float(leaf)) for s, leaf in zip(stacks[str(c)], leaves, strict=True)]
+            stacks[str(c)] = [
+                _put(s, index, leaf, add and is_float(leaf)) for s, leaf in zip(stacks[str(c)], leaves, strict=True)
+            ]
         elif not shelf.stacked:
             for i, (spec, leaf) in enumerate(zip(shelf.leaves, leaves, strict=True)):
                 name, offset = spec.dtype.name, self._offset(shelf, i, member, at)

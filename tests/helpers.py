@@ -1,0 +1,393 @@
+"""The truth that pipelines are compared with: models of every kind of layer, run one layer after the other.
+
+Nothing here uses jpipe, except for `jpipe.Layer` as a kind of layer and `jpipe.Schedule` to write one's own schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jpipe
+
+VOCABULARY = 11
+WIDTH = 8
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def assert_close(found: Any, expected: Any, what: str = "") -> None:
+    """Every leaf has the expected dtype, shape and values; the message names the first one that doesn't.
+
+    The tolerance follows from the dtype: float64 to 1e-12, float32 to 1e-5, of each element or of the leaf's largest
+    one; what isn't floating-point is equal.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(expected), f"{what}: other structures"
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    scale = max([float(np.max(np.abs(e))) for _, e in leaves if np.size(e) and is_float(e)], default=0.0)
+    for (path, want), got in zip(leaves, jax.tree.leaves(found), strict=True):
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        got, want = np.asarray(got), np.asarray(want)
+        assert got.dtype == want.dtype, f"{name} has dtype {got.dtype}, not {want.dtype}"
+        assert got.shape == want.shape, f"{name} has shape {got.shape}, not {want.shape}"
+        if not is_float(want):
+            np.testing.assert_array_equal(got, want, err_msg=name)
+        elif want.size:
+            tolerance = TOLERANCES[want.dtype.name]
+            largest = max(float(np.max(np.abs(want))), 1e-3 * scale)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * largest, err_msg=name)
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    """Every leaf is the same to the bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected), f"{what}: other structures"
+    for (path, want), got in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+    ):
+        assert got.dtype == want.dtype, f"{what}{jax.tree_util.keystr(path)} has dtype {got.dtype}, not {want.dtype}"
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want), f"{what}{jax.tree_util.keystr(path)}")
+
+
+def is_float(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+# --- running layers one after the other --------------------------------------------------------------------------------
+
+
+def is_nnx(layer: Any) -> bool:
+    if isinstance(layer, nnx.Module):
+        return True
+    code = getattr(layer, "__code__", None)
+    return code is not None and "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+@functools.cache
+def nnx_parts(layer: Any) -> tuple:
+    """Graph definition and states (parameters, statistics, the rest) of a ready module or a factory."""
+    module = layer if isinstance(layer, nnx.Module) else nnx.eval_shape(lambda: layer(rngs=nnx.Rngs(0)))
+    return nnx.split(module, nnx.Param, nnx.BatchStat, ...)
+
+
+def nnx_filled(layer: Any, item: dict[str, Any]) -> nnx.Module:
+    """The module with the values of `item`."""
+    graphdef, *states = jax.tree.map(lambda x: x, nnx_parts(layer))
+    for name, state in zip(("params", "batch_stats"), states[:2], strict=True):
+        if name in item:
+            nnx.replace_by_pure_dict(state, item[name])
+    return nnx.merge(graphdef, *states)
+
+
+def call_layer(layer: Any, item: Any, x: Any) -> Any:
+    """One layer in evaluation mode."""
+    arguments = x if type(x) is tuple else (x,)
+    if isinstance(layer, nn.Module):
+        return layer.apply(item, *arguments)
+    if isinstance(layer, jpipe.Layer):
+        return layer.apply(item, *arguments)
+    if is_nnx(layer):
+        module = nnx_filled(layer, item)
+        module.eval()
+        return module(*arguments)
+    return layer(*arguments)
+
+
+def init_layer(layer: Any, rng: np.random.Generator, x: Any) -> Any:
+    """Random variables of one layer: its own library says their shapes, nothing is compiled."""
+    arguments = x if type(x) is tuple else (x,)
+    key = jax.random.key(0)
+    if isinstance(layer, nn.Module | jpipe.Layer):
+        shapes = jax.eval_shape(layer.init, key, *arguments)
+    elif is_nnx(layer):
+        _, params, stats, _ = nnx_parts(layer)
+        states = {"params": nnx.to_pure_dict(params), "batch_stats": nnx.to_pure_dict(stats)}
+        shapes = {name: tree for name, tree in states.items() if tree}
+    else:
+        return {}
+    return jax.tree.map(lambda a: (rng.standard_normal(a.shape) * 0.4 + 0.1).astype(a.dtype), shapes)
+
+
+def run_layers(layers: list, trees: list, x: Any) -> Any:
+    """The sequential model in evaluation mode."""
+    for layer, tree in zip(layers, trees, strict=True):
+        x = call_layer(layer, tree, x)
+    return x
+
+
+def take_microbatch(batch: Any, index: int, num_microbatches: int) -> Any:
+    """The part of a batch that is micro-batch `index`."""
+    part = lambda a: a[index * (len(a) // num_microbatches) : (index + 1) * (len(a) // num_microbatches)]
+    return jax.tree.map(part, batch)
+
+
+def mean_loss(loss: Any) -> Any:
+    """The loss that a loss function stands for."""
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+
+# --- models ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model with its variables, its data, and what the sequential model computes from them."""
+
+    layers: Any
+    loss_fn: Callable[[Any, Any], Any]
+    batch: Any
+    trees: list
+
+    @property
+    def sequence(self) -> list:
+        return list(self.layers) if isinstance(self.layers, list) else list(self.layers.layers)
+
+    @functools.cached_property
+    def truth(self) -> tuple[Any, Any, list]:
+        """Loss, outputs, and the gradients of each layer's parameters."""
+
+        def run(trees, batch):
+            outputs = run_layers(self.sequence, trees, batch["inputs"])
+            return mean_loss(self.loss_fn(outputs, batch)), outputs
+
+        (loss, outputs), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(self.trees, self.batch)
+        return loss, outputs, [params_of(layer, tree) for layer, tree in zip(self.sequence, grads, strict=True)]
+
+
+def params_of(layer: Any, tree: Any) -> Any:
+    """A layer's item without the collections that aren't parameters."""
+    return tree if isinstance(layer, jpipe.Layer) else {name: part for name, part in tree.items() if name == "params"}
+
+
+def make_model(layers: Any, loss_fn: Callable, batch: Any, seed: int = 1) -> Model:
+    """A model with random variables."""
+    trees, x, rng = [], batch["inputs"], np.random.default_rng(seed)
+    for layer in list(layers) if isinstance(layers, list) else list(layers.layers):
+        trees.append(init_layer(layer, rng, x))
+        x = jax.eval_shape(functools.partial(call_layer, layer), trees[-1], x)
+    return Model(layers, loss_fn, batch, trees)
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    width: int = WIDTH
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm(param_dtype=self.dtype, dtype=self.dtype, force_float32_reductions=False)(x)
+        h = nn.tanh(nn.Dense(self.width + 4, param_dtype=self.dtype)(h))
+        return x + nn.Dense(self.width, param_dtype=self.dtype, use_bias=False)(h)
+
+
+class Gate(nn.Module):
+    """Another kind of block of the same shapes."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        return x * nn.sigmoid(nn.Dense(x.shape[-1], param_dtype=self.dtype)(x))
+
+
+class Head(nn.Module):
+    """Normalises, and maps to logits."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(param_dtype=self.dtype, dtype=self.dtype, force_float32_reductions=False)(x)
+        return nn.Dense(VOCABULARY, param_dtype=self.dtype)(x)
+
+
+class MaskedBlock(nn.Module):
+    """Takes and returns several values, of which one is boolean and one of another dtype."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, mask, scale):
+        h = nn.Dense(x.shape[-1], param_dtype=self.dtype)(x) * scale[:, None, None].astype(x.dtype)
+        return x + nn.tanh(h) * mask[..., None].astype(x.dtype), ~mask, scale
+
+
+class NnxBlock(nnx.Module):
+    """A residual block."""
+
+    def __init__(self, dtype, rngs):
+        self.first = nnx.Linear(WIDTH, WIDTH + 4, param_dtype=dtype, rngs=rngs)
+        self.second = nnx.Linear(WIDTH + 4, WIDTH, param_dtype=dtype, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.second(nnx.tanh(self.first(x)))
+
+
+def tokens(shape: tuple[int, ...] = (12, 5), seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch of token ids, targets and weights (which differ from example to example)."""
+    rng = np.random.default_rng(seed)
+    return {
+        "inputs": rng.integers(0, VOCABULARY, shape).astype(np.int32),
+        "targets": rng.integers(0, VOCABULARY, shape).astype(np.int32),
+        "weights": rng.random(shape) * np.arange(1, shape[0] + 1)[:, None],
+    }
+
+
+def _cross_entropies(logits: Any, batch: Any) -> Any:
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+
+
+def cross_entropy(logits: Any, batch: Any) -> Any:
+    """A mean loss."""
+    return jnp.mean(_cross_entropies(logits, batch))
+
+
+def weighted_cross_entropy(logits: Any, batch: Any) -> tuple[Any, Any]:
+    """(loss_sum, weight_sum)."""
+    weights = batch["weights"].astype(logits.dtype)
+    return jnp.sum(_cross_entropies(logits, batch) * weights), jnp.sum(weights)
+
+
+def linen(dtype: Any, num_blocks: int = 10) -> Model:
+    """Ten blocks between an embedding and a head: 4 stages don't divide them."""
+    embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype)
+    layers = [embed, *[Block(dtype=dtype) for _ in range(num_blocks)], Head(dtype)]
+    return make_model(layers, weighted_cross_entropy, tokens())
+
+
+def alternating(dtype: Any) -> Model:
+    """A, B, A, B, ...: a stage goes through the kinds several times."""
+    embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype)
+    pairs = [layer for _ in range(4) for layer in (Block(dtype=dtype), Gate(dtype))]
+    return make_model([embed, *pairs, Head(dtype)], cross_entropy, tokens())
+
+
+def nnx_factories(dtype: Any) -> Model:
+    """Every layer a factory."""
+    layers = [
+        lambda rngs: nnx.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype, rngs=rngs),
+        *[lambda rngs: NnxBlock(dtype, rngs) for _ in range(5)],
+        lambda rngs: nnx.Linear(WIDTH, VOCABULARY, param_dtype=dtype, rngs=rngs),
+    ]
+    return make_model(layers, weighted_cross_entropy, tokens())
+
+
+def nnx_modules(dtype: Any) -> Model:
+    """Ready modules in an `nnx.Sequential`, with bare functions between them."""
+    rngs = nnx.Rngs(3)
+    layers = nnx.Sequential(
+        nnx.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype, rngs=rngs),
+        *[NnxBlock(dtype, rngs) for _ in range(4)],
+        jnp.tanh,
+        nnx.Linear(WIDTH, VOCABULARY, param_dtype=dtype, rngs=rngs),
+    )
+    return make_model(layers, cross_entropy, tokens())
+
+
+def linen_sequential(dtype: Any) -> Model:
+    """An `nn.Sequential` with bare functions between its layers."""
+    dense = lambda width: nn.Dense(width, param_dtype=dtype)
+    embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype)
+    layers = nn.Sequential([embed, dense(16), nn.relu, dense(16), nn.relu, dense(WIDTH), nn.tanh, dense(VOCABULARY)])
+    return make_model(layers, cross_entropy, tokens())
+
+
+def plain(dtype: Any) -> Model:
+    """Plain functions, with parameters that are nested in tuples and lists."""
+
+    def init_embed(key, ids):
+        return (jax.random.normal(key, (VOCABULARY, WIDTH), dtype),)
+
+    def init_block(key, x):
+        return {"w": [jax.random.normal(key, (WIDTH, WIDTH), dtype) / 3, jnp.ones(WIDTH, dtype)], "b": jnp.ones((), dtype)}
+
+    def block(params, x):
+        return x + jnp.tanh(x @ params["w"][0] * params["w"][1] + params["b"])
+
+    def init_head(key, x):
+        return jax.random.normal(key, (WIDTH, VOCABULARY), dtype)
+
+    layers = [
+        jpipe.Layer(init_embed, lambda params, ids: params[0][ids], name="embed"),
+        *[jpipe.Layer(init_block, block, name="block") for _ in range(5)],
+        jpipe.Layer(init_head, lambda params, x: x @ params, name="head"),
+    ]
+    return make_model(layers, weighted_cross_entropy, tokens())
+
+
+def mixed(dtype: Any) -> Model:
+    """All kinds in one list; shapes, dtypes and structures change from layer to layer, integers among them."""
+
+    def embed(params, inputs):
+        return {"x": params["table"][inputs["ids"]], "ids": inputs["ids"], "scale": inputs["scale"] * params["scale"]}
+
+    def init_embed(key, inputs):
+        return {"table": jax.random.normal(key, (VOCABULARY, WIDTH), dtype), "scale": jnp.full((), 0.5, jnp.float32)}
+
+    def split(values):
+        return values["x"], values["ids"] > 3, values["scale"]
+
+    def merge(x, mask, scale):
+        return x * jnp.where(mask, 1, 2)[..., None].astype(x.dtype) + scale[:, None, None].astype(x.dtype)
+
+    def with_count(x):
+        return {"logits": x, "count": jnp.sum(x > 0, -1, dtype=jnp.int32)}
+
+    layers = [
+        jpipe.Layer(init_embed, embed, name="embed"),
+        split,
+        *[MaskedBlock(dtype) for _ in range(3)],
+        merge,
+        *[lambda rngs: NnxBlock(dtype, rngs) for _ in range(3)],
+        nnx.Linear(WIDTH, 12, param_dtype=dtype, rngs=nnx.Rngs(1)),
+        nn.relu,
+        nn.Dense(VOCABULARY, param_dtype=dtype),
+        with_count,
+    ]
+    batch = tokens()
+    scales = np.linspace(0.5, 2, len(batch["inputs"])).astype(np.float32)
+    batch["inputs"] = {"ids": batch["inputs"], "scale": scales}
+    return make_model(layers, lambda outputs, batch: weighted_cross_entropy(outputs["logits"], batch), batch)
+
+
+MODELS: dict[str, Callable[[Any], Model]] = {
+    "linen": linen,
+    "alternating": alternating,
+    "nnx factories": nnx_factories,
+    "nnx modules": nnx_modules,
+    "nn.Sequential": linen_sequential,
+    "plain": plain,
+    "mixed": mixed,
+}
+
+
+@functools.cache
+def model(kind: str, dtype: str = "float64") -> Model:
+    """A model of `MODELS`, made once. Call it under `jax.enable_x64(True)` for float64."""
+    return MODELS[kind](jnp.dtype(dtype))
+
+
+# --- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def one_slot(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
+    """1F1B in ticks of one slot that admits forwards and backwards alike: a schedule of one's own."""
+    order = jpipe.make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches).actions
+    return jpipe.Schedule(order, slots=("FB",), name="one slot")
+
+
+def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options: Any) -> jpipe.Pipeline:
+    """A pipeline of a model; `schedule` is a name, or "one slot"."""
+    order = one_slot(K, M) if schedule == "one slot" else schedule
+    sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": V}
+    return jpipe.Pipeline(model.layers, model.loss_fn, **sizes, schedule=order, **options)
