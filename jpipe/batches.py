@@ -15,8 +15,8 @@ def default_inputs(batch: Any) -> Any:
     if isinstance(batch, dict):
         if "inputs" not in batch:
             raise ValueError(
-                f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first layer "
-                "takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
+                f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
+                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
             )
         return batch["inputs"]
     if isinstance(batch, tuple | list):
@@ -65,14 +65,13 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
         raise ValueError(
             f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
         )
-    if (size // num_microbatches) % shards:
+    micro = size // num_microbatches
+    if micro % shards:
         raise ValueError(
-            f"micro-batches of {size // num_microbatches} ({size} / num_microbatches={num_microbatches}) can't be split over "
-            f"the {shards} devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
+            f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
+            f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
         )
-    shape = lambda a: jax.ShapeDtypeStruct(
-        (size // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
-    )
+    shape = lambda a: jax.ShapeDtypeStruct((micro, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
     return jax.tree.map(shape, batch)
 
 
@@ -114,7 +113,8 @@ def check_same_structure(what: str, given: Any, expected: Any) -> None:
         else "its containers differ"
     )
     raise ValueError(
-        f"the {what} has another structure than at init: {detail}; expected {_outline(paths[1])}, got {_outline(paths[0])}"
+        f"the {what} has another structure than at init: {detail}; "
+        f"expected {_outline(paths[1])}, got {_outline(paths[0])}"
     )
 
 
@@ -129,7 +129,7 @@ def as_key(key: Any) -> jax.Array:
       TypeError: it is no key.
     """
     if hasattr(key, "dtype"):
-        if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
             return key
         if key.dtype == np.uint32 and key.ndim == 1:
             return jax.random.wrap_key_data(key)

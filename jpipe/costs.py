@@ -68,7 +68,7 @@ def _seconds(step: LayerStep, batch: Any) -> float:
 
 
 def _example(leaf: Any) -> Any:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key(0)
     return jnp.zeros(leaf.shape, leaf.dtype)
 

@@ -1,8 +1,8 @@
 """The executor: one scan over ticks, inside one `shard_map` over the stages.
 
-It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the table
-says, or nothing; then boundaries cross by `ppermute`, the only collective inside of the loop, and are written into
-the rows that the table gives them.
+It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the
+table says, or nothing; then boundaries cross by `ppermute`, the only collective inside of the loop, and are written
+into the rows that the table gives them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jpipe.loops import when
 from jpipe.program import Program, accumulator_dtype
-from jpipe.schedule import KINDS
+from jpipe.schedule import ACTION_KINDS
 from jpipe.stages import Carry, Stage
 from jpipe.storage import Row, is_float
 from jpipe.ticks import SlotTable
@@ -36,7 +36,7 @@ def run_forward(program: Program, stage: Stage) -> list[Any]:
     else:
         carry["loss"] = _no_loss(program)
     carry = _run_ticks(program, stage, carry)
-    return [_from_last_stage(leaf) for leaf in carry.get("outputs", carry.get("loss"))]
+    return [_from_last_stage(leaf) for leaf in carry["outputs" if program.final.loss_fn is None else "loss"]]
 
 
 def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]) -> tuple[Any, dict[str, Any], Any]:
@@ -162,7 +162,7 @@ def _keep_type(value: Any, like: Any) -> Any:
 
 def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], carry: Carry) -> Carry:
     """Moves boundaries to the neighbours and writes what arrives into its row."""
-    flow = KINDS[kind].flow
+    flow = ACTION_KINDS[kind].flow
     value, buffers, arrival = {
         1: ("x", "activations", "activation_in"),
         -1: ("dx", "gradients", "gradient_in"),

@@ -70,7 +70,8 @@ class LinenLayer:
     def init(self, key: jax.Array, inputs: tuple) -> Variables:
         """`module.init` in evaluation mode, with a stream for parameters and one for everything else."""
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        return dict(self.module.init(rngs, *inputs, **self._mode(train=False)))
+        options: dict[str, Any] = self._mode(train=False)
+        return dict(self.module.init(rngs, *inputs, **options))
 
     def apply(
         self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
@@ -80,8 +81,9 @@ class LinenLayer:
         # A stream that isn't named here falls back to "params", as Flax does.
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if name != "params"] if train else []
+        options: dict[str, Any] = self._mode(train)
         try:
-            outputs, changed = self.module.apply(plain, *inputs, rngs=rngs, mutable=mutable, **self._mode(train))
+            outputs, changed = self.module.apply(plain, *inputs, rngs=rngs, mutable=mutable, **options)
         except flax.errors.InvalidRngError as error:
             if key is None:
                 raise MissingKeyError(self.name) from error
@@ -205,7 +207,7 @@ class NnxLayer:
                 value = jax.random.fold_in(seed, stream)
                 stream += 1
                 # old-style modules keep raw keys
-                if not jax.dtypes.issubdtype(_dtype(variable), jax.dtypes.prng_key):
+                if not jax.numpy.issubdtype(_dtype(variable), jax.dtypes.prng_key):
                     value = jax.random.key_data(value)
             elif isinstance(variable, nnx.RngState):
                 value = jax.numpy.zeros((), jax.numpy.uint32)

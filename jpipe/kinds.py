@@ -153,7 +153,7 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any) -> _Group:
     except Exception as error:
         raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(gives):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"layer {index} ({layer.name}) gives {leaf.dtype} at {jax.tree_util.keystr(path)}; "
                 "a boundary carries plain arrays only, such as jax.random.key_data(key)"

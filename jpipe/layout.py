@@ -55,7 +55,7 @@ class Layout:
         )
         return jax.tree.map(sharded, StageTree(self.storage.shapes(), self), self.specs)
 
-    def place(self, leaves: dict[int, Sequence[np.ndarray]]) -> StageTree:
+    def place(self, leaves: dict[int, list[Any]]) -> StageTree:
         """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
         by_member = {
             (c, j): leaves[i] for c, group in enumerate(self.members) for j, i in enumerate(group) if i in leaves
@@ -65,7 +65,7 @@ class Layout:
             part, name = path[0].key, path[1].key
             leaf = path[2].idx if part == "stacks" else 0
 
-            def fill(index: tuple) -> np.ndarray:
+            def fill(index: Any) -> np.ndarray:
                 stage = index[0].start or 0
                 local = self.storage.assemble(stage, by_member, part, name, leaf)
                 return local[None][(slice(None), *index[1:])]

@@ -8,23 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe import batches
-from jpipe.executor import run_forward, run_training
-from jpipe.kinds import Sequential, describe, trace_kinds
-from jpipe.layers import as_layers, positional
-from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked, take_apart
-from jpipe.meshes import as_mesh, batch_axes, constrain, num_shards, on_stages, pin_batch, shapes_only, without_mesh
+from jpipe import batches, compiled
+from jpipe.checks import check_complete, check_item, check_key, check_loss, check_variables
+from jpipe.kinds import Sequential, trace_kinds
+from jpipe.layers import as_layers
+from jpipe.layout import StageTree, take_apart
+from jpipe.meshes import as_mesh, num_shards, shapes_only
 from jpipe.optimizer import TrainState, global_norm, state_shardings
+from jpipe.orders import make_schedule
 from jpipe.partition import Partition
 from jpipe.plan import Plan, as_balance, early_partition, make_plan
 from jpipe.program import Program, Purpose, build_program
 from jpipe.remat import as_remat
-from jpipe.schedule import Schedule, make_schedule
-from jpipe.stages import Stage
+from jpipe.schedule import Schedule
 from jpipe.steps import LayerStep
 
 Variables = dict[str, StageTree]
@@ -38,10 +38,10 @@ class Pipeline:
 
     Args:
       layers: a sequence of layers: `flax.linen` modules, `nnx` modules or factories `lambda rngs: Block(rngs=rngs)`,
-        `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A layer
-        maps one pytree of arrays to one; a tuple is passed as positional arguments.
-      loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, which are summed over
-        micro-batches and divided once (weights are taken as constants).
+        `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A
+        layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
+      loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, which are summed
+        over micro-batches and divided once (weights are taken as constants).
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules.
@@ -51,7 +51,8 @@ class Pipeline:
         integers; or one cost a layer as floats.
       mesh: a mesh with an axis `stage` of K devices; others are left to the compiler, and batches are split over those
         called "replica", "data" and "fsdp". Default: the first K devices.
-      inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare array.
+      inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
+        array.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -77,7 +78,7 @@ class Pipeline:
                 raise TypeError(f"{name}={function!r} is not callable; pass a function")
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
-        if not any("B" in kinds for kinds in self.schedule.slots):
+        if not self.schedule.trains:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
         self._num_parts = num_stages * num_chunks
         if self._num_parts > len(self._layers):
@@ -127,7 +128,7 @@ class Pipeline:
         """
         plan = self._plan_for(batch)
         key = batches.as_key(key)
-        if not isinstance(key, jax.core.Tracer):
+        if not isinstance(key, Tracer):
             key = jax.device_put(key, NamedSharding(self.mesh, PartitionSpec()))
         return self._jit_init(key, self._ready_values(plan))
 
@@ -142,7 +143,7 @@ class Pipeline:
           `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing.
         """
         model = self._known_plan().model
-        self._check_variables(variables)
+        check_variables(self._known_plan(), variables)
         items = self._jit_take_apart(variables)[model.first :][: model.num_layers]
         result = []
         for index, item in enumerate(items):
@@ -155,7 +156,7 @@ class Pipeline:
         """The inverse of `layer_variables`, under this pipeline's layout.
 
         Args:
-          trees: one item a layer, as `layer_variables` returns them (of any pipeline of the same layers). Concrete arrays.
+          trees: one item a layer, as `layer_variables` returns them (of any pipeline of the same layers); no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self._known_plan() if batch is None else self._plan_for(batch)
@@ -165,7 +166,7 @@ class Pipeline:
         for index, tree in enumerate(trees):
             kind = plan.model.kinds[plan.model.kind_of[index + plan.model.first]]
             own = kind.layer.from_item(tree)
-            _check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
+            check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
             for name in kind.variables:
                 found[name][index + plan.model.first] = jax.tree.leaves(own[name])
         return {name: layout.place(found[name]) for name, layout in plan.layouts.items()}
@@ -185,8 +186,8 @@ class Pipeline:
           key: a random key, if a layer draws random numbers (dropout).
 
         Returns:
-          `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and typed
-          like `variables["params"]`.
+          `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and
+          typed like `variables["params"]`.
         """
         self._check_training(variables, batch, key)
         return self._jit_value_and_grad(variables, batch, None if key is None else batches.as_key(key))
@@ -269,45 +270,14 @@ class Pipeline:
     def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
         plan = self._plan_for(batch)
         batches.check_same_structure("batch", batch, plan.batch)
-        self._check_variables(variables)
-        missing = set(plan.layouts) - set(variables)
-        if missing:
-            raise ValueError(f"variables lack the collection {sorted(missing)[0]!r}; pass what pipe.init returned")
-        model = self._model(self._shapes(batch))
-        if key is None:
-            needy = [kind for kind in model.kinds if kind.needs_key]
-            if needy:
-                raise ValueError(
-                    f"layer {needy[0].members[0] - model.first} ({needy[0].layer.name}) draws random numbers, but key=None; "
-                    "pass key=jax.random.key(...)"
-                )
+        check_variables(self._known_plan(), variables)
+        check_complete(plan, variables)
+        check_key(self._model(self._shapes(batch)), key)
 
     def _check_evaluation(self, variables: Any, batch: Any, bare: bool) -> None:
         self._plan_for(batch, bare)
-        self._check_variables(variables)
+        check_variables(self._known_plan(), variables)
         self._model(self._shapes(batch), bare)
-
-    def _check_variables(self, variables: Any) -> None:
-        plan = self._known_plan()
-        if not isinstance(variables, dict) or not variables:
-            raise TypeError(
-                f"variables is a {type(variables).__name__}; pass what pipe.init returned, a dict by collection"
-            )
-        for name, tree in variables.items():
-            if name not in plan.layouts:
-                raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
-            if not isinstance(tree, StageTree):
-                raise TypeError(
-                    f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                    "use pipe.from_layer_variables(trees)"
-                )
-            if tree.layout != plan.layouts[name]:
-                raise ValueError(
-                    f"variables[{name!r}] were laid out by another pipeline (num_stages={tree.layout.num_stages}, here "
-                    f"{plan.layouts[name].num_stages}; layers, balance or mesh may differ too); translate them: "
-                    "pipe.from_layer_variables(other.layer_variables(variables))"
-                )
-            _check_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
 
     # --- planning ---
 
@@ -341,24 +311,11 @@ class Pipeline:
             with shapes_only(self.mesh):
                 model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes))
                 if not bare and self._plan is None:
-                    self._check_loss(model, shapes)
+                    check_loss(model, self._loss_fn, shapes)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
         return self._models[cache]
-
-    def _check_loss(self, model: Sequential, shapes: Any) -> None:
-        outputs = model.kinds[model.kind_of[-1]].gives
-        loss = jax.eval_shape(self._loss_fn, outputs, shapes)
-        parts = loss if isinstance(loss, tuple) else (loss,)
-        scalars = [hasattr(part, "shape") and part.shape == () for part in parts]
-        if len(parts) > 2 or not all(scalars) or not parts:
-            raise ValueError(
-                f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss) or a pair of scalars "
-                "(loss_sum, weight_sum)"
-            )
-        if not jnp.issubdtype(parts[0].dtype, jnp.floating):
-            raise ValueError(f"loss_fn returned a loss of dtype {parts[0].dtype}; it has to be floating-point")
 
     def _program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
         plan, shapes = self._known_plan(), self._shapes(batch)
@@ -386,48 +343,13 @@ class Pipeline:
 
     # --- traced ---
 
-    def _stage(self, program: Program, variables: Any, batch: Any, key: Any) -> Stage:
-        split = batches.split_microbatches(batch, self.schedule.num_microbatches)
-        axes = batch_axes(self.mesh)
-        split = constrain(
-            split, jax.tree.map(lambda _: PartitionSpec(None, axes) if axes else PartitionSpec(), split), self.mesh
-        )
-        return Stage(program, local(variables), split, key, device_index(self.mesh), partial(pin_batch, mesh=self.mesh))
-
     def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
         program = self._program(batch, train=True, with_loss=True)
-        layouts = self._known_plan().layouts
-
-        def body(variables: Any, batch: Any, key: Any) -> Any:
-            stage = self._stage(program, variables, batch, key)
-            storage = program.storages["params"]
-            loss, updates, grads = run_training(program, stage, lambda b: constrain_buffers(b, storage, self.mesh))
-            return loss, stacked(updates), stacked(grads)
-
-        specs = {name: dict(layout.specs) for name, layout in layouts.items()}
-        everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-        out_specs = (PartitionSpec(), {n: s for n, s in specs.items() if n != "params"}, specs["params"])
-        run = on_stages(body, self.mesh, (specs, everywhere(batch), everywhere(key)), out_specs)
-        plain = {name: dict(variables[name]) for name in layouts}
-        loss, updates, grads = run(plain, batch, key)
-        updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
-        return (loss, updates), StageTree(grads, layouts["params"])
+        return compiled.value_and_grad(self._known_plan(), program, variables, batch, key)
 
     def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:
         program = self._program(batch, train=False, with_loss=with_loss, bare=bare)
-
-        def body(variables: Any, batch: Any) -> Any:
-            return run_forward(program, self._stage(program, variables, batch, None))
-
-        specs = {name: dict(tree.layout.specs) for name, tree in variables.items()}
-        everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-        out_specs = everywhere(list(program.outputs))
-        plain = {name: dict(tree) for name, tree in variables.items()}
-        leaves = on_stages(body, self.mesh, (specs, everywhere(batch)), out_specs)(plain, batch)
-        if with_loss:
-            return leaves[0] / leaves[1]
-        structure = jax.tree.structure(program.final.kind.gives)
-        return jax.tree.unflatten(structure, list(map(batches.join_microbatches, leaves)))
+        return compiled.forward(self._known_plan(), program, variables, batch)
 
     def _trace_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
@@ -438,6 +360,13 @@ class Pipeline:
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
+    @cached_property
+    def _jit_init(self) -> Callable:
+        plan = self._known_plan()
+        shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return jax.jit(partial(compiled.init_variables, plan), out_shardings=shardings)
+
     def _ready_values(self, plan: Plan) -> dict[str, Any]:
         """Buffers with the values of layers that come with their own."""
         leaves: dict[str, dict[int, Any]] = {}
@@ -446,62 +375,6 @@ class Pipeline:
                 leaves.setdefault(name, {})[index + plan.model.first] = jax.tree.leaves(tree)
         return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
 
-    @cached_property
-    def _jit_init(self) -> Callable:
-        layouts = self._known_plan().layouts
-        return jax.jit(
-            self._trace_init,
-            out_shardings={n: jax.tree.map(lambda leaf: leaf.sharding, lay.shapes) for n, lay in layouts.items()},
-        )
-
-    def _trace_init(self, key: Any, ready: dict[str, Any]) -> Variables:
-        plan = self._known_plan()
-        specs = {name: dict(layout.specs) for name, layout in plan.layouts.items()}
-
-        def body(key: Any, ready: Any) -> Any:
-            def visit(c: int, member: Any, carry: dict[str, Any]) -> dict[str, Any]:
-                return self._init_layer(plan, key, c, member, carry)
-
-            zeros = {name: layout.storage.zeros() for name, layout in plan.layouts.items()}
-            buffers = {
-                name: constrain_buffers(tree, plan.layouts[name].storage, self.mesh)
-                for name, tree in (zeros | local(ready)).items()
-            }
-            return stacked(plan.layouts["params"].for_each_local(visit, device_index(self.mesh), buffers))
-
-        arguments = (PartitionSpec(), {name: specs[name] for name in ready})
-        buffers = on_stages(body, self.mesh, arguments, specs)(key, ready)
-        return {name: StageTree(tree, plan.layouts[name]) for name, tree in buffers.items()}
-
-    def _init_layer(self, plan: Plan, key: Any, c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
-        kind = plan.model.kinds[c]
-        if kind.layer.ready is not None:
-            return buffers
-        index = jnp.asarray(np.asarray(kind.members))[member] - plan.model.first
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kind.takes)
-        made = without_mesh(lambda k, x: kind.layer.init(k, positional(x)), jax.random.fold_in(key, index), zeros)
-        written = {
-            name: plan.layouts[name].storage.write(buffers[name], c, member, jax.tree.leaves(tree))
-            for name, tree in made.items()
-        }
-        return buffers | written
-
 
 def _itself(batch: Any) -> Any:
     return batch
-
-
-def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
-    lacking = [name for name in expected if name not in own]
-    if lacking:
-        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}")
-    for name, tree in expected.items():
-        batches.check_same_structure(f"{what}[{name!r}]", own[name], tree)
-        _check_shapes(f"{what}[{name!r}]", own[name], tree)
-
-
-def _check_shapes(what: str, tree: Any, expected: Any) -> None:
-    for (path, leaf), want in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
-        shape = np.shape(leaf)
-        if shape != want.shape:
-            raise ValueError(f"{what}{jax.tree_util.keystr(path)} has the shape {shape}, not {want.shape} as at init")

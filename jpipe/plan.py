@@ -6,12 +6,11 @@ other sizes are only compiled anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, layer_costs
@@ -32,18 +31,19 @@ class Plan:
       partition: the cuts into K*V virtual stages, and the costs.
       layouts: where the variables lie, by collection.
       batch: structure of the first batch (a pytree of ShapeDtypeStructs).
+      mesh: the devices.
     """
 
     model: Sequential
     partition: Partition
     layouts: dict[str, Layout]
     batch: Any
+    mesh: Mesh
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
-        cuts = [0, *(cut + self.model.first for cut in self.partition.cuts), len(self.model.kind_of)]
-        return list(pairwise(cuts))
+        return layer_bounds(self.model, self.partition)
 
     def check_model(self, model: Sequential) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
@@ -55,8 +55,8 @@ class Plan:
             old, new = self.model.kinds[c], model.kinds[d]
             if old.members != new.members or not same_type(old.variables, new.variables):
                 raise ValueError(
-                    f"layer {index - self.model.first} ({old.layer.name}) has other variables for a batch of this shape "
-                    "than at init; make a new pipeline for it"
+                    f"layer {index - self.model.first} ({old.layer.name}) has other variables for a batch of this "
+                    "shape than at init; make a new pipeline for it"
                 )
 
 
@@ -70,14 +70,13 @@ def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
     if isinstance(balance, str):
         if balance not in BALANCES:
             raise ValueError(
-                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, layer counts such as [4, 5, 5, 4], or one "
-                "cost a layer as floats"
+                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, layer counts such as [4, 5, 5, 4], or "
+                "one cost a layer as floats"
             )
         return balance
-    try:
+    values: tuple[Any, ...] = (None,)
+    if isinstance(balance, Iterable):
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
-    except TypeError:
-        values = (None,)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
     if any(isinstance(value, float) for value in values):
@@ -88,8 +87,8 @@ def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
         return tuple(map(float, values))
     if len(values) != num_parts:
         raise ValueError(
-            f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of them "
-            "(or one cost a layer, as floats)"
+            f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of "
+            "them (or one cost a layer, as floats)"
         )
     if any(value < 1 for value in values):
         raise ValueError(f"balance={list(values)} has a stage without layers; every count has to be at least 1")
@@ -126,6 +125,9 @@ def make_plan(
     elif all(isinstance(value, int) for value in balance):
         cuts = partition_from_counts(list(map(int, balance)), layer_costs(model, tuple(steps), batch, "flops"))
     assert cuts is not None
-    plan = Plan(model, cuts, {}, jax.tree.map(lambda leaf: leaf, batch))
-    plan.layouts.update(make_layouts(model, plan.bounds, mesh))
-    return plan
+    return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh)
+
+
+def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:
+    """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
+    return list(pairwise([0, *(cut + model.first for cut in cuts.cuts), len(model.kind_of)]))

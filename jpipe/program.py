@@ -41,8 +41,8 @@ class Route:
     @property
     def num_rounds(self) -> np.ndarray:
         """int32 `[S]`: the rounds of each virtual stage."""
-        used = (self.stop > self.start).any(-1)
-        return np.asarray([np.flatnonzero(rounds)[-1] + 1 for rounds in used], np.int32)
+        used = np.any(self.stop > self.start, axis=-1)
+        return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
 
 
 def make_route(model: Sequential, bounds: Sequence[tuple[int, int]]) -> Route:
@@ -146,14 +146,13 @@ def build_program(
       shards: the number of devices that each micro-batch is split over.
     """
     schedule, remat = purpose.schedule, purpose.remat
-    backward = any("B" in kinds for kinds in schedule.slots)
     steps = tuple(LayerStep(kind, purpose.train, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
-    tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if backward else ()
+    tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if schedule.trains else ()
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in model.boundaries]
     common = {"shards": shards, "single_stage": len(bounds) == 1}
     residuals = None
-    if backward:
+    if schedule.trains:
         stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
         residuals = build_storage(
             [tape.stored for tape in tapes],

@@ -15,10 +15,9 @@ therefore costs a tick, while on the last stage the backward follows its own for
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ActionKind:
     """What an action of this kind depends on, and where it sends its result.
 
     Attributes:
@@ -42,10 +41,10 @@ class Kind:
     executed: bool = True
 
 
-KINDS = {
-    "F": Kind(flow=+1, after=""),
-    "B": Kind(flow=-1, after="F"),
-    "W": Kind(flow=0, after="B", executed=False),  # weight gradients apart from B: kept for zero-bubble orders
+ACTION_KINDS = {
+    "F": ActionKind(flow=+1, after=""),
+    "B": ActionKind(flow=-1, after="F"),
+    "W": ActionKind(flow=0, after="B", executed=False),  # weight gradients apart from B: kept for zero-bubble orders
 }
 
 
@@ -110,6 +109,11 @@ class Schedule:
         object.__setattr__(self, "slots", tuple(slots))
         object.__setattr__(self, "name", name)
         validate(self)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are backward actions."""
+        return any(action.kind == "B" for action in self.actions[0])
 
     @property
     def num_stages(self) -> int:
@@ -211,10 +215,10 @@ def _check_action(schedule: Schedule, stage: int, action: Action) -> None:
 
 
 def _check_kind(kind: str, where: str) -> None:
-    if kind not in KINDS:
-        known = ", ".join(name for name in KINDS if KINDS[name].executed)
+    if kind not in ACTION_KINDS:
+        known = ", ".join(name for name in ACTION_KINDS if ACTION_KINDS[name].executed)
         raise ValueError(f"{where} has the unknown kind {kind!r}; use one of {known}")
-    if not KINDS[kind].executed:
+    if not ACTION_KINDS[kind].executed:
         raise ValueError(f"{where}: weight-gradient actions ({kind}) are not executed yet; leave them to B")
 
 
@@ -227,11 +231,11 @@ def _check_complete(schedule: Schedule) -> None:
     if highest is None:
         raise ValueError(f'a schedule of {schedule.num_stages} stages has no actions; give each stage some, as ["F0"]')
     used = {action.kind for order in schedule.actions for action in order}
-    required = {"F"} | used | {before for kind in used for before in KINDS[kind].after}
+    required = {"F"} | used | {before for kind in used for before in ACTION_KINDS[kind].after}
     pairs = [(m, v) for m in range(schedule.num_microbatches) for v in range(schedule.num_chunks)]
     for stage, order in enumerate(schedule.actions):
         counts = Counter(order)
-        for action in (Action(kind, m, v) for kind in KINDS if kind in required for m, v in pairs):
+        for action in (Action(kind, m, v) for kind in ACTION_KINDS if kind in required for m, v in pairs):
             if counts[action] == 1:
                 continue
             if counts[action] > 1:
@@ -248,7 +252,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 def boundary_source(schedule: Schedule, stage: int, action: Action) -> Placed | None:
     """The stage and action whose result `action` receives over a boundary; None at the end of the chain."""
-    flow = KINDS[action.kind].flow
+    flow = ACTION_KINDS[action.kind].flow
     source = action.chunk * schedule.num_stages + stage - flow
     if flow == 0 or not 0 <= source < schedule.num_stages * schedule.num_chunks:
         return None
@@ -257,7 +261,7 @@ def boundary_source(schedule: Schedule, stage: int, action: Action) -> Placed | 
 
 def needs(schedule: Schedule, stage: int, action: Action) -> list[Placed]:
     """All that must have run in an earlier slot: the kinds before it on its own virtual stage, then the neighbour."""
-    own = [(stage, Action(kind, action.microbatch, action.chunk)) for kind in KINDS[action.kind].after]
+    own = [(stage, Action(kind, action.microbatch, action.chunk)) for kind in ACTION_KINDS[action.kind].after]
     source = boundary_source(schedule, stage, action)
     return own if source is None else [*own, source]
 
@@ -304,7 +308,7 @@ def _deadlock(schedule: Schedule, times: dict[Placed, int], waiting: list[list[A
     while stage not in seen:
         seen.append(stage)
         stage = wanted(stage)[0]
-    kinds = list(KINDS)  # forwards first: one that comes too late is the usual reason, and the easier to see
+    kinds = list(ACTION_KINDS)  # forwards first: one that comes too late is the usual reason, and the easier to see
     circle = sorted(seen[seen.index(stage) :], key=lambda stage: (kinds.index(waiting[stage][-1].kind), stage))
     stage = next(stage for stage in circle if waiting[wanted(stage)[0]][-1] != wanted(stage)[1])
     source, late = wanted(stage)
@@ -313,173 +317,3 @@ def _deadlock(schedule: Schedule, times: dict[Placed, int], waiting: list[list[A
         f"stage {stage} waits forever at {waiting[stage][-1]}: it needs {late} of stage {source}, which comes after "
         f"{blocker} there, and {blocker} cannot run before it; put {late} before {blocker} on stage {source}"
     )
-
-
-# --- orders -----------------------------------------------------------------------------------------------------------
-
-
-def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """One micro-batch at a time, forth and back: one stage works while the others wait.
-
-    >>> print(naive(2, 2))
-    naive: K=2 stages, M=2 micro-batches, V=1 chunks; slots of a tick: F, B
-    tick    |0     |1     |2     |3     |4     |5     |
-    stage 0 |F0 .  |.  .  |.  B0 |F1 .  |.  .  |.  B1 |
-    stage 1 |.  .  |F0 B0 |.  .  |.  .  |F1 B1 |.  .  |
-    """
-    _check_one_chunk("naive", num_chunks)
-    order = [Action(kind, m) for m in range(num_microbatches) for kind in "FB"]
-    return Schedule([order] * num_stages, name="naive")
-
-
-def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards (GPipe, arXiv 1811.06965, figure 2): M micro-batches in flight on every stage.
-
-    The backwards run in the order of the forwards too, so that a stage's stored values are freed first in, first out.
-
-    >>> print(gpipe(2, 3))
-    gpipe: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F, B
-    tick    |0     |1     |2     |3     |4     |5     |6     |
-    stage 0 |F0 .  |F1 .  |F2 .  |.  .  |.  B0 |.  B1 |.  B2 |
-    stage 1 |.  .  |F0 .  |F1 .  |F2 B0 |.  B1 |.  B2 |.  .  |
-    """
-    _check_one_chunk("gpipe", num_chunks)
-    order = [Action(kind, m) for kind in "FB" for m in range(num_microbatches)]
-    return Schedule([order] * num_stages, name="gpipe")
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """One forward, one backward (PipeDream-Flush): the bubble of GPipe, memory that does not grow with M.
-
-    A hop costs a tick, so stage k starts with 2(K-1-k)+1 forwards, which is what it then holds.
-
-    >>> print(one_f_one_b(2, 4))
-    1f1b: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B
-    tick    |0     |1     |2     |3     |4     |5     |
-    stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
-    stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |.  .  |
-    """
-    _check_one_chunk("1f1b", num_chunks)
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, 1), name="1f1b")
-
-
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """1F1B over V chunks a stage (Megatron-LM, arXiv 2104.04473, section 2.2): the bubble shrinks to (K-1)/(VM+K-1).
-
-    Chunk 1 of a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
-    micro-batches than stages the bubble is larger than that.
-
-    >>> print(interleaved(2, 2, 2))
-    interleaved: K=2 stages, M=2 micro-batches, V=2 chunks; slots of a tick: F, B
-    tick    |0         |1         |2         |3         |4         |5         |6         |7         |
-    stage 0 |F0   .    |F1   .    |F0.1 .    |F1.1 .    |.    B0.1 |.    B1.1 |.    B0   |.    B1   |
-    stage 1 |.    .    |F0   .    |F1   .    |F0.1 B0.1 |F1.1 B1.1 |.    B0   |.    B1   |.    .    |
-    """
-    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
-
-
-def forward(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Forward only, for inference and evaluation; nothing is kept for a backward.
-
-    >>> print(forward(2, 3))
-    forward: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F
-    tick    |0  |1  |2  |3  |
-    stage 0 |F0 |F1 |F2 |.  |
-    stage 1 |.  |F0 |F1 |F2 |
-    """
-    order = _chunked("F", _groups(num_stages, num_microbatches), range(num_chunks))
-    return Schedule([order] * num_stages, slots=("F",), name="forward")
-
-
-def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    groups = _groups(num_stages, num_microbatches)
-    forwards = _chunked("F", groups, range(num_chunks))
-    backwards = _chunked("B", groups, range(num_chunks)[::-1])
-    orders = []
-    for stage in range(num_stages):
-        # The first backward starts on the last stage when the first group reaches its last chunk there, and is back on
-        # this stage K-1-k ticks later; forwards go on until then.
-        group_size = max(num_stages, *map(len, groups))
-        warm_up = min(len(forwards), (num_chunks - 1) * group_size + 2 * (num_stages - 1 - stage) + 1)
-        order = forwards[:warm_up]
-        for i, backward in enumerate(backwards):
-            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        orders.append(order)
-    return orders
-
-
-def _groups(num_stages: int, num_microbatches: int) -> list[range]:
-    """Micro-batches in groups of K or somewhat more, as even as can be; fewer than K are one group.
-
-    A group passes one chunk after another. With K of them its first is back at stage 0 just when its last has left;
-    fewer would leave a gap, and where K does not divide M a group of the remainder alone would even deadlock.
-    """
-    count = max(1, num_microbatches // num_stages)
-    bounds = [i * num_microbatches // count for i in range(count + 1)]
-    return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def _chunked(kind: str, groups: list[range], chunks: range) -> list[Action]:
-    return [Action(kind, m, chunk) for group in groups for chunk in chunks for m in group]
-
-
-def _check_one_chunk(name: str, num_chunks: int) -> None:
-    if num_chunks > 1:
-        raise ValueError(
-            f"schedule={name!r} has one chunk a stage, got num_chunks={num_chunks}; "
-            "use schedule='interleaved' or num_chunks=1"
-        )
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "forward": forward,
-}
-
-
-def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule of that name; a `Schedule` of one's own is checked against the three numbers and returned.
-
-    Args:
-      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "forward"), or a `Schedule`.
-      num_stages: K.
-      num_microbatches: M.
-      num_chunks: V, the virtual stages a stage; more than 1 with "interleaved" and "forward" only.
-
-    Raises:
-      TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
-      ValueError: a number is less than 1, the name is unknown, the schedule has no chunks, or the numbers disagree.
-
-    >>> make_schedule("1f1b", num_stages=4, num_microbatches=8).ticks.num_ticks
-    14
-    """
-    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    for label, size in sizes.items():
-        _check_size(label, size)
-    if isinstance(name, Schedule):
-        for label, size in sizes.items():
-            if getattr(name, label) != size:
-                raise ValueError(
-                    f"{label}={size}, but the schedule {name.name!r} was made for {getattr(name, label)}; "
-                    f"use {label}={getattr(name, label)} or another schedule"
-                )
-        return name
-    if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {_known()}")
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {_known()}, or a jpipe.Schedule of your own")
-    return SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
-
-
-def _known() -> str:
-    return ", ".join(map(repr, SCHEDULES))
-
-
-def _check_size(label: str, size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
-    if int(size) < 1:
-        raise ValueError(f"{label}={size} must be 1 or more")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jpipe.schedule import KINDS, Action, Schedule
+from jpipe.schedule import ACTION_KINDS, Action, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +112,7 @@ def simulate(
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
       ValueError: a time is not positive and finite, or there are not K of them.
 
-    >>> from jpipe.schedule import make_schedule
+    >>> from jpipe.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
     >>> timeline.makespan, timeline.peak_in_flight, round(timeline.bubble_fraction, 3)
     (33.0, (7, 5, 3, 1), 0.273)
@@ -158,7 +158,7 @@ def _slots(schedule: Schedule) -> Iterator[tuple[str, list[tuple[int, Action]]]]
 def _after_hops(ends: np.ndarray, kinds: str, *, wrap: bool) -> np.ndarray:
     """When each stage can go on (`[K]`), given when each ended a slot (`[K]`) after which these kinds send."""
     starts = ends
-    for flow in {KINDS[kind].flow for kind in kinds} - {0}:
+    for flow in {ACTION_KINDS[kind].flow for kind in kinds} - {0}:
         arrivals = np.roll(ends, flow)
         if not wrap:
             arrivals[0 if flow > 0 else -1] = 0.0

@@ -45,8 +45,8 @@ class Stage:
     def forward(self, virtual_stage: Any, microbatch: Any, carry: Carry, save: Row | None) -> Carry:
         """Runs the stage's layers on `carry["x"]`.
 
-        Depending on what `carry` holds: with `save`, writes the residuals into that row of `carry["residuals"]`; adds new
-        state to `carry["updates"]`; adds the loss to `carry["loss"]`; writes the outputs into `carry["outputs"]`.
+        With `save`, writes the residuals into that row of `carry["residuals"]`. Where `carry` has them, adds new state
+        to `carry["updates"]` and the loss to `carry["loss"]`, and writes the outputs into `carry["outputs"]`.
         """
 
         def visit(c: int, member: Any, carry: Carry) -> Carry:

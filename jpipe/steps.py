@@ -1,8 +1,8 @@
 """One layer's forward and backward, with the residuals between them in plain sight.
 
 `jax.vjp` returns a pytree: its leaves are what the backward needs. Here they are sorted into those at hand anyway in
-the backward action (parameters, state, the batch, the key), those that follow from parameters alone (a cast kernel), which
-are computed again, and the rest, which has to be stored. Nothing differentiates through a loop or a collective.
+the backward action (parameters, state, the batch, the key), those that follow from parameters alone (a cast kernel),
+which are computed again, and the rest, which has to be stored. Nothing differentiates through a loop or a collective.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpipe.schedule import KINDS, Action, Placed, Schedule, boundary_source, place
+from jpipe.schedule import ACTION_KINDS, Action, Placed, Schedule, boundary_source, place
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _boundaries(schedule: Schedule, times: dict[Placed, int], kind: str, readers
 
 def _residuals(times: dict[Placed, int]) -> list[_Value]:
     """What the forwards keep for the backwards: live from the slot of F to the last one that reads it."""
-    readers = "".join(kind for kind in KINDS if kind != "F")
+    readers = "".join(kind for kind in ACTION_KINDS if kind != "F")
     values = (
         _Value(stage, tau, (tau, *_uses(times, stage, action, readers)))
         for (stage, action), tau in times.items()

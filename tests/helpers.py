@@ -5,8 +5,9 @@ Nothing here uses jpipe, except for `jpipe.Layer` as a kind of layer and `jpipe.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -391,3 +392,24 @@ def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options:
     order = one_slot(K, M) if schedule == "one slot" else schedule
     sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": V}
     return jpipe.Pipeline(model.layers, model.loss_fn, **sizes, schedule=order, **options)
+
+
+# --- compilations ------------------------------------------------------------------------------------------------------
+
+_compilations = [0]
+
+
+def _count(event: str, duration: float, *, fun_name: str = "", **_: Any) -> None:
+    del duration
+    if event == "/jax/core/compile/backend_compile_duration" and "seed" not in fun_name:
+        _compilations[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[Callable[[], int]]:
+    """`with compilations() as count: ...; count()`: the programs that were compiled since, but for those of keys."""
+    before = _compilations[0]
+    yield lambda: _compilations[0] - before

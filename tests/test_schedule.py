@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from jpipe.schedule import SCHEDULES, Action, Schedule, make_schedule, place
+from jpipe.orders import SCHEDULES, make_schedule
+from jpipe.schedule import Action, Schedule, place
 
 # A line a stage, a character a tick: the forwards on the left, the backwards on the right. A digit is the micro-batch
 # in chunk 0, a letter the micro-batch in chunk 1 (a = 0).

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from jpipe.schedule import Schedule, make_schedule
+from jpipe.orders import make_schedule
+from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
 
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpipe import schedule as schedule_module
-from jpipe.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, needs, place
+from jpipe.orders import SCHEDULES, make_schedule
+from jpipe.schedule import Action, ActionKind, Schedule, needs, place
 from jpipe.ticks import TickTable, lower
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
@@ -255,7 +256,7 @@ def test_forward_only_keeps_no_gradients():
 
 def test_a_new_kind_is_lowered_by_its_line_in_the_table_of_kinds(monkeypatch):
     """Weight gradients apart from B: only the executor lacks them, and residuals then live until W."""
-    monkeypatch.setitem(schedule_module.KINDS, "W", Kind(flow=0, after="B"))
+    monkeypatch.setitem(schedule_module.ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
     orders = [["F0", "F1", "B0", "W0", "B1", "W1"], ["F0", "B0", "F1", "W0", "B1", "W1"]]
     schedule = Schedule(orders, slots=("FBW",))
     assert str(schedule).splitlines()[2:] == [

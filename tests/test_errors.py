@@ -1,0 +1,387 @@
+"""Bad input: a clear error, before anything is compiled, that names the offender, its value and the remedy."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from helpers import compilations
+
+BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
+
+
+def loss_fn(outputs, batch):
+    return jnp.mean(jnp.square(outputs - batch["targets"]))
+
+
+def dense(width=4):
+    return nn.Dense(width)
+
+
+def make(layers=None, loss=loss_fn, **options):
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
+    return jpipe.Pipeline(layers if layers is not None else [dense() for _ in range(4)], loss, **options)
+
+
+@pytest.fixture(scope="module")
+def key():
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def ready(key):
+    """A pipeline, its variables and its state."""
+    pipe = make()
+    return pipe, pipe.init(key, BATCH), pipe.create_state(key, BATCH, optax.sgd(0.1))
+
+
+@pytest.fixture
+def nothing_compiles(key):
+    """Checks that the test compiled nothing."""
+    with compilations() as count:
+        yield
+        assert count() == 0, "the error came after something was compiled"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_stages": 5}, ValueError, r"num_stages=5 .* 4 layers"),
+        ({"num_stages": 2, "num_chunks": 3, "schedule": "interleaved"}, ValueError, "num_chunks=3 .* 4 layers"),
+        ({"layers": [dense() for _ in range(9)], "num_stages": 9}, ValueError, "num_stages=9 .* 8 cpu devices"),
+        ({"num_stages": 0}, ValueError, "num_stages=0 must be 1 or more"),
+        ({"num_stages": 2.0}, TypeError, "num_stages=2.0 must be an int"),
+        ({"num_stages": True}, TypeError, "num_stages=True must be an int"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be 1 or more"),
+        ({"num_microbatches": "4"}, TypeError, "num_microbatches='4' must be an int"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be 1 or more"),
+        ({"num_chunks": 2, "schedule": "1f1b"}, ValueError, "'1f1b'.*(?s:.)*num_chunks=2|num_chunks=2(?s:.)*'1f1b'"),
+        ({"num_chunks": 2, "schedule": "gpipe"}, ValueError, "interleaved"),
+        ({"schedule": "2f2b"}, ValueError, "schedule='2f2b' is unknown.*'naive', 'gpipe', '1f1b', 'interleaved'"),
+        ({"schedule": 1}, TypeError, "schedule=1 must be a name or a jpipe.Schedule"),
+        ({"schedule": "forward"}, ValueError, "no backward actions"),
+        ({"remat": "some"}, ValueError, r"remat='some' is unknown.*'full', 'layer', 'none', 'stage'"),
+        ({"remat": 1}, TypeError, "remat=1 is neither a name"),
+        ({"remat": None}, TypeError, "remat=None is neither a name"),
+        ({"balance": "equal"}, ValueError, r"balance='equal' is unknown.*'flops', 'time', 'size', 'even'"),
+        ({"balance": [1, 1, 2]}, ValueError, r"balance=\[1, 1, 2\] has 3 layer counts; .* 2 of them"),
+        ({"balance": [1, 2]}, ValueError, r"balance=\[1, 2\] sums to 3 but there are 4 layers"),
+        ({"balance": [0, 4]}, ValueError, r"balance=\[0, 4\] has a stage without layers"),
+        ({"balance": [-1, 5]}, ValueError, r"balance=\[-1, 5\] has a stage without layers"),
+        ({"balance": [1.0, 2.0]}, ValueError, "balance has 2 costs but there are 4 layers"),
+        ({"balance": [1.0, 2.0, -1.0, 1.0]}, ValueError, r"-1\.0"),
+        ({"balance": [1.0, 2.0, float("nan"), 1.0]}, ValueError, "nan"),
+        ({"balance": 2}, TypeError, "balance=2 is neither"),
+        ({"balance": ["flops", "size"]}, TypeError, "balance=.* is neither"),
+        ({"layers": []}, ValueError, "layers is empty"),
+        ({"layers": nn.Sequential([])}, ValueError, "layers is empty"),
+        ({"layers": dense()}, TypeError, "layers is a Dense; pass a list of layers"),
+        ({"layers": "dense"}, TypeError, "layers is a str"),
+        ({"layers": [dense(), 3]}, TypeError, r"layers\[1\] is a int, which is no layer"),
+        ({"layers": [dense(), None]}, TypeError, r"layers\[1\] is a NoneType"),
+        ({"layers": [nn.Dense, dense()]}, TypeError, r"layers\[0\] is .*class"),
+        ({"layers": [dense(), lambda rngs: 3]}, TypeError, r"layers\[1\] takes rngs.* returned int"),
+        ({"loss": None}, TypeError, "loss_fn=None is not callable"),
+        ({"inputs": "inputs"}, TypeError, "inputs='inputs' is not callable"),
+        ({"mesh": 4}, TypeError, "mesh is a int"),
+    ],
+)
+@pytest.mark.usefixtures("key")  # jpipe makes a key to trace with; so that this isn't its first
+def test_arguments_of_the_pipeline(options, error, message):
+    with compilations() as count, pytest.raises(error, match=message):
+        make(**options)
+    assert count() == 0
+
+
+def test_bound_linen_module():
+    bound = dense().bind({"params": {"kernel": np.ones((4, 4), np.float32), "bias": np.ones(4, np.float32)}})
+    with pytest.raises(TypeError, match=r"layers\[0\] \(Dense\) is a bound linen module; pass it unbound"):
+        make([bound, dense()])
+
+
+def test_functions_of_a_layer():
+    with pytest.raises(TypeError, match="jpipe.Layer: init=None is not callable"):
+        jpipe.Layer(None, lambda params, x: x)
+    with pytest.raises(TypeError, match="jpipe.Layer: apply=3 is not callable"):
+        jpipe.Layer(lambda key, x: (), 3)
+
+
+def test_mesh_without_a_stage_axis(make_mesh):
+    with pytest.raises(ValueError, match=r"mesh has the axes \('data', 'model'\) but no axis 'stage'"):
+        make(mesh=make_mesh((2, 2), ("data", "model")))
+
+
+def test_mesh_with_a_stage_axis_of_another_size(make_mesh):
+    with pytest.raises(ValueError, match="mesh has 4 devices along 'stage' but num_stages=2"):
+        make(mesh=make_mesh((4,)))
+
+
+@pytest.mark.parametrize("size", [{"num_stages": 3}, {"num_microbatches": 4}, {"num_chunks": 2}])
+def test_schedule_made_for_other_sizes(size):
+    schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+    (name, value), *_ = size.items()
+    with pytest.raises(ValueError, match=f"{name}={value}, but the schedule '1f1b' was made for"):
+        make(schedule=schedule, **size)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([["F0", "B0"], ["B0", "F0"]], "(?s)B0.*stage 1.*F0|stage 1.*B0.*F0"),
+        ([["F0", "B0"], ["F0"]], "(?s)stage 1.*B0|B0.*stage 1"),
+        ([["F0", "F0", "B0"], ["F0", "B0"]], "(?s)F0.*stage 0.*|stage 0.*F0"),
+        ([["B0", "F0"], ["F0", "B0"]], "(?s)B0"),
+    ],
+)
+def test_invalid_schedule(actions, message):
+    with pytest.raises(ValueError, match=message):
+        jpipe.Schedule(actions)
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+class TestBatch:
+    """Batches that don't fit, whatever is done with them."""
+
+    @pytest.mark.parametrize(
+        ("batch", "error", "message"),
+        [
+            (
+                {"inputs": np.ones((30, 4), np.float32), "targets": np.ones((30, 4), np.float32)},
+                ValueError,
+                "batch size 30 is not divisible by num_microbatches=4; use 1, 2, 3, 5, 6, 10, 15 or 30",
+            ),
+            ({"inputs": np.ones((0, 4), np.float32)}, ValueError, "batch size 0"),
+            ({"inputs": np.ones((8, 4), np.float32), "targets": 3.0}, TypeError, r"batch\['targets'\] is a float"),
+            ({"inputs": np.ones((8, 4), np.float32), "t": np.float32(3)}, ValueError, r"batch\['t'\] is a scalar"),
+            (
+                {"inputs": np.ones((8, 4), np.float32), "targets": np.ones((4, 4), np.float32)},
+                ValueError,
+                r"batch\['inputs'\] has 8, batch\['targets'\] has 4",
+            ),
+            ({"x": np.ones((8, 4), np.float32)}, ValueError, r"the keys \['x'\] and no 'inputs'"),
+            ({}, ValueError, "the batch holds no arrays"),
+            ((), ValueError, "the batch"),
+            (None, ValueError, "the batch holds no arrays"),
+            ("text", TypeError, "batch is a str, not an array"),
+        ],
+    )
+    def test_at_init(self, batch, error, message, key):
+        with pytest.raises(error, match=message):
+            make(num_microbatches=4).init(key, batch)
+
+    def test_not_divisible_later(self, ready):
+        pipe, variables, state = ready
+        batch = jax.tree.map(lambda a: a[:5], BATCH)
+        for call in (pipe.value_and_grad, pipe.apply, pipe.evaluate):
+            with pytest.raises(ValueError, match="batch size 5 is not divisible by num_microbatches=2; use 1 or 5"):
+                call(variables, batch)
+        with pytest.raises(ValueError, match="batch size 5 is not divisible by num_microbatches=2; use 1 or 5"):
+            pipe.train_step(state, batch)
+
+    def test_micro_batch_not_divisible_by_the_data_axis(self, key, make_mesh):
+        pipe = make(mesh=make_mesh((2, 2), ("stage", "data")), num_microbatches=8)
+        with pytest.raises(ValueError, match=r"micro-batches of 1 \(8 / num_microbatches=8\).* divisible by 16"):
+            pipe.init(key, BATCH)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda b: {"inputs": b["inputs"]}, r"batch has another structure than at init: it lacks batch\['targets'\]"),
+            (lambda b: b | {"mask": b["inputs"]}, r"batch has another structure than at init: it has batch\['mask'\]"),
+            (lambda b: (b["inputs"], b["targets"]), "batch has another structure than at init"),
+        ],
+    )
+    def test_other_structure_than_at_init(self, ready, change, message):
+        pipe, variables, state = ready
+        for call in (lambda b: pipe.value_and_grad(variables, b), lambda b: pipe.train_step(state, b)):
+            with pytest.raises(ValueError, match=message):
+                call(change(BATCH))
+
+    def test_other_shape_than_the_parameters_take(self, ready):
+        pipe, variables, _ = ready
+        batch = {"inputs": np.ones((8, 6), np.float32), "targets": np.ones((8, 4), np.float32)}
+        with pytest.raises(ValueError, match=r"layer 0 \(Dense\)"):
+            pipe.value_and_grad(variables, batch)
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+class TestLayers:
+    """Layers that don't fit each other."""
+
+    def test_both_layers_and_both_shapes_are_named(self, key):
+        layers = [dense(), lambda rngs: nnx.Linear(5, 4, rngs=rngs)]
+        with pytest.raises(ValueError, match=r"(?s)layer 1 \(Linear\).*layer 0 \(Dense\) gives: float32\[4,4\].*\[5,4\]"):
+            make(layers).init(key, BATCH)
+
+    def test_wrong_number_of_arguments(self, key):
+        pair = lambda x: (x, x)
+        with pytest.raises(ValueError, match=r"(?s)layer 1 \(Dense\).*layer 0 .* gives: \(float32\[4,4\], float32"):
+            make([pair, dense()]).init(key, BATCH)
+
+    def test_first_layer_and_batch(self, key):
+        layers = [lambda rngs: nnx.Linear(5, 4, rngs=rngs), dense()]
+        with pytest.raises(ValueError, match=r"(?s)layer 0 \(Linear\).*the batch.*float32\[4,4\].*\[5,4\]"):
+            make(layers).init(key, BATCH)
+
+    def test_string_at_a_boundary(self, key):
+        with pytest.raises((TypeError, ValueError), match="(?s)layer 0.*str"):
+            make([lambda x: {"x": x, "name": "first"}, lambda tree: tree["x"]]).init(key, BATCH)
+
+    def test_random_key_at_a_boundary(self, key):
+        layers = [lambda x: {"x": x, "key": jax.random.key(0)}, lambda tree: tree["x"]]
+        with pytest.raises(ValueError, match=r"layer 0 .* gives key.* at \['key'\]"):
+            make(layers).init(key, BATCH)
+
+    def test_integer_parameters(self, key):
+        layer = jpipe.Layer(lambda key, x: {"w": jnp.arange(4)}, lambda params, x: x * params["w"], name="scale")
+        with pytest.raises(ValueError, match=r"layer 0 \(scale\) has the parameter \['w'\] of dtype int32"):
+            make([layer, dense()]).init(key, BATCH)
+
+    def test_parameters_that_are_no_arrays(self, key):
+        layer = jpipe.Layer(lambda key, x: {"w": "none"}, lambda params, x: x, name="scale")
+        with pytest.raises((TypeError, ValueError), match=r"(?s)layer 0 \(scale\).*str"):
+            make([layer, dense()]).init(key, BATCH)
+
+    @pytest.mark.parametrize(
+        ("loss", "message"),
+        [
+            (lambda y, b: y, r"loss_fn returned float32\[4,4\]; .* scalar"),
+            (lambda y, b: (jnp.sum(y), jnp.sum(y), jnp.sum(y)), r"loss_fn returned \(float32\[\], float32"),
+            (lambda y, b: (jnp.sum(y), y), r"loss_fn returned \(float32\[\], float32\[4,4\]"),
+            (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
+            (lambda y, b: None, "loss_fn returned None"),
+            (lambda y, b: (), r"loss_fn returned \(\)"),
+            (lambda y, b: {"loss": jnp.sum(y)}, "loss_fn returned {'loss'"),
+            (lambda y, b: (jnp.sum(y), None), "loss_fn returned"),
+        ],
+    )
+    def test_loss(self, key, loss, message):
+        with pytest.raises(ValueError, match=message):
+            make(loss=loss).init(key, BATCH)
+
+
+def test_python_number_at_a_boundary(key):
+    with pytest.raises((TypeError, ValueError), match=r"layer 0 .*\['scale'\].*float"):
+        make([lambda x: {"x": x, "scale": 2.0}, lambda tree: tree["x"]]).init(key, BATCH)
+
+
+class Drops(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return nn.Dropout(0.5)(x, deterministic=deterministic)
+
+
+class NnxDrops(nnx.Module):
+    def __init__(self, rngs):
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (Drops(), "Drops"),
+        (lambda rngs: NnxDrops(rngs=rngs), "NnxDrops"),
+        (jpipe.Layer(lambda key, x: (), lambda params, x, key: x, name="noise"), "noise"),
+    ],
+)
+def test_missing_key(key, layer, name):
+    pipe = make([dense(), layer, dense()])
+    variables = pipe.init(key, BATCH)
+    with compilations() as count, pytest.raises(ValueError, match=rf"layer 1 \({name}\) draws random .*, but key=None"):
+        pipe.value_and_grad(variables, BATCH)
+    assert count() == 0
+    pipe.apply(variables, BATCH)
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+class TestVariables:
+    """Variables that aren't this pipeline's."""
+
+    @pytest.mark.parametrize("bad", [None, 3, "key", np.zeros(3, np.float32)])
+    def test_key(self, ready, bad):
+        pipe, variables, _ = ready
+        with pytest.raises(TypeError, match="no random key"):
+            pipe.init(bad, BATCH)
+        if bad is not None:
+            with pytest.raises(TypeError, match="no random key"):
+                pipe.value_and_grad(variables, BATCH, bad)
+
+    def test_before_any_batch(self, ready):
+        _, variables, _ = ready
+        with pytest.raises(ValueError, match="has seen no batch yet"):
+            make().layer_variables(variables)
+        with pytest.raises(ValueError, match="balance='flops' follows from the batch's shapes"):
+            _ = make(balance="flops").partition
+
+    def test_wrong_containers(self, ready):
+        pipe, variables, _ = ready
+        with pytest.raises(TypeError, match="variables is a list"):
+            pipe.apply([variables], BATCH)
+        with pytest.raises(ValueError, match=r"unknown collection .*; expected \['params'\]"):
+            pipe.apply(variables["params"], BATCH)
+        with pytest.raises(TypeError, match=r"variables\['params'\] is a list"):
+            pipe.apply({"params": [1]}, BATCH)
+        with pytest.raises(ValueError, match="unknown collection 'cache'; expected"):
+            pipe.apply(variables | {"cache": variables["params"]}, BATCH)
+        with pytest.raises(TypeError, match="variables is a dict"):
+            pipe.value_and_grad({}, BATCH)
+
+    def test_another_pipelines(self, ready):
+        _, variables, state = ready
+        other = make(num_stages=4)
+        for call in (other.apply, other.evaluate, other.value_and_grad):
+            with pytest.raises(ValueError, match=r"laid out by another pipeline \(num_stages=2, here 4"):
+                call(variables, BATCH)
+        with pytest.raises(ValueError, match=r"laid out by another pipeline \(num_stages=2, here 4"):
+            other.train_step(state, BATCH)
+
+    def test_another_shape(self, ready):
+        pipe, variables, _ = ready
+        bad = {"params": jax.tree.map(lambda a: np.zeros((*a.shape, 2), np.float32), variables["params"])}
+        with pytest.raises(ValueError, match=r"variables\['params'\].* has the shape .* as at init"):
+            pipe.apply(bad, BATCH)
+
+    def test_state(self, ready):
+        pipe, variables, _ = ready
+        with pytest.raises(TypeError, match="state is a dict; make it with pipe.create_state"):
+            pipe.train_step(variables, BATCH)
+
+    def test_transformation(self, ready, key):
+        pipe, _, _ = ready
+        with pytest.raises(TypeError, match="tx is a float; pass an optax transformation"):
+            pipe.create_state(key, BATCH, 0.1)
+
+    def test_trees_of_another_structure(self):
+        pipe = make()
+        tree = lambda: {"params": {"kernel": np.zeros((4, 4), np.float32), "bias": np.zeros(4, np.float32)}}
+        trees = [tree() for _ in range(4)]
+        pipe.from_layer_variables(trees, BATCH)
+        with pytest.raises(ValueError, match="3 trees but 4 layers"):
+            pipe.from_layer_variables(trees[:3])
+        del trees[2]["params"]["bias"]
+        with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\)\['params'\].*lacks .*\['bias'\]"):
+            pipe.from_layer_variables(trees)
+        trees[2]["params"]["bias"] = np.zeros(5, np.float32)
+        with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\).*\['bias'\] has the shape \(5,\), not \(4,\)"):
+            pipe.from_layer_variables(trees)
+        trees[2] = {}
+        with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\) lacks the collection 'params'"):
+            pipe.from_layer_variables(trees)
+
+    def test_variables_of_another_dtype(self, ready):
+        pipe, variables, _ = ready
+        bad = {"params": jax.tree.map(lambda a: np.zeros(a.shape, np.float16), variables["params"])}
+        with pytest.raises((TypeError, ValueError), match=r"variables\['params'\].*float16"):
+            pipe.value_and_grad(bad, BATCH)
+
+
+def test_per_layer_outside_of_a_pipeline():
+    with pytest.raises(TypeError, match="jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a dict"):
+        jpipe.per_layer(optax.sgd(0.1)).init({"w": np.ones(3, np.float32)})
