@@ -1,12 +1,14 @@
-"""What travels from layer to layer and from stage to stage: any pytree, in one common shape.
+"""What travels from layer to layer and from stage to stage: any pytree, in one common type.
 
-A `Carrier` turns the values at every boundary of the model into one type. If all boundaries have the same type already
-(a run of Transformer blocks) or there is one stage only, values stay as they are. If not, leaves are flattened into
-one buffer a dtype, as large as the largest boundary needs.
+Every boundary of a model has leaves of its own shapes, while one program passes them on in all stages. A `Carrier`
+holds any of them. A `SlotCarrier` has a place for each type of leaf and moves nothing, which suits models whose
+boundaries are (nearly) alike. A `FlatCarrier` lays leaves end to end in one buffer a dtype, as large as the largest
+boundary, which suits models with many different ones. Only what some cut between stages needs crosses over.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Leaves = Sequence[jax.ShapeDtypeStruct]
 
 
 class Carrier(Protocol):
@@ -27,37 +31,65 @@ class Carrier(Protocol):
         """The carrier with `leaves` in it."""
         ...
 
-    def unpack(self, carrier: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    def unpack(self, carrier: Any, leaves: Leaves) -> list[Any]:
         """The leaves of the given shapes that were packed."""
+        ...
+
+    def crossing(self, carrier: Any) -> Any:
+        """The part that crosses from stage to stage."""
+        ...
+
+    def arrived(self, carrier: Any, part: Any) -> Any:
+        """The carrier with a part that crossed in it."""
         ...
 
 
 @dataclass(frozen=True)
-class TypedCarrier:
-    """All boundaries have these leaves: nothing is moved."""
+class SlotCarrier:
+    """A list of arrays, one for each type of leaf (several where a boundary has several of that type)."""
 
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    slots: tuple[jax.ShapeDtypeStruct, ...]
+    crosses: tuple[bool, ...]
 
     def zeros(self) -> list[Any]:
-        """Zeros of each shape."""
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        """Zeros of each type."""
+        return [jnp.zeros(slot.shape, slot.dtype) for slot in self.slots]
 
-    def pack(self, carrier: Any, leaves: list[Any]) -> list[Any]:
-        """As they are."""
-        del carrier
-        return leaves
-
-    def unpack(self, carrier: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
-        """As they are."""
-        del leaves
+    def pack(self, carrier: list[Any], leaves: list[Any]) -> list[Any]:
+        """Puts each leaf into its slot."""
+        carrier = list(carrier)
+        for index, leaf in zip(self._indices(leaves), leaves, strict=True):
+            carrier[index] = leaf
         return carrier
+
+    def unpack(self, carrier: list[Any], leaves: Leaves) -> list[Any]:
+        """Takes each leaf out of its slot."""
+        return [carrier[index] for index in self._indices(leaves)]
+
+    def crossing(self, carrier: list[Any]) -> list[Any]:
+        """The slots that some cut needs."""
+        return [slot for slot, crosses in zip(carrier, self.crosses, strict=True) if crosses]
+
+    def arrived(self, carrier: list[Any], part: list[Any]) -> list[Any]:
+        """Puts them back."""
+        rest = iter(part)
+        return [next(rest) if crosses else slot for slot, crosses in zip(carrier, self.crosses, strict=True)]
+
+    def _indices(self, leaves: Sequence[Any]) -> list[int]:
+        """The n-th leaf of a type is in the n-th slot of that type."""
+        types, seen, indices = list(map(_type, self.slots)), Counter(), []
+        for leaf in leaves:
+            indices.append(types.index(_type(leaf)) + seen[_type(leaf)])
+            seen[_type(leaf)] += 1
+        return indices
 
 
 @dataclass(frozen=True)
 class FlatCarrier:
-    """Boundaries differ: `{dtype: [shards, size]}`, leaves end to end. `shards` are split over the data axes."""
+    """`{dtype: [shards, size]}`, leaves end to end; `shards` are split over the data axes of the mesh."""
 
     sizes: tuple[tuple[str, int], ...]
+    crossing_sizes: tuple[tuple[str, int], ...]
     shards: int
 
     def zeros(self) -> dict[str, Any]:
@@ -66,14 +98,14 @@ class FlatCarrier:
 
     def pack(self, carrier: dict[str, Any], leaves: list[Any]) -> dict[str, Any]:
         """Writes each leaf at its offset."""
-        buffers, ends = dict(carrier), dict.fromkeys(carrier, 0)
+        carrier, ends = dict(carrier), dict.fromkeys(carrier, 0)
         for leaf in leaves:
             name, flat = leaf.dtype.name, leaf.reshape(self.shards, -1)
-            buffers[name] = jax.lax.dynamic_update_slice(buffers[name], flat, (0, ends[name]))
+            carrier[name] = jax.lax.dynamic_update_slice(carrier[name], flat, (0, ends[name]))
             ends[name] += flat.shape[1]
-        return buffers
+        return carrier
 
-    def unpack(self, carrier: dict[str, Any], leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    def unpack(self, carrier: dict[str, Any], leaves: Leaves) -> list[Any]:
         """Reads each leaf from its offset."""
         ends, result = dict.fromkeys(carrier, 0), []
         for leaf in leaves:
@@ -83,24 +115,65 @@ class FlatCarrier:
             ends[name] = start + size
         return result
 
+    def crossing(self, carrier: dict[str, Any]) -> dict[str, Any]:
+        """As much of each buffer as the largest cut needs."""
+        return {name: carrier[name][:, :size] for name, size in self.crossing_sizes}
 
-def make_carrier(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], *, shards: int, single_stage: bool) -> Carrier:
+    def arrived(self, carrier: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+        """Writes it back."""
+        return carrier | {
+            name: jax.lax.dynamic_update_slice(carrier[name], flat, (0, 0)) for name, flat in part.items()
+        }
+
+
+def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: int) -> Carrier:
     """The carrier for a model's boundaries.
 
+    Slots are used where they hold at most twice the bytes of the largest boundary, and in a single stage (no cuts).
+
     Args:
-      boundaries: the leaves of the value between each pair of neighbouring layers.
+      boundaries: the leaves between each layer and the next.
+      cuts: the indices of the boundaries between two stages.
       shards: how many devices a micro-batch is split over.
-      single_stage: nothing crosses a stage boundary, and values keep their own types.
     """
-    types = {tuple((leaf.shape, leaf.dtype) for leaf in boundary) for boundary in boundaries}
-    if single_stage or len(types) <= 1:
-        return TypedCarrier(tuple(boundaries[0]) if boundaries else ())
+    counts = [Counter(map(_type, boundary)) for boundary in boundaries]
+    slots = _largest(counts)
+    crossing = _largest([counts[i] for i in cuts])
+    types = [kind for kind, count in slots.items() for _ in range(count)]
+    largest = max((sum(map(_bytes, boundary)) for boundary in boundaries), default=0)
+    if not cuts or sum(map(_bytes, map(_shape, types))) <= 2 * largest:
+        crosses = tuple(n < crossing[kind] for kind, count in slots.items() for n in range(count))
+        return SlotCarrier(tuple(map(_shape, types)), crosses)
     if any(not leaf.shape or leaf.shape[0] % shards for boundary in boundaries for leaf in boundary):
         shards = 1
-    sizes: dict[str, int] = {}
-    for boundary in boundaries:
-        used: dict[str, int] = {}
-        for leaf in boundary:
-            used[leaf.dtype.name] = used.get(leaf.dtype.name, 0) + int(np.prod(leaf.shape)) // shards
-        sizes = {name: max(sizes.get(name, 0), used.get(name, 0)) for name in {**sizes, **used}}
-    return FlatCarrier(tuple(sorted(sizes.items())), shards)
+    used = [_sizes(boundary, shards) for boundary in boundaries]
+    return FlatCarrier(
+        tuple(sorted(_largest(used).items())), tuple(sorted(_largest([used[i] for i in cuts]).items())), shards
+    )
+
+
+def _largest(counters: Sequence[Counter]) -> Counter:
+    """The largest count of each entry."""
+    result: Counter = Counter()
+    for counter in counters:
+        result |= counter
+    return result
+
+
+def _sizes(leaves: Leaves, shards: int) -> Counter:
+    sizes: Counter = Counter()
+    for leaf in leaves:
+        sizes[leaf.dtype.name] += int(np.prod(leaf.shape)) // shards
+    return sizes
+
+
+def _type(leaf: Any) -> tuple:
+    return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def _shape(kind: tuple) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(*kind)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return int(np.prod(leaf.shape)) * leaf.dtype.itemsize

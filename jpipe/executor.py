@@ -58,7 +58,7 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
     carry["updates"] = {name: storages[name].zeros(accumulator_dtype) for name in storages if name != "params"}
     carry["residuals"] = program.residuals.zeros()
     carry["dx"] = program.cotangents.zeros()
-    carry["gradients"] = _rows(carry["dx"], max(program.table.gradient_rows))
+    carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), max(program.table.gradient_rows))
     carry = _run_ticks(program, stage, carry)
     loss, weight = (_from_last_stage(leaf) for leaf in carry["loss"])
     mean = lambda leaf, old, total: (leaf / total.astype(leaf.dtype)).astype(old.dtype) if is_float(leaf) else leaf
@@ -73,7 +73,7 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
 
 def _initial(program: Program) -> Carry:
     x = program.carrier.zeros()
-    return {"x": x, "activations": _rows(x, max(program.table.activation_rows))}
+    return {"x": x, "activations": _rows(program.carrier.crossing(x), max(program.table.activation_rows))}
 
 
 def _rows(tree: Any, count: int) -> Any:
@@ -127,9 +127,8 @@ def _virtual_stage(program: Program, stage: Stage, cell: dict[str, Any]) -> Any:
 def _forward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry) -> Carry:
     save = None if program.residuals is None or program.remat.keep_inputs else Row(cell["residual"], stage.device)
     keys = [name for name in ("residuals", "updates", "loss", "outputs") if name in carry]
-    work = {name: carry[name] for name in keys} | {"x": _arrived(carry["activations"], cell["activation"], carry["x"])}
-    work = stage.forward(_virtual_stage(program, stage, cell), cell["microbatch"], work, save)
-    return carry | {name: work[name] for name in keys} | {"x": _keep_type(work["x"], carry["x"])}
+    work = {name: carry[name] for name in keys} | {"x": _activation(program, cell, carry)}
+    return carry | stage.forward(_virtual_stage(program, stage, cell), cell["microbatch"], work, save)
 
 
 def _backward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry) -> Carry:
@@ -137,39 +136,40 @@ def _backward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry
     residuals, saved = carry["residuals"], Row(cell["residual"], stage.device)
     if program.remat.keep_inputs:
         saved = Row(0, stage.device)
-        again = {"residuals": residuals, "x": _arrived(carry["activations"], cell["activation"], carry["x"])}
+        again = {"residuals": residuals, "x": _activation(program, cell, carry)}
         residuals = stage.forward(virtual_stage, microbatch, again, saved)["residuals"]
-    work = {"grads": carry["grads"], "dx": _arrived(carry["gradients"], cell["gradient"], carry["dx"])}
-    work = stage.backward(virtual_stage, microbatch, work, residuals, saved)
-    return carry | {"residuals": residuals, "grads": work["grads"], "dx": _keep_type(work["dx"], carry["dx"])}
+    dx = program.cotangents.arrived(carry["dx"], _row(carry["gradients"], cell["gradient"]))
+    work = stage.backward(virtual_stage, microbatch, {"grads": carry["grads"], "dx": dx}, residuals, saved)
+    return carry | {"residuals": residuals} | work
 
 
 _ACTIONS = {"F": _forward, "B": _backward}
 
 
-def _arrived(buffers: Any, row: Any, otherwise: Any) -> Any:
-    """The boundary value in a row; the first virtual stage (row -1) has none and doesn't look at it."""
-    if all(buffer.shape[0] == 0 for buffer in jax.tree.leaves(buffers)):
-        return otherwise
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, jnp.maximum(row, 0), 0, keepdims=False), buffers)
+def _activation(program: Program, cell: dict[str, Any], carry: Carry) -> Any:
+    return program.carrier.arrived(carry["x"], _row(carry["activations"], cell["activation"]))
 
 
-def _keep_type(value: Any, like: Any) -> Any:
-    """With one stage nothing crosses a boundary, and the last layer's own type must not leak into the loop."""
-    same = [(x.shape, x.dtype) for x in jax.tree.leaves(value)] == [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
-    return value if same else like
+def _row(buffers: Any, row: Any) -> Any:
+    """The boundary value in a row. The first virtual stage (row -1) has none, and doesn't look at what it gets."""
+
+    def take(buffer: Any) -> Any:
+        if buffer.shape[0] == 0:  # nothing arrives anywhere
+            return jnp.zeros(buffer.shape[1:], buffer.dtype)
+        return jax.lax.dynamic_index_in_dim(buffer, jnp.maximum(row, 0), 0, keepdims=False)
+
+    return jax.tree.map(take, buffers)
 
 
 def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], carry: Carry) -> Carry:
     """Moves boundaries to the neighbours and writes what arrives into its row."""
     flow = ACTION_KINDS[kind].flow
-    value, buffers, arrival = {
-        1: ("x", "activations", "activation_in"),
-        -1: ("dx", "gradients", "gradient_in"),
-        0: ("", "", ""),
-    }[flow]
-    if not flow or (getattr(slot, arrival) < 0).all():
+    if not flow:
         return carry
+    buffers, arrival = ("activations", "activation_in") if flow > 0 else ("gradients", "gradient_in")
+    if (getattr(slot, arrival) < 0).all():
+        return carry
+    sent = program.carrier.crossing(carry["x"]) if flow > 0 else program.cotangents.crossing(carry["dx"])
     num_stages, row = program.schedule.num_stages, cell[arrival]
     pairs = [(k, (k + flow) % num_stages) for k in range(num_stages)]
     if program.schedule.num_chunks == 1:
@@ -181,4 +181,4 @@ def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], ca
         new = jnp.where(row >= 0, jax.lax.ppermute(leaf, AXIS, pairs), old)
         return jax.lax.dynamic_update_index_in_dim(buffer, new, place, 0)
 
-    return carry | {buffers: jax.tree.map(receive, carry[buffers], carry[value])}
+    return carry | {buffers: jax.tree.map(receive, carry[buffers], sent)}

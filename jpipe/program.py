@@ -150,7 +150,7 @@ def build_program(
     tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if schedule.trains else ()
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in model.boundaries]
-    common = {"shards": shards, "single_stage": len(bounds) == 1}
+    cuts = [stop - 1 for _, stop in bounds[:-1]]
     residuals = None
     if schedule.trains:
         stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
@@ -169,8 +169,8 @@ def build_program(
         tapes=tapes,
         storages=storages,
         residuals=residuals,
-        carrier=make_carrier(model.boundaries, **common),
-        cotangents=make_carrier(floats, **common),
+        carrier=make_carrier(model.boundaries, cuts, shards=shards),
+        cotangents=make_carrier(floats, cuts, shards=shards),
         route=make_route(model, bounds),
         table=table,
         schedule=schedule,
