@@ -1,5 +1,8 @@
 """jpipe: pipeline parallelism for Flax models, exactly equal to the sequential model."""
 
+from jpipe.connections import pop as pop
+from jpipe.connections import reads as reads
+from jpipe.connections import stash as stash
 from jpipe.layers import Layer as Layer
 from jpipe.optimizer import TrainState as TrainState
 from jpipe.optimizer import per_layer as per_layer

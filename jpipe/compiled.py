@@ -40,9 +40,9 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
             if kind.layer.ready is not None:
                 return buffers
             index = look_up(kind.members, member) - plan.model.first
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), kind.takes)
-            init = lambda k, x: kind.layer.init(k, positional(x))
-            made = without_mesh(init, jax.random.fold_in(key, index), zeros)
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
+            init = lambda k, x, b: kind.layer.init(k, positional(x), b)
+            made = without_mesh(init, jax.random.fold_in(key, index), *zeros)
             return buffers | {
                 name: layouts[name].storage.write(buffers[name], c, member, jax.tree.leaves(tree))
                 for name, tree in made.items()

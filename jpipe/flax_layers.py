@@ -19,7 +19,7 @@ from flax import nnx
 from flax.core import meta
 from jax.sharding import AbstractMesh
 
-from jpipe.layers import AnyLayer, MissingKeyError, Variables, mode_arguments, signature_of
+from jpipe.layers import AnyLayer, Context, MissingKeyError, Variables, mode_arguments, signature_of
 
 
 def open_sequential(layers: Any) -> Any:
@@ -48,6 +48,7 @@ class LinenLayer:
 
     module: nn.Module
     ready: None = None
+    reads_batch: bool = False
 
     @property
     def name(self) -> str:
@@ -67,16 +68,16 @@ class LinenLayer:
         fixed = lambda name: getattr(self.module, name, None) is not None
         return mode_arguments(type(self.module).__call__, train, fixed)
 
-    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """`module.init` in evaluation mode, with a stream for parameters and one for everything else."""
+        del batch
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         options: dict[str, Any] = self._mode(train=False)
         return dict(self.module.init(rngs, *inputs, **options))
 
-    def apply(
-        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """`module.apply`; in training the collections other than "params" are mutable."""
+        key, train, _ = context
         plain = jax.tree.map(_unbox, variables, is_leaf=_is_box)
         # A stream that isn't named here falls back to "params", as Flax does.
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
@@ -136,6 +137,7 @@ class NnxLayer:
     template: Any  # the state with ShapeDtypeStruct leaves: paths, variable types and metadata
     factory: Callable | None
     ready: Variables | None = None
+    reads_batch: bool = False
     init_program: str = ""  # what the factory computes: two may differ only in the values that they start from
 
     @classmethod
@@ -176,18 +178,17 @@ class NnxLayer:
             _shapes(other.template),
         )
 
-    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The factory's values under this key; a ready module's own values."""
-        del inputs  # an nnx module knows its shapes
+        del inputs, batch  # an nnx module knows its shapes
         if self.factory is None:
             assert self.ready is not None
             return self.ready
         return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
 
-    def apply(
-        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
+        key, train, _ = context
         state = self._state(variables, key)
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()

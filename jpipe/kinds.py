@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.layers import AnyLayer, MissingKeyError, identity_layer, positional
+from jpipe.layers import AnyLayer, Context, MissingKeyError, identity_layer, positional
 from jpipe.meshes import without_mesh
 
 
@@ -79,12 +79,13 @@ class _Group:
     needs_key: bool
 
 
-def trace_kinds(layers: Sequence[AnyLayer], inputs: Any) -> Sequential:
+def trace_kinds(layers: Sequence[AnyLayer], inputs: Any, batch: Any) -> Sequential:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.
 
     Args:
       layers: the adapted layers.
       inputs: what the first one takes, a pytree of ShapeDtypeStructs.
+      batch: the whole micro-batch, for layers that read it.
 
     Raises:
       ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
@@ -97,7 +98,7 @@ def trace_kinds(layers: Sequence[AnyLayer], inputs: Any) -> Sequential:
         c = next((c for c, g in enumerate(groups) if same_type(g.takes, value) and g.layer.is_same(layer)), None)
         if c is None:
             c = len(groups)
-            groups.append(_trace_layer(layers, index, value))
+            groups.append(_trace_layer(layers, index, value, batch))
         groups[c].members.append(index)
         group_of.append(c)
         value = groups[c].gives
@@ -131,20 +132,19 @@ def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequen
     return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose)
 
 
-def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any) -> _Group:
+def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any) -> _Group:
     layer, key = layers[index], jax.random.key(0)
     variables: Any = layer.ready
     try:
         if variables is None:
-            variables = jax.eval_shape(
-                lambda *a: without_mesh(lambda k, x: layer.init(k, positional(x)), *a), key, takes
-            )
+            init = lambda k, x, b: layer.init(k, positional(x), b)
+            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key, takes, batch)
         variables = jax.eval_shape(lambda v: v, variables)
         _check_parameters(layer, index, variables)
-        run = lambda v, x, k: layer.apply(v, positional(x), key=k, train=True)
-        gives, _ = jax.eval_shape(run, variables, takes, key)
+        run = lambda v, x, b, k: layer.apply(v, positional(x), Context(k, True, b))
+        gives, _ = jax.eval_shape(run, variables, takes, batch, key)
         try:
-            jax.eval_shape(lambda v, x: run(v, x, None), variables, takes)
+            jax.eval_shape(lambda v, x, b: run(v, x, b, None), variables, takes, batch)
             needs_key = False
         except MissingKeyError:
             needs_key = True

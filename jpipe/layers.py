@@ -8,9 +8,9 @@ a user knows. Flax itself is known to `flax_layers` alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -20,6 +20,23 @@ Variables = dict[str, Any]
 
 class MissingKeyError(ValueError):
     """A layer asked for random numbers and no key was given."""
+
+
+class Context(NamedTuple):
+    """What a layer is told besides its variables and inputs.
+
+    Attributes:
+      key: its random key for this micro-batch, or None.
+      train: training or evaluation mode.
+      batch: the micro-batch, for layers that read it; None for others.
+    """
+
+    key: Any
+    train: bool
+    batch: Any = None
+
+
+EVALUATION = Context(key=None, train=False)
 
 
 class AnyLayer(Protocol):
@@ -35,17 +52,20 @@ class AnyLayer(Protocol):
         """The values that the layer already has, or None if `init` makes them."""
         ...
 
-    def is_same(self, other: AnyLayer) -> bool:
-        """Whether both compute the same function of (variables, inputs, key)."""
+    @property
+    def reads_batch(self) -> bool:
+        """Whether it needs the micro-batch in its context."""
         ...
 
-    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+    def is_same(self, other: AnyLayer) -> bool:
+        """Whether both compute the same function of (variables, inputs, context)."""
+        ...
+
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """New variables for positional `inputs`."""
         ...
 
-    def apply(
-        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """(outputs, new values of the collections that are not parameters; empty in evaluation)."""
         ...
 
@@ -136,25 +156,25 @@ class PlainLayer:
     init_fn: Callable[..., Any] | None
     apply_fn: Callable[..., Any]
     ready: None = None
+    reads_batch: bool = False
     parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, compare=False)
 
     def is_same(self, other: AnyLayer) -> bool:
         """Same functions."""
         return isinstance(other, PlainLayer) and (self.init_fn, self.apply_fn) == (other.init_fn, other.apply_fn)
 
-    def init(self, key: jax.Array, inputs: tuple) -> Variables:
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """Calls the user's `init(key, *inputs)`."""
+        del batch
         return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
 
-    def apply(
-        self, variables: Variables, inputs: tuple, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """Calls the user's `apply`, with key and mode if its signature takes them."""
-        options: dict[str, Any] = mode_arguments(self.apply_fn, train)
+        options: dict[str, Any] = mode_arguments(self.apply_fn, context.train)
         if "key" in self.parameters and self.init_fn is not None:
-            if key is None and train:
+            if context.key is None and context.train:
                 raise MissingKeyError(self.name)
-            options["key"] = key if train else None
+            options["key"] = context.key if context.train else None
         arguments = inputs if self.init_fn is None else (variables["params"], *inputs)
         return self.apply_fn(*arguments, **options), {}
 
@@ -172,7 +192,7 @@ class PlainLayer:
 
     def bind(self, item: Any) -> Callable:
         """`x -> y` with the parameters filled in, in evaluation mode."""
-        return lambda *inputs: self.apply(self.from_item(item), inputs, key=None, train=False)[0]
+        return lambda *inputs: self.apply(self.from_item(item), inputs, EVALUATION)[0]
 
 
 def identity_layer(name: str) -> PlainLayer:
@@ -182,40 +202,3 @@ def identity_layer(name: str) -> PlainLayer:
 
 def _identity(*inputs: Any) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
-
-
-def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
-    """Adapts a user's sequence of layers.
-
-    Raises:
-      TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
-      ValueError: there are no layers.
-    """
-    from jpipe import flax_layers
-
-    opened = flax_layers.open_sequential(layers)
-    if not isinstance(opened, Sequence) or isinstance(opened, str):
-        raise TypeError(
-            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
-        )
-    if len(opened) == 0:
-        raise ValueError("layers is empty; pass at least one layer")
-    in_sequential = opened is not layers
-    return tuple(_as_layer(layer, index, in_sequential) for index, layer in enumerate(opened))
-
-
-def _as_layer(layer: Any, index: int, in_sequential: bool) -> AnyLayer:
-    from jpipe import flax_layers
-
-    adapted = flax_layers.adapt(layer, index)
-    if adapted is not None:
-        return adapted
-    if isinstance(layer, Layer):
-        return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
-    if callable(layer) and not isinstance(layer, type):
-        return PlainLayer(getattr(layer, "__name__", type(layer).__name__), None, layer)
-    raise TypeError(
-        f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
-        "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
-        + (" (a class: did you mean to call it?)" if isinstance(layer, type) else "")
-    )

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import batches, compiled
+from jpipe.adapt import as_layers
 from jpipe.checks import check_complete, check_item, check_key, check_loss, check_variables
 from jpipe.kinds import Sequential, trace_kinds
-from jpipe.layers import as_layers
 from jpipe.layout import StageTree, take_apart
 from jpipe.meshes import as_mesh, num_shards, shapes_only
 from jpipe.optimizer import TrainState, global_norm, state_shardings
@@ -309,7 +309,7 @@ class Pipeline:
         cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
         if cache not in self._models:
             with shapes_only(self.mesh):
-                model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes))
+                model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes), shapes)
                 if not bare and self._plan is None:
                     check_loss(model, self._loss_fn, shapes)
             if self._plan is not None:

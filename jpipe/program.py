@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.carriers import Carrier, make_carrier
-from jpipe.kinds import Sequential
+from jpipe.kinds import Kind, Sequential
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
 from jpipe.steps import Given, LayerStep, Tape
@@ -190,8 +190,13 @@ def given_shapes(step: LayerStep, batch: Any) -> Given:
         params=jax.tree.leaves(kind.variables.get("params")),
         state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
         key=jax.eval_shape(lambda: jax.random.key(0)) if kind.needs_key and step.train else None,
-        batch=batch if kind.entry or kind.final else None,
+        batch=batch if needs_batch(kind) else None,
     )
+
+
+def needs_batch(kind: Kind) -> bool:
+    """Whether a layer is given its micro-batch."""
+    return kind.entry or kind.final or kind.layer.reads_batch
 
 
 def accumulator_dtype(dtype: Any) -> Any:

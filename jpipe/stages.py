@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.loops import each
-from jpipe.program import Program
+from jpipe.program import Program, needs_batch
 from jpipe.steps import Given
 from jpipe.storage import Row, is_float, look_up
 
@@ -126,7 +126,7 @@ class Stage:
         key = batch = None
         if kind.needs_key and step.train:
             key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
-        if kind.entry or kind.final:
+        if needs_batch(kind):
             batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
         return Given(read("params"), [leaf for name in step.state_names for leaf in read(name)], key, batch)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jpipe.kinds import Kind
-from jpipe.layers import positional
+from jpipe.layers import Context, positional
 from jpipe.remat import Remat
 from jpipe.storage import is_float
 
@@ -137,7 +137,7 @@ class LayerStep:
         trees = {n: jax.tree.map(lambda _: next(leaves), kind.variables[n]) for n in names}
         if "params" in kind.variables:
             trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
-        outputs, updates = kind.layer.apply(trees, positional(inputs), key=given.key, train=self.train)
+        outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
         if kind.final and self.loss_fn is not None:
             outputs = loss_pair(self.loss_fn(outputs, given.batch))
         return Outcome(

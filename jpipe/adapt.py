@@ -1,0 +1,44 @@
+"""From what users call a layer to `AnyLayer`: one place that knows all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jpipe import flax_layers
+from jpipe.connections import Marked, connect
+from jpipe.layers import AnyLayer, Layer, PlainLayer, signature_of
+
+
+def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
+    """Adapts a user's sequence of layers.
+
+    Raises:
+      TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
+      ValueError: there are no layers.
+    """
+    opened = flax_layers.open_sequential(layers)
+    if not isinstance(opened, Sequence) or isinstance(opened, str):
+        raise TypeError(
+            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        )
+    if len(opened) == 0:
+        raise ValueError("layers is empty; pass at least one layer")
+    marks = [layer if isinstance(layer, Marked) else None for layer in opened]
+    plain = [layer.layer if isinstance(layer, Marked) else layer for layer in opened]
+    return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
+
+
+def _as_layer(layer: Any, index: int) -> AnyLayer:
+    adapted = flax_layers.adapt(layer, index)
+    if adapted is not None:
+        return adapted
+    if isinstance(layer, Layer):
+        return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
+    if callable(layer) and not isinstance(layer, type):
+        return PlainLayer(getattr(layer, "__name__", type(layer).__name__), None, layer)
+    raise TypeError(
+        f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
+        "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
+        + (" (a class: did you mean to call it?)" if isinstance(layer, type) else "")
+    )

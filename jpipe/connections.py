@@ -1,0 +1,194 @@
+"""Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
+
+A skip travels with the activations: between `stash` and `pop` every layer takes and gives `{"kept": {...}, "x": x}`, and only
+touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary that
+carried it. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jpipe.layers import AnyLayer, Context, Variables, positional
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A user's layer with connections: what `stash`, `pop` and `reads` return."""
+
+    layer: Any
+    stashes: str | None = None
+    pops: str | None = None
+    read: Callable[[Any], Any] | None = None
+
+
+def _mark(layer: Any, function: str, **change: Any) -> Marked:
+    marked = layer if isinstance(layer, Marked) else Marked(layer)
+    ((field, value),) = change.items()
+    if getattr(marked, field) is not None:
+        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); apply it once")
+    return Marked(**{**vars(marked), field: value})
+
+
+def _check_name(function: str, layer: Any, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"jpipe.{function}({_name(layer)}, {name!r}): the name has to be a non-empty string")
+
+
+def _name(layer: Any) -> str:
+    return getattr(layer, "name", None) or getattr(layer, "__name__", type(layer).__name__)
+
+
+def stash(layer: Any, name: str) -> Marked:
+    """Passes the layer's output on and also keeps it, for the later layer that pops `name`.
+
+    Args:
+      layer: any layer.
+      name: different from that of other skips of the model.
+    """
+    _check_name("stash", layer, name)
+    return _mark(layer, "stash", stashes=name)
+
+
+def pop(layer: Any, name: str) -> Marked:
+    """Calls the layer with `(x, kept)`: what the layer before it gives, and what was kept under `name`."""
+    _check_name("pop", layer, name)
+    return _mark(layer, "pop", pops=name)
+
+
+def reads(layer: Any, read: Callable[[Any], Any]) -> Marked:
+    """Calls the layer with `(x, side)`, or `(x, kept, side)` if it also pops, where `side = read(batch)`.
+
+    Args:
+      layer: any layer.
+      read: `batch -> any pytree of arrays`, called with the layer's own micro-batch on whatever stage it lies; nothing
+        is sent through the boundaries, and nothing is differentiated with respect to it.
+    """
+    if not callable(read):
+        raise TypeError(f"jpipe.reads({_name(layer)}, {read!r}): pass a function of the batch")
+    return _mark(layer, "reads", read=read)
+
+
+def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple[AnyLayer, ...]:
+    """Adapted layers with their connections, and with what passes by them.
+
+    Args:
+      layers: the adapted layers.
+      marks: the connections of each, or None.
+
+    Raises:
+      ValueError: a stash without a later pop, a pop without an earlier stash, or a name used twice; layer and name
+        are given.
+    """
+    stashed: dict[str, int] = {}
+    popped: dict[str, int] = {}
+    connected: list[AnyLayer] = []
+    for index, (layer, mark) in enumerate(zip(layers, marks, strict=True)):
+        passing = tuple(name for name in stashed if name not in popped)
+        mark = mark or Marked(None)
+        where = f"layer {index} ({layer.name})"
+        if mark.pops is not None:
+            if mark.pops not in stashed:
+                raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
+            if mark.pops in popped:
+                raise ValueError(
+                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; stash it under two names"
+                )
+            popped[mark.pops] = index
+        if mark.stashes is not None:
+            if mark.stashes in stashed:
+                raise ValueError(
+                    f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; use another name"
+                )
+            stashed[mark.stashes] = index
+        plain = not passing and mark.stashes is None and mark.pops is None and mark.read is None
+        connected.append(layer if plain else ConnectedLayer(layer, passing, mark.stashes, mark.pops, mark.read))
+    for name, index in stashed.items():
+        if name not in popped:
+            raise ValueError(
+                f"layer {index} ({layers[index].name}) stashes {name!r}, which no later layer pops; pop it"
+            )
+    return tuple(connected)
+
+
+@dataclass(frozen=True)
+class ConnectedLayer:
+    """A layer that stashes, pops or reads, or that kept values pass by.
+
+    Attributes:
+      inner: the layer itself.
+      passing: the names of the values kept before it.
+      stashes, pops, read: as in `Marked`.
+    """
+
+    inner: AnyLayer
+    passing: tuple[str, ...]
+    stashes: str | None
+    pops: str | None
+    read: Callable[[Any], Any] | None
+
+    @property
+    def name(self) -> str:
+        """The layer's own."""
+        return self.inner.name
+
+    @property
+    def ready(self) -> Variables | None:
+        """The layer's own."""
+        return self.inner.ready
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether it has a side input."""
+        return self.read is not None or self.inner.reads_batch
+
+    def is_same(self, other: AnyLayer) -> bool:
+        """The same layer with the same connections."""
+        if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
+            return False
+        parts = lambda c: (c.passing, c.stashes, c.pops, c.read)
+        return parts(self) == parts(other)
+
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
+        """The layer's own, with its own inputs."""
+        return self.inner.init(key, self._split(inputs, batch)[0], batch)
+
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+        """Calls the layer with its own inputs; passes on what is kept."""
+        own, kept = self._split(inputs, context.batch)
+        outputs, updates = self.inner.apply(variables, own, context)
+        if self.stashes is not None:
+            kept = {**kept, self.stashes: outputs}
+        return ({"kept": kept, "x": outputs} if kept else outputs), updates
+
+    def _split(self, inputs: tuple, batch: Any) -> tuple[tuple, dict[str, Any]]:
+        """The layer's own positional inputs, and what is kept after it has popped its own."""
+        kept: dict[str, Any] = {}
+        if self.passing:
+            kept, x = dict(inputs[0]["kept"]), inputs[0]["x"]
+            inputs = positional(x)
+        extra = [] if self.pops is None else [kept.pop(self.pops)]
+        extra += [] if self.read is None else [self.read(batch)]
+        if extra:
+            inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
+        return inputs, kept
+
+    def to_item(self, variables: Variables) -> Any:
+        """The layer's own."""
+        return self.inner.to_item(variables)
+
+    def from_item(self, item: Any) -> Variables:
+        """The layer's own."""
+        return self.inner.from_item(item)
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """The layer's own."""
+        return self.inner.partition_specs(variables)
+
+    def bind(self, item: Any) -> Any:
+        """The layer's own, to be called with its own inputs."""
+        return self.inner.bind(item)
