@@ -12,6 +12,7 @@ from jpipe.partition import partition as partition
 from jpipe.pipeline import Pipeline as Pipeline
 from jpipe.schedule import Action as Action
 from jpipe.schedule import Schedule as Schedule
+from jpipe.shared import Shared as Shared
 from jpipe.simulate import Timeline as Timeline
 from jpipe.simulate import simulate as simulate
 

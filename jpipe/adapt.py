@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jpipe import flax_layers
 from jpipe.connections import Marked, connect
+from jpipe.flax_layers import LinenLayer, NnxLayer
 from jpipe.layers import AnyLayer, Layer, PlainLayer, signature_of
+from jpipe.shared import Shared, SharedLayer, Use
 
 
 def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
@@ -30,6 +33,10 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
 
 
 def _as_layer(layer: Any, index: int) -> AnyLayer:
+    if isinstance(layer, Shared):
+        return _as_use(Use(layer, None), index)
+    if isinstance(layer, Use):
+        return _as_use(layer, index)
     adapted = flax_layers.adapt(layer, index)
     if adapted is not None:
         return adapted
@@ -41,4 +48,20 @@ def _as_layer(layer: Any, index: int) -> AnyLayer:
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
         + (" (a class: did you mean to call it?)" if isinstance(layer, type) else "")
+    )
+
+
+def _as_use(use: Use, index: int) -> SharedLayer:
+    """A use of a shared layer: the layer, called through the use's method."""
+    inner, method = _as_layer(use.shared.layer, index), use.method
+    if method is None:
+        return SharedLayer(inner, use.shared)
+    if isinstance(inner, PlainLayer) and callable(method):
+        return SharedLayer(replace(inner, apply_fn=method, parameters=signature_of(method)), use.shared)
+    if isinstance(inner, LinenLayer | NnxLayer):
+        module = inner.module if isinstance(inner, LinenLayer) else inner.module_type
+        if not isinstance(method, str) or hasattr(module, method):
+            return SharedLayer(replace(inner, method=method), use.shared)
+    raise ValueError(
+        f"layers[{index}] uses {inner.name} through {method!r}, which it doesn't have; name one of its methods"
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.batches import join_microbatches, split_microbatches
-from jpipe.executor import run_forward, run_training
+from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.layers import positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
 from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch, without_mesh
@@ -36,10 +36,11 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
     def body(key: Any, ready: Any) -> Any:
         def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
-            kind = plan.model.kinds[c]
+            home = plan.model.homes[c]
+            kind = plan.model.kinds[home.kind]
             if kind.layer.ready is not None:
                 return buffers
-            index = look_up(kind.members, member) - plan.model.first
+            index = look_up([shown[0] for shown in home.members], member) - plan.model.first
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
             init = lambda k, x, b: kind.layer.init(k, positional(x), b)
             made = without_mesh(init, jax.random.fold_in(key, index), *zeros)
@@ -94,7 +95,9 @@ def _stage(program: Program, mesh: Mesh, variables: Any, batch: Any, key: Any) -
     axes = batch_axes(mesh)
     spec = PartitionSpec(None, axes) if axes else PartitionSpec()
     micro = constrain(micro, jax.tree.map(lambda _: spec, micro), mesh)
-    return Stage(program, local(variables), micro, key, device_index(mesh), lambda leaves: pin_batch(leaves, mesh))
+    variables, device = local(variables), device_index(mesh)
+    shared = send_shared(program, variables, device)
+    return Stage(program, variables, micro, key, shared, device, lambda leaves: pin_batch(leaves, mesh))
 
 
 def _specs(plan: Plan) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
 
-A skip travels with the activations: between `stash` and `pop` every layer takes and gives `{"kept": {...}, "x": x}`, and only
-touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary that
+A skip travels with the activations: between `stash` and `pop` every layer takes and gives `{"kept": {...}, "x": x}`,
+and only touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary that
 carried it. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jpipe.layers import AnyLayer, Context, Variables, positional
+from jpipe.layers import AnyLayer, Context, Variables, Wrapper, positional
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple
                 raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
             if mark.pops in popped:
                 raise ValueError(
-                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; stash it under two names"
+                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; "
+                    "stash it under two names"
                 )
             popped[mark.pops] = index
         if mark.stashes is not None:
@@ -116,30 +117,18 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple
 
 
 @dataclass(frozen=True)
-class ConnectedLayer:
+class ConnectedLayer(Wrapper):
     """A layer that stashes, pops or reads, or that kept values pass by.
 
     Attributes:
-      inner: the layer itself.
       passing: the names of the values kept before it.
       stashes, pops, read: as in `Marked`.
     """
 
-    inner: AnyLayer
     passing: tuple[str, ...]
     stashes: str | None
     pops: str | None
     read: Callable[[Any], Any] | None
-
-    @property
-    def name(self) -> str:
-        """The layer's own."""
-        return self.inner.name
-
-    @property
-    def ready(self) -> Variables | None:
-        """The layer's own."""
-        return self.inner.ready
 
     @property
     def reads_batch(self) -> bool:
@@ -176,19 +165,3 @@ class ConnectedLayer:
         if extra:
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, kept
-
-    def to_item(self, variables: Variables) -> Any:
-        """The layer's own."""
-        return self.inner.to_item(variables)
-
-    def from_item(self, item: Any) -> Variables:
-        """The layer's own."""
-        return self.inner.from_item(item)
-
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """The layer's own."""
-        return self.inner.partition_specs(variables)
-
-    def bind(self, item: Any) -> Any:
-        """The layer's own, to be called with its own inputs."""
-        return self.inner.bind(item)

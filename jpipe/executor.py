@@ -58,8 +58,13 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
     carry["updates"] = {name: storages[name].zeros(accumulator_dtype) for name in storages if name != "params"}
     carry["residuals"] = program.residuals.zeros()
     carry["dx"] = program.cotangents.zeros()
+    carry["shared"] = {
+        home: [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)) for leaf in leaves]
+        for home, leaves in stage.shared.items()
+    }
     carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), max(program.table.gradient_rows))
     carry = _run_ticks(program, stage, carry)
+    carry["grads"] = _gather_shared(program, stage, carry["grads"], carry["shared"])
     loss, weight = (_from_last_stage(leaf) for leaf in carry["loss"])
     mean = lambda leaf, old, total: (leaf / total.astype(leaf.dtype)).astype(old.dtype) if is_float(leaf) else leaf
     count = jnp.asarray(program.schedule.num_microbatches, jnp.float32)
@@ -69,6 +74,28 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
     }
     grads = jax.tree.map(lambda a, b: mean(a, b, weight), carry["grads"], stage.variables["params"])
     return loss / weight, updates, grads
+
+
+def send_shared(program: Program, variables: dict[str, Any], device: Any) -> dict[int, list[Any]]:
+    """Shared parameters from their homes to all stages, by home."""
+    storage = program.storages["params"]
+    found = {}
+    for home in range(len(program.model.kinds), len(storage.shelves)):
+        mine = storage.shelves[home].cells[0] == device
+        leaves = storage.read(variables["params"], home, 0)
+        found[home] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
+    return found
+
+
+def _gather_shared(program: Program, stage: Stage, grads: Any, sums: dict[int, list[Any]]) -> Any:
+    """Adds up the stages' gradients of shared parameters, at their homes."""
+    storage = program.storages["params"]
+    for home, leaves in sums.items():
+        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
+        mine = storage.shelves[home].cells[0] == stage.device
+        add = lambda buffers, home=home, total=total: storage.add(buffers, home, 0, total)
+        grads = when(mine, add, grads)
+    return grads
 
 
 def _initial(program: Program) -> Carry:
@@ -139,7 +166,8 @@ def _backward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry
         again = {"residuals": residuals, "x": _activation(program, cell, carry)}
         residuals = stage.forward(virtual_stage, microbatch, again, saved)["residuals"]
     dx = program.cotangents.arrived(carry["dx"], _row(carry["gradients"], cell["gradient"]))
-    work = stage.backward(virtual_stage, microbatch, {"grads": carry["grads"], "dx": dx}, residuals, saved)
+    work = {"grads": carry["grads"], "shared": carry["shared"], "dx": dx}
+    work = stage.backward(virtual_stage, microbatch, work, residuals, saved)
     return carry | {"residuals": residuals} | work
 
 

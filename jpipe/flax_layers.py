@@ -49,6 +49,8 @@ class LinenLayer:
     module: nn.Module
     ready: None = None
     reads_batch: bool = False
+    shared: None = None
+    method: Any = None  # of the module, instead of `__call__`
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ class LinenLayer:
 
     def is_same(self, other: AnyLayer) -> bool:
         """Equal modules, whatever they are called."""
-        if not isinstance(other, LinenLayer) or type(self.module) is not type(other.module):
+        if not isinstance(other, LinenLayer) or (type(self.module), self.method) != (type(other.module), other.method):
             return False
         try:
             return bool(self.module.clone(name=None) == other.module.clone(name=None))
@@ -66,14 +68,15 @@ class LinenLayer:
 
     def _mode(self, train: bool) -> dict[str, bool]:
         fixed = lambda name: getattr(self.module, name, None) is not None
-        return mode_arguments(type(self.module).__call__, train, fixed)
+        function = getattr(type(self.module), self.method) if isinstance(self.method, str) else self.method
+        return mode_arguments(function or type(self.module).__call__, train, fixed)
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """`module.init` in evaluation mode, with a stream for parameters and one for everything else."""
         del batch
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         options: dict[str, Any] = self._mode(train=False)
-        return dict(self.module.init(rngs, *inputs, **options))
+        return dict(self.module.init(rngs, *inputs, method=self.method, **options))
 
     def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """`module.apply`; in training the collections other than "params" are mutable."""
@@ -84,7 +87,9 @@ class LinenLayer:
         mutable = [name for name in variables if name != "params"] if train else []
         options: dict[str, Any] = self._mode(train)
         try:
-            outputs, changed = self.module.apply(plain, *inputs, rngs=rngs, mutable=mutable, **options)
+            outputs, changed = self.module.apply(
+                plain, *inputs, rngs=rngs, mutable=mutable, method=self.method, **options
+            )
         except flax.errors.InvalidRngError as error:
             if key is None:
                 raise MissingKeyError(self.name) from error
@@ -138,6 +143,9 @@ class NnxLayer:
     factory: Callable | None
     ready: Variables | None = None
     reads_batch: bool = False
+    shared: None = None
+    method: str | None = None  # of the module, instead of `__call__`
+    module_type: type = nnx.Module
     init_program: str = ""  # what the factory computes: two may differ only in the values that they start from
 
     @classmethod
@@ -165,18 +173,15 @@ class NnxLayer:
                 f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {type(module).__name__}"
             )
         constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in program.consts]
-        name = type(nnx.merge(module, state)).__name__
-        return cls(name, module, state, factory, init_program=f"{program} {constants}")
+        kind = type(nnx.merge(module, state))
+        return cls(kind.__name__, module, state, factory, module_type=kind, init_program=f"{program} {constants}")
 
     def is_same(self, other: AnyLayer) -> bool:
         """Equal graph definitions (types, attributes and initialisers), both ready or both made by `init`."""
         if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
             return False
-        return (self.graphdef, self.init_program, _shapes(self.template)) == (
-            other.graphdef,
-            other.init_program,
-            _shapes(other.template),
-        )
+        parts = lambda layer: (layer.graphdef, layer.init_program, layer.method, _shapes(layer.template))
+        return parts(self) == parts(other)
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The factory's values under this key; a ready module's own values."""
@@ -192,7 +197,9 @@ class NnxLayer:
         state = self._state(variables, key)
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
-        outputs = module(*inputs, **mode_arguments(type(module).__call__, train))
+        function = module if self.method is None else getattr(module, self.method)
+        described = type(module).__call__ if self.method is None else function
+        outputs = function(*inputs, **mode_arguments(described, train))
         after = nnx.state(module)
         if key is None and _counted(state, after):
             raise MissingKeyError(self.name)

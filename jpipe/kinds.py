@@ -46,6 +46,11 @@ class Kind:
     final: bool
     needs_key: bool
 
+    @property
+    def shared(self) -> Any:
+        """What identifies its parameters if it shares them with other layers, else None."""
+        return self.layer.shared
+
 
 @dataclass(frozen=True, eq=False)
 class Sequential:
@@ -64,9 +69,41 @@ class Sequential:
     num_layers: int
 
     @property
+    def homes(self) -> list[Home]:
+        """Where variables live: a home for each kind (empty for one that shares), then one for each shared layer."""
+        own = [Home(c, () if k.shared else tuple((i,) for i in k.members)) for c, k in enumerate(self.kinds)]
+        uses: dict[Any, list[int]] = {}
+        for i, c in enumerate(self.kind_of):
+            if self.kinds[c].shared:
+                uses.setdefault(self.kinds[c].shared, []).append(i)
+        return own + [Home(self.kind_of[indices[0]], (tuple(indices),)) for indices in uses.values()]
+
+    def home_of(self, c: int) -> int:
+        """The index of the home of a kind's variables."""
+        shared = self.kinds[c].shared
+        if not shared:
+            return c
+        return next(
+            h for h, home in enumerate(self.homes) if h >= len(self.kinds) and self.kinds[home.kind].shared is shared
+        )
+
+    @property
     def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:
         """The leaves between each layer and the next."""
         return [jax.tree.leaves(self.kinds[c].gives) for c in self.kind_of[:-1]]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where variables of one kind live.
+
+    Attributes:
+      kind: the kind whose `init` makes them.
+      members: for each set of variables the layers that use it; the first makes it, all show it.
+    """
+
+    kind: int
+    members: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -98,7 +135,8 @@ def trace_kinds(layers: Sequence[AnyLayer], inputs: Any, batch: Any) -> Sequenti
         c = next((c for c, g in enumerate(groups) if same_type(g.takes, value) and g.layer.is_same(layer)), None)
         if c is None:
             c = len(groups)
-            groups.append(_trace_layer(layers, index, value, batch))
+            twin = next((g for g in groups if layer.shared is not None and g.layer.shared is layer.shared), None)
+            groups.append(_trace_layer(layers, index, value, batch, twin.variables if twin else None))
         groups[c].members.append(index)
         group_of.append(c)
         value = groups[c].gives
@@ -132,15 +170,22 @@ def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequen
     return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose)
 
 
-def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any) -> _Group:
+def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any, variables: Any) -> _Group:
+    """The group of a layer, given its variables' shapes if another layer shares them."""
     layer, key = layers[index], jax.random.key(0)
-    variables: Any = layer.ready
+    if variables is None:
+        variables = layer.ready
     try:
         if variables is None:
             init = lambda k, x, b: layer.init(k, positional(x), b)
             variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key, takes, batch)
         variables = jax.eval_shape(lambda v: v, variables)
         _check_parameters(layer, index, variables)
+        if layer.shared is not None and set(variables) - {"params"}:
+            raise _BadLayerError(
+                f"layer {index} ({layer.name}) is shared but has the collections {sorted(variables)}; only layers without "
+                "state besides their parameters can be shared"
+            )
         run = lambda v, x, b, k: layer.apply(v, positional(x), Context(k, True, b))
         gives, _ = jax.eval_shape(run, variables, takes, batch, key)
         try:

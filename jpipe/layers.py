@@ -57,6 +57,11 @@ class AnyLayer(Protocol):
         """Whether it needs the micro-batch in its context."""
         ...
 
+    @property
+    def shared(self) -> Any:
+        """What identifies its parameters among the layers that share them; None if they are its own."""
+        ...
+
     def is_same(self, other: AnyLayer) -> bool:
         """Whether both compute the same function of (variables, inputs, context)."""
         ...
@@ -157,6 +162,7 @@ class PlainLayer:
     apply_fn: Callable[..., Any]
     ready: None = None
     reads_batch: bool = False
+    shared: None = None
     parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, compare=False)
 
     def is_same(self, other: AnyLayer) -> bool:
@@ -202,3 +208,54 @@ def identity_layer(name: str) -> PlainLayer:
 
 def _identity(*inputs: Any) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A layer around another one, which does what the inner one does unless it says otherwise."""
+
+    inner: AnyLayer
+
+    @property
+    def name(self) -> str:
+        """The inner layer's."""
+        return self.inner.name
+
+    @property
+    def ready(self) -> Variables | None:
+        """The inner layer's."""
+        return self.inner.ready
+
+    @property
+    def reads_batch(self) -> bool:
+        """The inner layer's."""
+        return self.inner.reads_batch
+
+    @property
+    def shared(self) -> Any:
+        """The inner layer's."""
+        return self.inner.shared
+
+    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
+        """The inner layer's."""
+        return self.inner.init(key, inputs, batch)
+
+    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+        """The inner layer's."""
+        return self.inner.apply(variables, inputs, context)
+
+    def to_item(self, variables: Variables) -> Any:
+        """The inner layer's."""
+        return self.inner.to_item(variables)
+
+    def from_item(self, item: Any) -> Variables:
+        """The inner layer's."""
+        return self.inner.from_item(item)
+
+    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
+        """The inner layer's."""
+        return self.inner.partition_specs(variables)
+
+    def bind(self, item: Any) -> Any:
+        """The inner layer's, to be called with its own inputs."""
+        return self.inner.bind(item)

@@ -27,14 +27,14 @@ class Layout:
 
     Attributes:
       storage: the places within a stage.
-      treedefs: the layers' tree, by kind.
-      members: the layers' indices (ends included), by kind.
+      treedefs: the layers' tree, by home.
+      members: by home, for each member the indices (ends included) of the layers that show it.
       mesh: the devices.
     """
 
     storage: Storage
     treedefs: tuple[Any, ...]
-    members: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
 
     @property
@@ -58,7 +58,10 @@ class Layout:
     def place(self, leaves: dict[int, list[Any]]) -> StageTree:
         """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
         by_member = {
-            (c, j): leaves[i] for c, group in enumerate(self.members) for j, i in enumerate(group) if i in leaves
+            (h, j): leaves[shown[0]]
+            for h, group in enumerate(self.members)
+            for j, shown in enumerate(group)
+            if shown[0] in leaves
         }
 
         def make(path: tuple, shape: jax.ShapeDtypeStruct) -> Any:
@@ -75,8 +78,10 @@ class Layout:
         return jax.tree_util.tree_map_with_path(make, self.shapes)
 
     def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
-        """`carry = body(kind, member, carry)` for all layers of one device, inside of a program on the stages."""
+        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages."""
         for c, shelf in enumerate(self.storage.shelves):
+            if not shelf.cells:
+                continue
             per_device = [
                 [j for j, s in enumerate(shelf.cells) if s % self.num_stages == k] for k in range(self.num_stages)
             ]
@@ -123,23 +128,23 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
     """
     num_stages = mesh.shape[AXIS]
     stage_of = [s % num_stages for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
-    cells = [[stage_of[i] for i in kind.members] for kind in model.kinds]
-    specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in model.kinds]
-    stacked = [
-        choose_stacked(cells[c], num_stages, any(any(s) for group in specs[c].values() for s in group))
-        for c in range(len(model.kinds))
-    ]
+    homes = model.homes
+    kinds = [model.kinds[home.kind] for home in homes]
+    cells = [[stage_of[shown[0]] for shown in home.members] for home in homes]
+    specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in kinds]
+    split = [any(any(spec) for group in found.values() for spec in group) for found in specs]
+    stacked = [choose_stacked(cell, num_stages, flag) for cell, flag in zip(cells, split, strict=True)]
     layouts = {}
     for name in ["params", *sorted({n for kind in model.kinds for n in kind.variables} - {"params"})]:
-        trees = [kind.variables.get(name, {}) for kind in model.kinds]
+        trees = [kind.variables.get(name, {}) if home.members else {} for kind, home in zip(kinds, homes, strict=True)]
         storage = build_storage(
             [jax.tree.leaves(tree) for tree in trees],
             cells,
             stacked,
             num_devices=num_stages,
-            specs=[specs[c].get(name, []) for c in range(len(model.kinds))],
+            specs=[found.get(name, []) if home.members else [] for found, home in zip(specs, homes, strict=True)],
         )
-        members = tuple(kind.members for kind in model.kinds)
+        members = tuple(home.members for home in homes)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), members, mesh)
     return layouts
 
@@ -172,7 +177,7 @@ def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
     layouts = {name: tree.layout for name, tree in trees.items()}
     layout = next(iter(layouts.values()))
     num_stages = layout.num_stages
-    places = sorted((i, c, j) for c, group in enumerate(layout.members) for j, i in enumerate(group))
+    places = sorted((i, h, j) for h, group in enumerate(layout.members) for j, shown in enumerate(group) for i in shown)
     splits = lambda leaf: num_stages > 1 and bool(leaf.shape) and leaf.shape[0] % num_stages == 0
     specs = [
         {

@@ -31,6 +31,7 @@ class Stage:
       variables: the device's buffers, by collection.
       batch: all micro-batches, `[M, b, ...]`.
       key: the step's key, or None.
+      shared: the leaves of shared parameters, by home.
       device: the stage index k, a Python integer if there is one stage only.
       pin: fixes how the leaves of a boundary are split over the other mesh axes.
     """
@@ -39,6 +40,7 @@ class Stage:
     variables: dict[str, Any]
     batch: Any
     key: Any
+    shared: dict[int, list[Any]]
     device: Any
     pin: Callable[[list[Any]], list[Any]]
 
@@ -86,7 +88,12 @@ class Stage:
             shapes = [leaf for leaf in jax.tree.leaves(kind.gives) if is_float(leaf)]
             dy = [] if kind.final else self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
             gradients, dx = step.backward(given, stored, dy, self.program.tapes[c])
-            carry["grads"] = self.program.storages["params"].add(carry["grads"], c, member, gradients)
+            home = self.program.model.home_of(c)
+            if home in self.shared:
+                sums = [a + g.astype(a.dtype) for a, g in zip(carry["shared"][home], gradients, strict=True)]
+                carry["shared"] = carry["shared"] | {home: sums}
+            else:
+                carry["grads"] = self.program.storages["params"].add(carry["grads"], c, member, gradients)
             if not kind.entry:
                 carry["dx"] = self.program.cotangents.pack(carry["dx"], self.pin(dx))
             return carry
@@ -128,7 +135,9 @@ class Stage:
             key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
         if needs_batch(kind):
             batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
-        return Given(read("params"), [leaf for name in step.state_names for leaf in read(name)], key, batch)
+        home = self.program.model.home_of(c)
+        params = self.shared[home] if home in self.shared else read("params")
+        return Given(params, [leaf for name in step.state_names for leaf in read(name)], key, batch)
 
     def _add_updates(self, updates: dict[str, Any], c: int, member: Any, leaves: list[Any]) -> dict[str, Any]:
         updates, rest = dict(updates), list(leaves)

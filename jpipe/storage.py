@@ -249,7 +249,7 @@ def build_storage(
             cells=tuple(cells[c]),
             slots=tuple(slots),
             offsets=tuple(map(tuple, offsets)),
-            num_slots=max(slots) + 1,
+            num_slots=max(slots, default=-1) + 1,
             rows=max(rows[cell % num_devices] for cell in cells[c]) if rows else 0,
         )
         shelves.append(shelf)
