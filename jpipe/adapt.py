@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import flax.linen as nn
+from flax import nnx
+
 from jpipe import flax_layers
 from jpipe.connections import Marked, connect
 from jpipe.flax_layers import LinenLayer, NnxLayer
@@ -27,9 +30,23 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
         )
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
+    _check_repeats([layer.layer if isinstance(layer, Marked) else layer for layer in opened], opened is not layers)
     marks = [layer if isinstance(layer, Marked) else None for layer in opened]
     plain = [layer.layer if isinstance(layer, Marked) else layer for layer in opened]
     return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
+
+
+def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
+    """In Flax an nnx module, or a linen module in a Sequential, that stands in two places has one set of parameters."""
+    seen: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nnx.Module) or (in_sequential and isinstance(layer, nn.Module)):
+            if id(layer) in seen:
+                raise ValueError(
+                    f"layers[{index}] is the same {type(layer).__name__} object as layers[{seen[id(layer)]}]; wrap it "
+                    "once in jpipe.Shared to use its parameters in both places, or make two modules"
+                )
+            seen[id(layer)] = index
 
 
 def _as_layer(layer: Any, index: int) -> AnyLayer:

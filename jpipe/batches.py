@@ -26,11 +26,33 @@ def default_inputs(batch: Any) -> Any:
     return batch
 
 
-def is_bare(batch: Any, inputs: Callable[[Any], Any] | None) -> bool:
-    """Whether `apply` was given the inputs themselves rather than a batch that holds them."""
-    if isinstance(batch, dict):
-        return inputs is None and "inputs" not in batch
-    return not isinstance(batch, tuple | list)
+def is_bare(batch: Any, expected: Any, read_inputs: Callable[[Any], Any]) -> bool:
+    """Whether `apply` was given the bare inputs rather than a batch that holds them.
+
+    Args:
+      batch: what it was given.
+      expected: the batch seen at init.
+      read_inputs: `batch -> inputs`.
+
+    Raises:
+      ValueError: it is neither; both structures are shown.
+    """
+    structure = jax.tree.structure(batch)
+    inputs = jax.tree.structure(jax.eval_shape(read_inputs, expected))
+    if structure == jax.tree.structure(expected):
+        return False
+    if structure == inputs:
+        return True
+    try:  # a batch without what only the loss needs
+        found = jax.tree.structure(jax.eval_shape(read_inputs, batch))
+    except Exception:
+        found = None
+    if found != inputs:
+        raise ValueError(
+            f"the batch has the structure {structure}: neither that of a training batch, "
+            f"{jax.tree.structure(expected)}, nor that of the bare inputs, {inputs}"
+        )
+    return False
 
 
 def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jpipe.batches import check_same_structure
 from jpipe.kinds import Sequential, describe
@@ -107,6 +108,19 @@ def check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
 def _check_shapes(what: str, tree: Any, expected: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), want in zip(leaves, jax.tree.leaves(expected), strict=True):
-        shape = np.shape(leaf)
+        name, shape, dtype = f"{what}{jax.tree_util.keystr(path)}", np.shape(leaf), jnp.result_type(leaf)
         if shape != want.shape:
-            raise ValueError(f"{what}{jax.tree_util.keystr(path)} has the shape {shape}, not {want.shape} as at init")
+            raise ValueError(f"{name} has the shape {shape}, not {want.shape} as at init")
+        if dtype != want.dtype:
+            raise ValueError(f"{name} has the dtype {dtype}, not {want.dtype} as at init; cast it back")
+
+
+def check_alive(state: Any) -> None:
+    """Checks that a state wasn't donated to an earlier step.
+
+    Raises:
+      ValueError: it was, so that its arrays are gone.
+    """
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError("state was donated to an earlier train_step; use the state that it returned")

@@ -16,11 +16,12 @@ from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.layers import positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
-from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch, without_mesh
+from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
 from jpipe.plan import Plan
 from jpipe.program import Program
-from jpipe.stages import Stage
+from jpipe.stages import Stage, init_key
 from jpipe.storage import look_up
+from jpipe.tracing import without_mesh
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
@@ -28,7 +29,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
     Args:
       plan: cuts and layout.
-      key: a random key; layer i gets `fold_in(key, i)`.
+      key: a random key; see `jpipe.stages.init_key`.
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
@@ -38,12 +39,12 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
         def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
             home = plan.model.homes[c]
             kind = plan.model.kinds[home.kind]
-            if kind.layer.ready is not None:
+            if kind.layer.ready is not None or not kind.variables:
                 return buffers
             index = look_up([shown[0] for shown in home.members], member) - plan.model.first
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
             init = lambda k, x, b: kind.layer.init(k, positional(x), b)
-            made = without_mesh(init, jax.random.fold_in(key, index), *zeros)
+            made = without_mesh(init, init_key(key, index), *zeros)
             return buffers | {
                 name: layouts[name].storage.write(buffers[name], c, member, jax.tree.leaves(tree))
                 for name, tree in made.items()
@@ -82,9 +83,8 @@ def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch
     def body(variables: Any, batch: Any) -> Any:
         return run_forward(program, _stage(program, plan.mesh, variables, batch, None))
 
-    specs = {name: tree for name, tree in _specs(plan).items() if name in variables}
-    run = on_stages(body, plan.mesh, (specs, _everywhere(batch)), _everywhere(list(program.outputs)))
-    leaves = run({name: dict(tree) for name, tree in variables.items()}, batch)
+    run = on_stages(body, plan.mesh, (_specs(plan), _everywhere(batch)), _everywhere(list(program.outputs)))
+    leaves = run({name: dict(variables[name]) for name in plan.layouts}, batch)
     if program.final.loss_fn is not None:
         return leaves[0] / leaves[1]
     return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), list(map(join_microbatches, leaves)))

@@ -1,8 +1,8 @@
 """Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
 
 A skip travels with the activations: between `stash` and `pop` every layer takes and gives `{"kept": {...}, "x": x}`,
-and only touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary that
-carried it. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
+and only touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary
+that carried it. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
 """
 
 from __future__ import annotations

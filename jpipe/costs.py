@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from jpipe.kinds import Sequential
-from jpipe.program import given_shapes
-from jpipe.steps import Given, LayerStep
+from jpipe.steps import Given, LayerStep, given_shapes
+from jpipe.tracing import no_mesh
 
 BALANCES = ("flops", "time", "size", "even")
 
@@ -58,7 +57,7 @@ def _seconds(step: LayerStep, batch: Any) -> float:
     arguments = jax.tree.map(_example, _arguments(step, batch))
     run = jax.jit(step.forward)
     times = []
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # on one device, whatever the mesh
+    with no_mesh():  # on one device, whatever the mesh
         jax.block_until_ready(run(*arguments))
         for _ in range(5):
             start = time.perf_counter()

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.loops import when
-from jpipe.program import Program, accumulator_dtype
+from jpipe.meshes import AXIS
+from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
 from jpipe.stages import Carry, Stage
-from jpipe.storage import Row, is_float
+from jpipe.storage import Row, accumulator_dtype, is_float
 from jpipe.ticks import SlotTable
-
-AXIS = "stage"
 
 
 def run_forward(program: Program, stage: Stage) -> list[Any]:

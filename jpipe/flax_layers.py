@@ -6,6 +6,7 @@ streams are seeded from the one key that a layer gets for a micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
-from jax.sharding import AbstractMesh
 
 from jpipe.layers import AnyLayer, Context, MissingKeyError, Variables, mode_arguments, signature_of
+from jpipe.tracing import no_mesh
 
 
 def open_sequential(layers: Any) -> Any:
@@ -61,10 +62,8 @@ class LinenLayer:
         """Equal modules, whatever they are called."""
         if not isinstance(other, LinenLayer) or (type(self.module), self.method) != (type(other.module), other.method):
             return False
-        try:
-            return bool(self.module.clone(name=None) == other.module.clone(name=None))
-        except Exception:  # fields that can't be compared, such as arrays: then not known to be the same
-            return False
+        names = [f.name for f in dataclasses.fields(self.module) if f.name not in ("name", "parent")]
+        return all(_equal(getattr(self.module, name), getattr(other.module, name)) for name in names)
 
     def _mode(self, train: bool) -> dict[str, bool]:
         fixed = lambda name: getattr(self.module, name, None) is not None
@@ -94,10 +93,15 @@ class LinenLayer:
             if key is None:
                 raise MissingKeyError(self.name) from error
             raise
-        updates = {
-            name: jax.tree.unflatten(jax.tree.structure(variables[name]), jax.tree.leaves(changed[name]))
-            for name in mutable
-        }
+        updates = {}
+        for name in mutable:
+            new, structure = jax.tree.leaves(changed.get(name, {})), jax.tree.structure(variables[name])
+            if len(new) != structure.num_leaves:
+                raise ValueError(
+                    f"{self.name} changes the structure of its collection {name!r} in training, as self.sow does; "
+                    "give the values back as outputs instead"
+                )
+            updates[name] = jax.tree.unflatten(structure, new)
         return outputs, updates
 
     def to_item(self, variables: Variables) -> Any:
@@ -115,6 +119,14 @@ class LinenLayer:
     def bind(self, item: Any) -> nn.Module:
         """The module bound to its variables."""
         return self.module.bind(item)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two fields are of one type and equal; not known to be if they can't be compared, as arrays."""
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False
 
 
 def _is_box(x: Any) -> bool:
@@ -161,11 +173,12 @@ class NnxLayer:
         modules: list[Any] = []
 
         def make(key: jax.Array) -> Any:
-            module = factory(rngs=nnx.Rngs(key))
+            with nnx.use_eager_sharding(False):  # the layout splits variables, not their creation
+                module = factory(rngs=nnx.Rngs(key))
             modules.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
             return nnx.state(module) if isinstance(module, nnx.Module) else None
 
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        with no_mesh():
             program, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
         (module,) = modules
         if state is None:
@@ -189,7 +202,8 @@ class NnxLayer:
         if self.factory is None:
             assert self.ready is not None
             return self.ready
-        return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
+        with nnx.use_eager_sharding(False):
+            return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
 
     def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
@@ -199,9 +213,10 @@ class NnxLayer:
         module.train() if train else module.eval()
         function = module if self.method is None else getattr(module, self.method)
         described = type(module).__call__ if self.method is None else function
+        drawn = _counts(state)
         outputs = function(*inputs, **mode_arguments(described, train))
         after = nnx.state(module)
-        if key is None and _counted(state, after):
+        if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise MissingKeyError(self.name)
         new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
         return outputs, (new if train else {})
@@ -213,12 +228,15 @@ class NnxLayer:
         for path, variable in nnx.to_flat_state(self.template):
             if isinstance(variable, nnx.RngKey):
                 value = jax.random.fold_in(seed, stream)
+                shape = _value(variable).shape
+                if jax.numpy.issubdtype(_dtype(variable), jax.dtypes.prng_key) and shape:
+                    value = jax.random.split(value, shape)  # one key for each copy of a vmapped module
                 stream += 1
                 # old-style modules keep raw keys
                 if not jax.numpy.issubdtype(_dtype(variable), jax.dtypes.prng_key):
                     value = jax.random.key_data(value)
             elif isinstance(variable, nnx.RngState):
-                value = jax.numpy.zeros((), jax.numpy.uint32)
+                value = jax.numpy.zeros(_value(variable).shape, _dtype(variable))
             else:
                 value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
             filled.append((path, variable.replace(value)))
@@ -261,6 +279,11 @@ def _collections(state: Any) -> Variables:
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.RngState):
             continue
+        if not isinstance(variable, nnx.Variable):
+            raise TypeError(
+                f"an nnx module holds a bare array at {'.'.join(map(str, path))}; wrap it in nnx.Variable(...), or "
+                "make it in __call__"
+            )
         tree = variables.setdefault(_collection(variable), {})
         for name in path[:-1]:
             tree = tree.setdefault(name, {})
@@ -268,11 +291,9 @@ def _collections(state: Any) -> Variables:
     return variables
 
 
-def _counted(before: Any, after: Any) -> bool:
-    """Whether a random number stream was drawn from."""
-    counts = lambda state: {p: _value(v) for p, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}
-    old, new = counts(before), counts(after)
-    return any(new[path] is not value for path, value in old.items())
+def _counts(state: Any) -> dict[Any, Any]:
+    """How often each random number stream was drawn from, by path."""
+    return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}
 
 
 def _shapes(state: Any) -> list:

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.layers import AnyLayer, Context, MissingKeyError, identity_layer, positional
-from jpipe.meshes import without_mesh
+from jpipe.layers import AnyLayer, Context, identity_layer, positional
+from jpipe.tracing import depends_on, without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,10 @@ class Sequential:
     kind_of: tuple[int, ...]
     first: int
     num_layers: int
+
+    def kind_at(self, layer: int) -> Kind:
+        """The kind of a layer in the user's numbering."""
+        return self.kinds[self.kind_of[layer + self.first]]
 
     @property
     def homes(self) -> list[Home]:
@@ -148,10 +153,13 @@ def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequen
     lose = len(groups[group_of[-1]].members) > 1
     outputs = groups[group_of[-1]].gives
     if load:
-        groups = [_Group(identity_layer("inputs"), [-1], inputs, inputs, {}, False), *groups]
+        groups = [_Group(identity_layer("inputs", inputs), [-1], inputs, inputs, {}, False), *groups]
         group_of = [0, *(c + 1 for c in group_of)]
     if lose:
-        groups = [*groups, _Group(identity_layer("outputs"), [len(group_of) - load], outputs, outputs, {}, False)]
+        groups = [
+            *groups,
+            _Group(identity_layer("outputs", outputs), [len(group_of) - load], outputs, outputs, {}, False),
+        ]
         group_of = [*group_of, len(groups) - 1]
     kinds = tuple(
         Kind(
@@ -172,27 +180,21 @@ def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequen
 
 def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any, variables: Any) -> _Group:
     """The group of a layer, given its variables' shapes if another layer shares them."""
-    layer, key = layers[index], jax.random.key(0)
+    layer = layers[index]
     if variables is None:
         variables = layer.ready
     try:
         if variables is None:
             init = lambda k, x, b: layer.init(k, positional(x), b)
-            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key, takes, batch)
+            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), jax.random.key(0), takes, batch)
         variables = jax.eval_shape(lambda v: v, variables)
         _check_parameters(layer, index, variables)
         if layer.shared is not None and set(variables) - {"params"}:
             raise _BadLayerError(
-                f"layer {index} ({layer.name}) is shared but has the collections {sorted(variables)}; only layers without "
-                "state besides their parameters can be shared"
+                f"layer {index} ({layer.name}) is shared but has the collections {sorted(variables)}; only layers "
+                "without state besides their parameters can be shared"
             )
-        run = lambda v, x, b, k: layer.apply(v, positional(x), Context(k, True, b))
-        gives, _ = jax.eval_shape(run, variables, takes, batch, key)
-        try:
-            jax.eval_shape(lambda v, x, b: run(v, x, b, None), variables, takes, batch)
-            needs_key = False
-        except MissingKeyError:
-            needs_key = True
+        gives, needs_key = _trace_call(layer, index, variables, takes, batch)
     except _BadLayerError:
         raise
     except Exception as error:
@@ -204,6 +206,26 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
                 "a boundary carries plain arrays only, such as jax.random.key_data(key)"
             )
     return _Group(layer, [], takes, gives, variables, needs_key)
+
+
+def _trace_call(layer: AnyLayer, index: int, variables: Any, takes: Any, batch: Any) -> tuple[Any, bool]:
+    """(what the layer gives in training, whether it uses its key)."""
+
+    def run(key: Any, v: Any, x: Any, b: Any) -> Any:
+        outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                raise _BadLayerError(
+                    f"layer {index} ({layer.name}) gives a {type(leaf).__name__} at "
+                    f"outputs{jax.tree_util.keystr(path)}; layers pass pytrees of arrays on, so make it an array or "
+                    "leave it out"
+                )
+        return outputs, updates
+
+    program, (gives, _) = jax.make_jaxpr(run, return_shape=True)(jax.random.key(0), variables, takes, batch)
+    # A weak type says how a Python number was promoted; between layers there are arrays only.
+    gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
+    return gives, any(depends_on(program, program.jaxpr.invars[:1]))
 
 
 class _BadLayerError(ValueError):

@@ -19,7 +19,12 @@ Variables = dict[str, Any]
 
 
 class MissingKeyError(ValueError):
-    """A layer asked for random numbers and no key was given."""
+    """A layer asked for random numbers where there is no key: in evaluation."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"{name} draws random numbers in evaluation mode, where there is no key; make it deterministic there"
+        )
 
 
 class Context(NamedTuple):
@@ -178,15 +183,13 @@ class PlainLayer:
         """Calls the user's `apply`, with key and mode if its signature takes them."""
         options: dict[str, Any] = mode_arguments(self.apply_fn, context.train)
         if "key" in self.parameters and self.init_fn is not None:
-            if context.key is None and context.train:
-                raise MissingKeyError(self.name)
             options["key"] = context.key if context.train else None
         arguments = inputs if self.init_fn is None else (variables["params"], *inputs)
         return self.apply_fn(*arguments, **options), {}
 
     def to_item(self, variables: Variables) -> Any:
         """The bare parameters, as the user's `init` returned them."""
-        return variables if self.init_fn is None else variables["params"]
+        return variables if self.init_fn is None else variables.get("params")
 
     def from_item(self, item: Any) -> Variables:
         """The inverse of `to_item`."""
@@ -201,13 +204,17 @@ class PlainLayer:
         return lambda *inputs: self.apply(self.from_item(item), inputs, EVALUATION)[0]
 
 
-def identity_layer(name: str) -> PlainLayer:
-    """A layer that passes its input on."""
-    return PlainLayer(name, None, _identity)
+def identity_layer(name: str, takes: Any) -> PlainLayer:
+    """A layer that passes on what it takes: a pytree like `takes`."""
+    return PlainLayer(name, None, _same_tuple if type(takes) is tuple else _same)
 
 
-def _identity(*inputs: Any) -> Any:
-    return inputs[0] if len(inputs) == 1 else inputs
+def _same(x: Any) -> Any:
+    return x
+
+
+def _same_tuple(*inputs: Any) -> Any:
+    return inputs
 
 
 @dataclass(frozen=True)

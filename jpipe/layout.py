@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -42,12 +43,12 @@ class Layout:
         """K."""
         return self.mesh.shape[AXIS]
 
-    @property
+    @cached_property
     def specs(self) -> StageTree:
         """PartitionSpecs of the global arrays."""
         return StageTree(self.storage.specs((AXIS,)), self)
 
-    @property
+    @cached_property
     def shapes(self) -> StageTree:
         """ShapeDtypeStructs of the global arrays, with their shardings."""
         sharded = lambda leaf, spec: jax.ShapeDtypeStruct(
@@ -172,18 +173,19 @@ def constrain_buffers(buffers: Buffers, storage: Storage, mesh: Mesh) -> Buffers
 def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
     """Each layer's own tree by collection, in the order of `members` (ends included). To be called under `jax.jit`.
 
-    A leaf is split over `stage` along its first dimension if that divides, so that no device gets all of the model.
+    A leaf is split over `stage` along the first dimension that divides, so that no device gets all of the model; one
+    without such a dimension is on all of them.
     """
     layouts = {name: tree.layout for name, tree in trees.items()}
     layout = next(iter(layouts.values()))
     num_stages = layout.num_stages
     places = sorted((i, h, j) for h, group in enumerate(layout.members) for j, shown in enumerate(group) for i in shown)
-    splits = lambda leaf: num_stages > 1 and bool(leaf.shape) and leaf.shape[0] % num_stages == 0
+    split = lambda leaf: next(
+        (d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0 and num_stages > 1), None
+    )
+    spec = lambda d: PartitionSpec() if d is None else PartitionSpec(*[None] * d, AXIS)
     specs = [
-        {
-            name: [PartitionSpec(AXIS) if splits(leaf) else PartitionSpec() for leaf in lay.storage.shelves[c].leaves]
-            for name, lay in layouts.items()
-        }
+        {name: [spec(split(leaf)) for leaf in lay.storage.shelves[c].leaves] for name, lay in layouts.items()}
         for _, c, _ in places
     ]
 
@@ -191,8 +193,9 @@ def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
         if leaf.dtype == jnp.bool_:
             return share(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
         leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
-        if splits(leaf):
-            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=0, tiled=True)
+        dimension = split(leaf)
+        if dimension is not None:
+            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
 
     def body(trees: dict[str, Any]) -> list[dict[str, Any]]:

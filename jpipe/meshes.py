@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 AXIS = "stage"
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -97,17 +96,6 @@ def shapes_only(mesh: Mesh) -> AbstractContextManager:
     """
     automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic))
-
-
-def without_mesh(function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, traced as if there were no mesh.
-
-    For initialisation: there Flax splits what it makes over the mesh axes in its metadata, whether or not they exist.
-    """
-    shapes = jax.eval_shape(lambda x: x, arguments)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
 
 
 def on_stages(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:

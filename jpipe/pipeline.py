@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import batches, compiled
 from jpipe.adapt import as_layers
-from jpipe.checks import check_complete, check_item, check_key, check_loss, check_variables
+from jpipe.checks import check_alive, check_complete, check_item, check_key, check_loss, check_variables
 from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layout import StageTree, take_apart
 from jpipe.meshes import as_mesh, num_shards, shapes_only
@@ -86,7 +86,7 @@ class Pipeline:
                 f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {len(self._layers)} layers; "
                 "every stage and chunk needs at least one layer"
             )
-        self._loss_fn, self._inputs, self._read_inputs = loss_fn, inputs, inputs or batches.default_inputs
+        self._loss_fn, self._read_inputs = loss_fn, inputs or batches.default_inputs
         self._remat = as_remat(remat)
         self._balance = as_balance(balance, len(self._layers), self._num_parts)
         self.mesh = as_mesh(mesh, num_stages)
@@ -147,7 +147,7 @@ class Pipeline:
         items = self._jit_take_apart(variables)[model.first :][: model.num_layers]
         result = []
         for index, item in enumerate(items):
-            kind = model.kinds[model.kind_of[index + model.first]]
+            kind = model.kind_at(index)
             own = {name: tree for name, tree in item.items() if name in kind.variables}
             result.append(kind.layer.to_item(own))
         return result
@@ -164,7 +164,7 @@ class Pipeline:
             raise ValueError(f"there are {len(trees)} trees but {len(self._layers)} layers; give one a layer")
         found: dict[str, dict[int, list[Any]]] = {name: {} for name in plan.layouts}
         for index, tree in enumerate(trees):
-            kind = plan.model.kinds[plan.model.kind_of[index + plan.model.first]]
+            kind = plan.model.kind_at(index)
             own = kind.layer.from_item(tree)
             check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
             for name in kind.variables:
@@ -199,7 +199,7 @@ class Pipeline:
           variables: the variables by collection.
           batch: a batch as for training, or the bare inputs.
         """
-        bare = batches.is_bare(batch, self._inputs)
+        bare = batches.is_bare(batch, self._plan_for(batch).batch, self._read_inputs)
         self._check_evaluation(variables, batch, bare)
         return self._jit_forward(variables, batch, with_loss=False, bare=bare)
 
@@ -216,7 +216,8 @@ class Pipeline:
         Args:
           key: a random key.
           batch: a batch `[B, ...]`, as for training.
-          tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters.
+          tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
+            takes the loss as `value` (`reduce_on_plateau`) gets it.
         """
         key = batches.as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
@@ -236,7 +237,10 @@ class Pipeline:
           tx: any optax transformation.
         """
         if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
-            raise TypeError(f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3)")
+            raise TypeError(
+                f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3) "
+                "(of an optax.MultiSteps its gradient_transformation())"
+            )
         variables = {name: layout.shapes for name, layout in self._plan_for(batch).layouts.items()}
         opt_state = jax.eval_shape(tx.init, variables["params"])
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -257,6 +261,7 @@ class Pipeline:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
+        check_alive(state)
         self._check_training(state.variables, batch, state.key)
         if state.tx not in self._jit_train_steps:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, state.tx))
@@ -270,13 +275,14 @@ class Pipeline:
     def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
         plan = self._plan_for(batch)
         batches.check_same_structure("batch", batch, plan.batch)
-        check_variables(self._known_plan(), variables)
+        check_variables(plan, variables)
         check_complete(plan, variables)
         check_key(self._model(self._shapes(batch)), key)
 
     def _check_evaluation(self, variables: Any, batch: Any, bare: bool) -> None:
-        self._plan_for(batch, bare)
-        check_variables(self._known_plan(), variables)
+        plan = self._plan_for(batch)
+        check_variables(plan, variables)
+        check_complete(plan, variables)
         self._model(self._shapes(batch), bare)
 
     # --- planning ---
@@ -291,13 +297,12 @@ class Pipeline:
             )
         return self._plan
 
-    def _plan_for(self, batch: Any, bare: bool = False) -> Plan:
+    def _plan_for(self, batch: Any) -> Plan:
         """The plan; made from this batch's shapes if it is the first one."""
         if self._plan is None:
             shapes = self._shapes(batch)
-            model = self._model(shapes, bare)
-            read, loss_fn = (_itself, None) if bare else (self._read_inputs, self._loss_fn)
-            steps = [LayerStep(kind, True, read, loss_fn, self._remat) for kind in model.kinds]
+            model = self._model(shapes)
+            steps = [LayerStep(kind, True, self._read_inputs, self._loss_fn, self._remat) for kind in model.kinds]
             with shapes_only(self.mesh):
                 self._plan = make_plan(
                     model, steps, shapes, balance=self._balance, num_parts=self._num_parts, mesh=self.mesh
@@ -355,7 +360,8 @@ class Pipeline:
         key = jax.random.fold_in(state.key, state.step)
         (loss, updates), grads = self._trace_value_and_grad(state.variables, batch, key)
         params = state.variables["params"]
-        changes, opt_state = state.tx.update(grads, state.opt_state, params)
+        tx = optax.with_extra_args_support(state.tx)
+        changes, opt_state = tx.update(grads, state.opt_state, params, value=loss)
         variables = {"params": optax.apply_updates(params, changes), **updates}
         metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics

@@ -6,6 +6,7 @@ other sizes are only compiled anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, layer_costs
-from jpipe.kinds import Sequential, same_type
+from jpipe.kinds import Sequential, describe, same_type
 from jpipe.layout import Layout, make_layouts
 from jpipe.partition import Partition, partition, partition_from_counts
 from jpipe.steps import LayerStep
@@ -51,12 +52,13 @@ class Plan:
         Raises:
           ValueError: naming the first layer that differs.
         """
-        for index, (c, d) in enumerate(zip(self.model.kind_of, model.kind_of, strict=False)):
-            old, new = self.model.kinds[c], model.kinds[d]
-            if old.members != new.members or not same_type(old.variables, new.variables):
+        for index in range(model.num_layers):
+            old, new = self.model.kind_at(index), model.kind_at(index)
+            users = lambda m, kind: [i - m.first for i in kind.members]
+            if users(self.model, old) != users(model, new) or not same_type(old.variables, new.variables):
                 raise ValueError(
-                    f"layer {index - self.model.first} ({old.layer.name}) has other variables for a batch of this "
-                    "shape than at init; make a new pipeline for it"
+                    f"layer {index} ({old.layer.name}) has other variables for a batch of this shape than at init: "
+                    f"{describe(new.variables)}, not {describe(old.variables)}; make a new pipeline for it"
                 )
 
 
@@ -79,12 +81,22 @@ def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
-    if any(isinstance(value, float) for value in values):
-        if len(values) != num_layers:
-            raise ValueError(
-                f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
-            )
-        return tuple(map(float, values))
+    is_costs = any(isinstance(value, float) for value in values)
+    return _costs(values, num_layers) if is_costs else _counts(values, num_layers, num_parts)
+
+
+def _costs(values: tuple, num_layers: int) -> tuple[float, ...]:
+    if len(values) != num_layers:
+        raise ValueError(
+            f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
+        )
+    bad = next((i for i, value in enumerate(values) if not 0 <= value < math.inf), None)
+    if bad is not None:
+        raise ValueError(f"balance[{bad}]={values[bad]}; a cost must be finite and at least 0")
+    return tuple(map(float, values))
+
+
+def _counts(values: tuple, num_layers: int, num_parts: int) -> tuple[int, ...]:
     if len(values) != num_parts:
         raise ValueError(
             f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of "

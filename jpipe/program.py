@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpipe.carriers import Carrier, make_carrier
-from jpipe.kinds import Kind, Sequential
+from jpipe.kinds import Sequential
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
-from jpipe.steps import Given, LayerStep, Tape
+from jpipe.steps import LayerStep, Tape, given_shapes
 from jpipe.storage import Storage, build_storage, choose_stacked, is_float
 from jpipe.ticks import TickTable, lower
 
@@ -181,24 +180,3 @@ def build_program(
             jax.tree.leaves(final.kind.takes),
         ),
     )
-
-
-def given_shapes(step: LayerStep, batch: Any) -> Given:
-    """The shapes of what a layer is given."""
-    kind = step.kind
-    return Given(
-        params=jax.tree.leaves(kind.variables.get("params")),
-        state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
-        key=jax.eval_shape(lambda: jax.random.key(0)) if kind.needs_key and step.train else None,
-        batch=batch if needs_batch(kind) else None,
-    )
-
-
-def needs_batch(kind: Kind) -> bool:
-    """Whether a layer is given its micro-batch."""
-    return kind.entry or kind.final or kind.layer.reads_batch
-
-
-def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are summed: at least float32, integers as they are."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.loops import each
-from jpipe.program import Program, needs_batch
-from jpipe.steps import Given
+from jpipe.program import Program
+from jpipe.steps import Given, needs_batch
 from jpipe.storage import Row, is_float, look_up
 
 Carry = dict[str, Any]
@@ -148,6 +148,15 @@ class Stage:
         return updates
 
 
+# Keys for different ends are kept apart: one key may serve initialisation and a step.
+_INIT, _STEP = 0x1217, 0x57E9
+
+
+def init_key(key: Any, layer: Any) -> Any:
+    """The random key from which a layer's variables are made; it depends on nothing else."""
+    return jax.random.fold_in(jax.random.fold_in(key, _INIT), layer)
+
+
 def layer_key(key: Any, layer: Any, microbatch: Any) -> Any:
-    """The random key of one layer for one micro-batch; it depends on nothing else."""
-    return jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
+    """The random key of one layer for one micro-batch of a step; it depends on nothing else."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)

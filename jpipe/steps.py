@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
 
 from jpipe.kinds import Kind
 from jpipe.layers import Context, positional
 from jpipe.remat import Remat
-from jpipe.storage import is_float
+from jpipe.storage import accumulator_dtype, is_float
+from jpipe.tracing import depends_on
 
 
 class Given(NamedTuple):
@@ -120,7 +120,7 @@ class LayerStep:
         rest = (given.state, given.key, given.batch, takes)
         program, shapes = jax.make_jaxpr(residuals, return_shape=True)(given.params, rest)
         ((sources, outputs),) = found
-        fresh = _depends(program, num_fixed=len(given.params))
+        fresh = depends_on(program, program.jaxpr.invars[len(given.params) :])
         place = {i: _Source("stored" if keep else "derived", fresh[:i].count(keep)) for i, keep in enumerate(fresh)}
         sources = tuple(place[s.index] if s.kind == "residual" else s for s in sources)
         stored = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s, keep in zip(shapes, fresh, strict=True) if keep)
@@ -138,6 +138,7 @@ class LayerStep:
         if "params" in kind.variables:
             trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
         outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        outputs = jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, kind.gives)
         if kind.final and self.loss_fn is not None:
             outputs = loss_pair(self.loss_fn(outputs, given.batch))
         return Outcome(
@@ -164,11 +165,29 @@ class LayerStep:
         return outputs[:1] if self.kind.final else [leaf for leaf in outputs if is_float(leaf)]
 
 
+def given_shapes(step: LayerStep, batch: Any) -> Given:
+    """The shapes of what a layer is given."""
+    kind = step.kind
+    return Given(
+        params=jax.tree.leaves(kind.variables.get("params")),
+        state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
+        key=jax.eval_shape(lambda: jax.random.key(0)) if kind.needs_key and step.train else None,
+        batch=batch if needs_batch(kind) else None,
+    )
+
+
+def needs_batch(kind: Kind) -> bool:
+    """Whether a layer is given its micro-batch."""
+    return kind.entry or kind.final or kind.layer.reads_batch
+
+
 def loss_pair(loss: Any) -> tuple[Any, Any]:
     """(loss_sum, weight_sum) of what a loss function returned; a mean loss has weight 1."""
     loss_sum, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
     loss_sum = jnp.asarray(loss_sum)
-    return loss_sum, jax.lax.stop_gradient(jnp.asarray(weight)).astype(loss_sum.dtype)
+    # In the dtype of the sums: a count of tokens may be too large or too fine for a narrow loss.
+    weight = jax.lax.stop_gradient(jnp.asarray(weight)).astype(accumulator_dtype(loss_sum.dtype))
+    return loss_sum, weight
 
 
 def _known(given: Given) -> list[Any]:
@@ -190,13 +209,3 @@ def _sort(leaves: Sequence[Any], known: Sequence[Any]) -> tuple[list[Any], tuple
             residuals.append(leaf)
         sources.append(_Source("residual", index[id(leaf)]))
     return residuals, tuple(sources)
-
-
-def _depends(program: ClosedJaxpr, num_fixed: int) -> list[bool]:
-    """For each output of a program, whether it depends on more than its first `num_fixed` inputs."""
-    jaxpr = program.jaxpr
-    moving = set(jaxpr.invars[num_fixed:])
-    for equation in jaxpr.eqns:
-        if any(not isinstance(v, Literal) and v in moving for v in equation.invars):
-            moving.update(equation.outvars)
-    return [not isinstance(v, Literal) and v in moving for v in jaxpr.outvars]

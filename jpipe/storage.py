@@ -164,6 +164,11 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: at least float32, integers as they are."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
 def look_up(table: Sequence[int], index: Any) -> Any:
     """`table[index]` for a Python or traced index; a constant where all entries are equal."""
     if isinstance(index, int):

@@ -1,0 +1,35 @@
+"""Tracing: what can be learnt from a function's jaxpr, and how to replay one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AbstractMesh
+
+
+def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
+    """For each output of a program, whether it depends on any of the given input variables."""
+    moving = set(inputs)
+    for equation in program.jaxpr.eqns:
+        if any(not isinstance(v, Literal) and v in moving for v in equation.invars):
+            moving.update(equation.outvars)
+    return [not isinstance(v, Literal) and v in moving for v in program.jaxpr.outvars]
+
+
+def no_mesh() -> Any:
+    """A context in which there is no mesh."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def without_mesh(function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)`, traced as if there were no mesh.
+
+    For initialisation: there Flax splits what it makes over the mesh axes in its metadata, whether or not they exist.
+    """
+    shapes = jax.eval_shape(lambda x: x, arguments)
+    with no_mesh():
+        program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
