@@ -60,6 +60,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
 def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
     """`((loss, updates), grads)` of a batch `[B, ...]`."""
+    key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, mesh = plan.layouts, plan.mesh
 
     def body(variables: Any, batch: Any, key: Any) -> Any:

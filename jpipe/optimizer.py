@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.meshes import AXIS, on_stages
-from jpipe.storage import build_storage
+from jpipe.storage import accumulator_dtype, build_storage
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class TrainState:
 
 def global_norm(grads: Any) -> jax.Array:
     """The Euclidean norm of all gradients together, summed in float32 or better."""
-    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(grads)]
+    wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
 
 

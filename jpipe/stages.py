@@ -30,7 +30,7 @@ class Stage:
       program: the step.
       variables: the device's buffers, by collection.
       batch: all micro-batches, `[M, b, ...]`.
-      key: the step's key, or None.
+      key: the step's key; None in evaluation.
       shared: the leaves of shared parameters, by home.
       device: the stage index k, a Python integer if there is one stage only.
       pin: fixes how the leaves of a boundary are split over the other mesh axes.
@@ -131,7 +131,7 @@ class Stage:
         kind, step, storages = self.program.model.kinds[c], self.program.steps[c], self.program.storages
         read = lambda name: storages[name].read(self.variables[name], c, member) if name in kind.variables else []
         key = batch = None
-        if kind.needs_key and step.train:
+        if step.train:
             key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
         if needs_batch(kind):
             batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)

@@ -171,7 +171,7 @@ def given_shapes(step: LayerStep, batch: Any) -> Given:
     return Given(
         params=jax.tree.leaves(kind.variables.get("params")),
         state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
-        key=jax.eval_shape(lambda: jax.random.key(0)) if kind.needs_key and step.train else None,
+        key=jax.eval_shape(lambda: jax.random.key(0)) if step.train else None,
         batch=batch if needs_batch(kind) else None,
     )
 

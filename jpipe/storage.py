@@ -166,7 +166,8 @@ def is_float(leaf: Any) -> bool:
 
 def accumulator_dtype(dtype: Any) -> Any:
     """The dtype in which values of `dtype` are summed: at least float32, integers as they are."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32) if narrow else dtype
 
 
 def look_up(table: Sequence[int], index: Any) -> Any:

@@ -104,9 +104,9 @@ def test_bound_linen_module():
 
 
 def test_functions_of_a_layer():
-    with pytest.raises(TypeError, match="jpipe.Layer: init=None is not callable"):
+    with pytest.raises(TypeError, match=r"jpipe\.Layer: init=None is not callable"):
         jpipe.Layer(None, lambda params, x: x)
-    with pytest.raises(TypeError, match="jpipe.Layer: apply=3 is not callable"):
+    with pytest.raises(TypeError, match=r"jpipe\.Layer: apply=3 is not callable"):
         jpipe.Layer(lambda key, x: (), 3)
 
 
@@ -190,7 +190,10 @@ class TestBatch:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda b: {"inputs": b["inputs"]}, r"batch has another structure than at init: it lacks batch\['targets'\]"),
+            (
+                lambda b: {"inputs": b["inputs"]},
+                r"batch has another structure than at init: it lacks batch\['targets'\]",
+            ),
             (lambda b: b | {"mask": b["inputs"]}, r"batch has another structure than at init: it has batch\['mask'\]"),
             (lambda b: (b["inputs"], b["targets"]), "batch has another structure than at init"),
         ],
@@ -214,7 +217,9 @@ class TestLayers:
 
     def test_both_layers_and_both_shapes_are_named(self, key):
         layers = [dense(), lambda rngs: nnx.Linear(5, 4, rngs=rngs)]
-        with pytest.raises(ValueError, match=r"(?s)layer 1 \(Linear\).*layer 0 \(Dense\) gives: float32\[4,4\].*\[5,4\]"):
+        with pytest.raises(
+            ValueError, match=r"(?s)layer 1 \(Linear\).*layer 0 \(Dense\) gives: float32\[4,4\].*\[5,4\]"
+        ):
             make(layers).init(key, BATCH)
 
     def test_wrong_number_of_arguments(self, key):
@@ -228,7 +233,7 @@ class TestLayers:
             make(layers).init(key, BATCH)
 
     def test_string_at_a_boundary(self, key):
-        with pytest.raises((TypeError, ValueError), match="(?s)layer 0.*str"):
+        with pytest.raises((TypeError, ValueError), match=r"(?s)layer 0.*str"):
             make([lambda x: {"x": x, "name": "first"}, lambda tree: tree["x"]]).init(key, BATCH)
 
     def test_random_key_at_a_boundary(self, key):
@@ -265,7 +270,7 @@ class TestLayers:
 
 
 def test_python_number_at_a_boundary(key):
-    with pytest.raises((TypeError, ValueError), match=r"layer 0 .*\['scale'\].*float"):
+    with pytest.raises((TypeError, ValueError), match=r"layer 0 .*float.*\['scale'\]"):
         make([lambda x: {"x": x, "scale": 2.0}, lambda tree: tree["x"]]).init(key, BATCH)
 
 
@@ -288,7 +293,14 @@ class NnxDrops(nnx.Module):
     [
         (Drops(), "Drops"),
         (lambda rngs: NnxDrops(rngs=rngs), "NnxDrops"),
-        (jpipe.Layer(lambda key, x: (), lambda params, x, key: x, name="noise"), "noise"),
+        (
+            jpipe.Layer(
+                lambda key, x: (),
+                lambda params, x, key: x if key is None else x * jax.random.uniform(key),
+                name="noise",
+            ),
+            "noise",
+        ),
     ],
 )
 def test_missing_key(key, layer, name):
@@ -350,7 +362,7 @@ class TestVariables:
 
     def test_state(self, ready):
         pipe, variables, _ = ready
-        with pytest.raises(TypeError, match="state is a dict; make it with pipe.create_state"):
+        with pytest.raises(TypeError, match="state is a dict; make it with"):
             pipe.train_step(variables, BATCH)
 
     def test_transformation(self, ready, key):
@@ -383,5 +395,7 @@ class TestVariables:
 
 
 def test_per_layer_outside_of_a_pipeline():
-    with pytest.raises(TypeError, match="jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a dict"):
+    with pytest.raises(
+        TypeError, match=r"jpipe\.per_layer works on the parameters of a jpipe\.Pipeline, not on a dict"
+    ):
         jpipe.per_layer(optax.sgd(0.1)).init({"w": np.ones(3, np.float32)})

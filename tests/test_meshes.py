@@ -1,0 +1,171 @@
+"""Meshes with other axes than `stage`, with Auto and Explicit axes: the gradients are the sequential model's."""
+
+import contextlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jpipe
+from helpers import VOCABULARY, WIDTH, assert_close, make_model, model, pipeline, tokens, weighted_cross_entropy
+
+
+class SplitBlock(nn.Module):
+    """A residual block with weights split over `model` by Flax's metadata."""
+
+    dtype: object = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        init, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
+        up = nn.Dense(
+            2 * WIDTH,
+            param_dtype=self.dtype,
+            kernel_init=nn.with_partitioning(init, (None, "model")),
+            bias_init=nn.with_partitioning(zeros, ("model",)),
+        )
+        down = nn.Dense(WIDTH, param_dtype=self.dtype, kernel_init=nn.with_partitioning(init, ("model", None)))
+        return x + down(nn.tanh(up(x)))
+
+
+@pytest.fixture(scope="module")
+def split_model():
+    with jax.enable_x64(True):
+        dtype = jnp.float64
+        embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype)
+        layers = [embed, *[SplitBlock(dtype) for _ in range(5)], nn.Dense(VOCABULARY, param_dtype=dtype)]
+        return make_model(layers, weighted_cross_entropy, tokens())
+
+
+def check(truth, mesh, k, m, *, set_mesh=False, **options):
+    loss, outputs, grads = truth.truth  # before the mesh is set, which is what calling jax.set_mesh does
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        pipe = pipeline(truth, "1f1b", k, m, mesh=mesh, **options)
+        variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        (found, _), gradients = pipe.value_and_grad(variables, truth.batch)
+        trees = pipe.layer_variables({"params": gradients})
+        results = pipe.apply(variables, truth.batch), pipe.evaluate(variables, truth.batch)
+    assert_close(found, loss, "loss")
+    assert_close(trees, grads, "gradients")
+    assert_close(results[0], outputs, "outputs")
+    assert_close(results[1], loss, "evaluation")
+    return pipe, variables
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "explicit", "set_mesh", "remat"),
+    [
+        ("linen", (2, 2), False, False, "layer"),
+        ("linen", (4, 2), True, False, "none"),
+        ("mixed", (2, 2), True, True, "none"),
+        ("mixed", (4, 2), False, True, "stage"),
+        pytest.param("alternating", (4, 2), False, False, "full", marks=pytest.mark.slow),
+        pytest.param("nnx factories", (2, 2), True, True, "layer", marks=pytest.mark.slow),
+        pytest.param("plain", (2, 4), True, False, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_data_axis(make_mesh, kind, shape, explicit, set_mesh, remat):
+    with jax.enable_x64(True):
+        mesh = make_mesh(shape, ("stage", "data"), explicit=explicit)
+        check(model(kind), mesh, shape[0], 3, set_mesh=set_mesh, remat=remat)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "replica", "other"])
+@pytest.mark.slow
+def test_axes_of_other_names(make_mesh, axis):
+    with jax.enable_x64(True):
+        check(model("linen"), make_mesh((2, 2), ("stage", axis)), 2, 3)
+
+
+def test_stage_need_not_be_the_first_axis(make_mesh):
+    with jax.enable_x64(True):
+        check(model("plain"), make_mesh((2, 2), ("data", "stage")), 2, 3)
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+def test_default_explicit_mesh_of_stages_alone(set_mesh):
+    with jax.enable_x64(True):
+        mesh = jax.make_mesh((3,), ("stage",))
+        assert mesh.axis_types == (AxisType.Explicit,)
+        check(model("plain"), mesh, 3, 4, set_mesh=set_mesh)
+
+
+@pytest.mark.parametrize(("explicit", "set_mesh"), [(False, False), (True, True)])
+def test_model_axis(make_mesh, split_model, explicit, set_mesh):
+    with jax.enable_x64(True):
+        mesh = make_mesh((2, 2, 2), ("stage", "data", "model"), explicit=explicit)
+        _, variables = check(split_model, mesh, 2, 3, set_mesh=set_mesh, balance=[3, 4])
+        split = [
+            leaf
+            for leaf in jax.tree.leaves(variables["params"])
+            if "model" in jax.tree.leaves(tuple(leaf.sharding.spec))
+        ]
+        assert len(split) == 3, "two kernels and a bias"
+        for leaf in split:
+            (axis,) = [i for i, name in enumerate(leaf.sharding.spec) if name == "model"]
+            assert {shard.data.shape[axis] for shard in leaf.addressable_shards} == {leaf.shape[axis] // 2}
+
+
+def test_metadata_comes_back(make_mesh, split_model):
+    """`layer_variables` gives what `module.init` would have returned, boxes included."""
+    with jax.enable_x64(True):
+        pipe = pipeline(split_model, "1f1b", 2, 3, balance="even")
+        variables = pipe.from_layer_variables(split_model.trees, split_model.batch)
+        trees = pipe.layer_variables(variables)
+        assert_close(trees, split_model.trees, "variables")
+        kernel = trees[1]["params"]["Dense_0"]["kernel"]
+        assert isinstance(kernel, nn.Partitioned)
+        assert kernel.names == (None, "model")
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_training_on_a_mesh_with_all_axes(make_mesh, split_model, explicit):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        mesh = make_mesh((2, 2, 2), ("stage", "data", "model"), explicit=explicit)
+        pipe = pipeline(split_model, "1f1b", 2, 3, mesh=mesh, balance="even")
+        alone = pipeline(split_model, "1f1b", 2, 3, balance="even")
+        tx = optax.chain(optax.clip_by_global_norm(0.1), jpipe.per_layer(optax.adamw(1e-2)))
+        results = []
+        for p in (pipe, alone):
+            state = p.create_state(jax.random.key(0), split_model.batch, tx)
+            before = jax.tree.map(lambda leaf: leaf.sharding, (state.variables, state.opt_state))
+            for _ in range(2):
+                state, metrics = p.train_step(state, split_model.batch)
+            after = jax.tree.map(lambda leaf: leaf.sharding, (state.variables, state.opt_state))
+            for (path, old), new in zip(
+                jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+            ):
+                assert set(jax.tree.leaves(tuple(old.spec))) == set(jax.tree.leaves(tuple(new.spec))), path
+            results.append(jax.device_get((metrics, p.layer_variables(state.variables))))
+        assert_close(results[0], results[1], "after two steps")
+
+
+def test_initial_values_do_not_depend_on_the_mesh(make_mesh, split_model):
+    with jax.enable_x64(True):
+        meshes = [None, make_mesh((2, 2, 2), ("stage", "data", "model"))]
+        values = []
+        for mesh in meshes:
+            pipe = pipeline(split_model, "1f1b", 2, 3, balance="even", mesh=mesh)
+            values.append(jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(5), split_model.batch))))
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(values[0]), jax.tree.leaves(values[1]), strict=True
+        ):
+            np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+
+
+def test_each_stages_parameters_are_on_its_devices_alone(make_mesh):
+    truth = model("linen", "float32")
+    mesh = make_mesh((4, 2), ("stage", "data"))
+    pipe = pipeline(truth, "1f1b", 4, 3, mesh=mesh, balance="even")
+    variables = pipe.from_layer_variables(truth.trees, truth.batch)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        assert leaf.sharding.spec[0] == "stage", path
+        for shard in leaf.addressable_shards:
+            stage = int(np.argwhere(mesh.devices == shard.device)[0, 0])
+            assert shard.data.shape[0] == 1
+            assert shard.index[0] == slice(stage, stage + 1), path
+    assert PartitionSpec("stage") == leaf.sharding.spec or leaf.sharding.spec[0] == "stage"

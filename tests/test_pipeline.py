@@ -1,0 +1,659 @@
+"""What users do with a pipeline: initialise, train, evaluate, take the variables out and put them back."""
+
+import functools
+import random
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jpipe
+from helpers import (
+    Block,
+    Gate,
+    MaskedBlock,
+    assert_close,
+    assert_equal,
+    call_layer,
+    compilations,
+    make_model,
+    model,
+    params_of,
+    pipeline,
+    run_layers,
+    take_microbatch,
+)
+from jpipe.stages import layer_key
+
+KEY = 7
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+# --- training steps ---------------------------------------------------------------------------------------------------
+
+
+def small(num_stages=2, num_microbatches=2, layers=None, **options):
+    """A pipeline of four dense layers on `[B, 4]`."""
+    layers = layers or [nn.Dense(4) for _ in range(4)]
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    loss = lambda y, batch: jnp.mean(jnp.square(y - batch["targets"]))
+    return jpipe.Pipeline(layers, loss, **sizes, **({"balance": "even"} | options))
+
+
+def data(size=8, seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((size, 4)).astype(np.float32) for name in ("inputs", "targets")}
+
+
+def test_train_step():
+    pipe, batch = small(), data()
+    state = pipe.create_state(jax.random.key(KEY), batch, optax.sgd(0.1))
+    assert int(state.step) == 0
+    (loss, updates), grads = pipe.value_and_grad(state.variables, batch)
+    assert updates == {}
+    expected = jax.device_get(jax.tree.map(lambda p, g: p - 0.1 * g, state.variables["params"], grads))
+    donated = jax.tree.leaves(state.variables)
+
+    state, metrics = pipe.train_step(state, batch)
+    assert all(leaf.is_deleted() for leaf in donated), "the old state's memory is used again"
+    assert int(state.step) == 1
+    assert set(metrics) >= {"loss", "grad_norm"}
+    assert_close(metrics["loss"], loss, "loss")
+    assert_close(metrics["grad_norm"], optax.tree.norm(grads), "gradient norm")
+    assert_close(jax.device_get(state.variables["params"]), expected, "parameters")
+
+    with compilations() as count:
+        state, _ = pipe.train_step(state, data(seed=1))
+        assert count() == 0, "the second step compiled something"
+    with compilations() as count:
+        state, metrics = pipe.train_step(state, data(12))
+        assert count() > 0
+    assert int(state.step) == 3
+    trees = pipe.layer_variables(state.variables)
+    _, again = pipe.train_step(state, data(12))
+    truth = jnp.mean(jnp.square(run_layers([nn.Dense(4)] * 4, trees, data(12)["inputs"]) - data(12)["targets"]))
+    assert_close(again["loss"], truth, "loss of a batch of another size")
+
+
+def test_state_is_a_pytree_that_replaces_fields():
+    pipe = small()
+    state = pipe.create_state(jax.random.key(0), data(), optax.adam(0.1))
+    assert state.replace(step=jnp.asarray(5)).step == 5
+    assert isinstance(jax.tree.map(lambda a: a, state), jpipe.TrainState)
+    names = {jax.tree_util.keystr(path[:1]) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert names == {".step", ".variables", ".opt_state", ".key"}
+
+
+def test_create_state_has_the_variables_of_init():
+    pipe = small()
+    state = pipe.create_state(jax.random.key(KEY), data(), optax.sgd(0.1))
+    assert_equal(state.variables, pipe.init(jax.random.key(KEY), data()))
+
+
+def test_old_style_keys():
+    pipe = small()
+    assert_equal(pipe.init(jax.random.PRNGKey(3), data()), pipe.init(jax.random.key(3), data()))
+
+
+def test_in_ones_own_jitted_step_with_a_flax_train_state():
+    pipe, batch, tx = small(), data(), optax.sgd(0.1)
+    variables = pipe.init(jax.random.key(KEY), batch)
+    expected = pipe.create_state(jax.random.key(KEY), batch, tx)
+    state = train_state.TrainState.create(apply_fn=pipe.apply, params=variables["params"], tx=tx)
+
+    @jax.jit
+    def step(state, batch):
+        (loss, _), grads = pipe.value_and_grad({"params": state.params}, batch)
+        return state.apply_gradients(grads=grads), loss, state.apply_fn({"params": state.params}, batch)
+
+    for seed in range(2):
+        state, loss, outputs = step(state, data(seed=seed))
+        expected, metrics = pipe.train_step(expected, data(seed=seed))
+        assert_close(loss, metrics["loss"], "loss")
+        assert outputs.shape == (8, 4)
+    assert int(state.step) == 2
+    assert_close(state.params, expected.variables["params"], "parameters")
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+def test_variables_travel_between_pipelines(x64):
+    truth = model("mixed")
+    pipes = [pipeline(truth, "1f1b", 4, 3), pipeline(truth, "interleaved", 2, 4, 3), pipeline(truth, "gpipe", 1, 1)]
+    trees = truth.trees
+    for pipe in pipes:
+        variables = pipe.from_layer_variables(trees, truth.batch)
+        trees = pipe.layer_variables(variables)
+        assert_equal(trees, truth.trees, "variables")
+        assert_equal(pipe.from_layer_variables(trees), variables)
+
+
+def test_initial_values_do_not_depend_on_the_pipeline(x64):
+    truth = model("mixed")
+    values = []
+    for order, k, m, v in [("1f1b", 4, 3, 1), ("interleaved", 2, 6, 2), ("gpipe", 1, 1, 1)]:
+        pipe = pipeline(truth, order, k, m, v)
+        values.append(jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(KEY), truth.batch))))
+    assert_equal(values[1], values[0])
+    assert_equal(values[2], values[0])
+    blocks = [tree["params"]["Dense_0"]["kernel"] for tree in values[0][2:5]]
+    assert not np.array_equal(blocks[0], blocks[1]), "equal layers start from different values"
+
+
+def test_initial_values_follow_the_layers_initialisers():
+    layers = [nn.Dense(4, kernel_init=nn.initializers.constant(3), bias_init=nn.initializers.ones) for _ in range(3)]
+    pipe = small(3, layers=layers)
+    for tree in pipe.layer_variables(pipe.init(jax.random.key(0), data())):
+        expected = {"kernel": np.full((4, 4), 3, np.float32), "bias": np.ones(4, np.float32)}
+        assert_equal(tree, {"params": expected})
+
+
+def test_ready_modules_keep_their_values():
+    modules = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(4)]
+    pipe = small(2, layers=modules)
+    trees = pipe.layer_variables(pipe.init(jax.random.key(KEY), data()))
+    for module, tree in zip(modules, trees, strict=True):
+        assert_equal(tree, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
+
+
+def test_modules_are_callable(x64):
+    truth = model("mixed")
+    pipe = pipeline(truth, "1f1b", 2, 3)
+    x = truth.batch["inputs"]
+    for module in pipe.modules(pipe.from_layer_variables(truth.trees, truth.batch)):
+        x = module(*x) if type(x) is tuple else module(x)
+    assert_close(x, truth.truth[1], "outputs")
+
+
+def test_modules_inside_jit():
+    layers = [lambda rngs: nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
+    pipe = small(3, layers=layers)
+    variables = pipe.init(jax.random.key(0), data())
+
+    @jax.jit
+    def norms(variables):
+        return [jnp.sum(module.kernel[...] ** 2) for module in pipe.modules(variables)]
+
+    trees = pipe.layer_variables(variables)
+    assert_close(norms(variables), [np.sum(np.square(tree["params"]["kernel"])) for tree in trees])
+
+
+def test_a_batch_of_another_size_keeps_the_layout():
+    pipe = small(balance="flops")
+    variables = pipe.init(jax.random.key(0), data(8))
+    trees = pipe.layer_variables(variables)
+    for size in (2, 32):
+        outputs = pipe.apply(variables, data(size))
+        assert_close(outputs, run_layers([nn.Dense(4)] * 4, trees, data(size)["inputs"]), "outputs")
+
+
+def test_apply_takes_bare_inputs_and_other_batches():
+    pipe = small()
+    variables, batch = pipe.init(jax.random.key(0), data()), data()
+    expected = pipe.apply(variables, batch)
+    assert_equal(pipe.apply(variables, batch["inputs"]), expected)
+    assert_equal(pipe.apply(variables, {"inputs": batch["inputs"]}), expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "wrap"),
+    [
+        (None, lambda x, t: (x, t)),
+        (None, lambda x, t: [x, t]),
+        (lambda batch: batch["image"], lambda x, t: {"image": x, "label": t}),
+        (None, lambda x, t: x),
+    ],
+)
+def test_where_the_inputs_come_from(inputs, wrap):
+    loss = lambda y, batch: jnp.mean(y**2)
+    pipe = jpipe.Pipeline([nn.Dense(4)] * 2, loss, num_stages=2, num_microbatches=2, balance="even", inputs=inputs)
+    x, t = data()["inputs"], data()["targets"]
+    variables = pipe.init(jax.random.key(0), wrap(x, t))
+    outputs = run_layers([nn.Dense(4)] * 2, pipe.layer_variables(variables), x)
+    assert_close(pipe.apply(variables, wrap(x, t)), outputs, "outputs")
+    assert_close(pipe.evaluate(variables, wrap(x, t)), jnp.mean(outputs**2), "loss")
+
+
+def test_partition_and_schedule_are_plain_data():
+    pipe = small(2, balance=[1, 3])
+    assert pipe.partition.cuts == (1,)
+    assert pipe.schedule == jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+    pipe.init(jax.random.key(0), data())
+    assert pipe.partition.counts == (1, 3)
+
+
+# --- training and evaluation mode -------------------------------------------------------------------------------------
+
+
+class Modes(nn.Module):
+    """Adds one in training for each argument that tells it so."""
+
+    @nn.compact
+    def __call__(self, x, train, deterministic, use_running_average):
+        told = [train, not deterministic, not use_running_average]
+        return x + sum(told)
+
+
+class NnxModes(nnx.Module):
+    def __init__(self, rngs):
+        self.deterministic = False
+        self.use_running_average = False
+
+    def __call__(self, x, train):
+        return x + sum([train, not self.deterministic, not self.use_running_average])
+
+
+def plain_modes(params, x, key, train, deterministic):
+    drawn = 0 if key is None else jnp.ceil(jax.random.uniform(key, minval=0.1))
+    return x + sum([train, not deterministic]) + drawn
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Modes(),
+        lambda rngs: NnxModes(rngs),
+        jpipe.Layer(lambda key, x: (), plain_modes),
+        lambda x, train, training, is_training: x + sum([train, training, is_training]),
+    ],
+    ids=["linen", "nnx", "plain", "function"],
+)
+def test_layers_are_told_the_mode(layer):
+    loss = lambda y, _: jnp.mean(y)
+    pipe = jpipe.Pipeline([layer, lambda x: x], loss, num_stages=2, num_microbatches=2, balance="even")
+    batch = np.zeros((4, 2), np.float32)
+    variables = pipe.init(jax.random.key(0), batch)
+    (loss, _), _ = pipe.value_and_grad(variables, batch, jax.random.key(1))
+    assert float(loss) == 3, "training"
+    assert float(pipe.evaluate(variables, batch)) == 0, "evaluation"
+    assert_equal(pipe.apply(variables, batch), jnp.zeros((4, 2), jnp.float32), "evaluation")
+
+
+def test_a_mode_that_the_user_fixed_stays():
+    layers = [nn.Dropout(0.5, deterministic=True), nn.Dropout(0.5, deterministic=True)]
+    pipe = small(2, layers=layers)
+    variables = pipe.init(jax.random.key(0), data())
+    (loss, _), _ = pipe.value_and_grad(variables, data())
+    assert_close(loss, pipe.evaluate(variables, data()), "loss")
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class LinenDrop(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic):
+        x = nn.Dense(x.shape[-1], param_dtype=jnp.float64)(x)
+        return nn.Dropout(0.3)(jnp.tanh(x), deterministic=deterministic)
+
+
+class NnxDrop(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.dense(x)))
+
+
+def noisy(params, x, key):
+    return x if key is None else x * params * jax.random.uniform(key, x.shape, x.dtype)
+
+
+noise = jpipe.Layer(lambda key, x: jnp.full((), 1.5, x.dtype), noisy, name="noise")
+DROPS = [LinenDrop(), LinenDrop(), *[lambda rngs: NnxDrop(rngs=rngs) for _ in range(2)], noise, noise]
+
+
+def trajectory(order, k, v, remat, batch):
+    loss = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
+    sizes = {"num_stages": k, "num_microbatches": 4, "num_chunks": v}
+    pipe = jpipe.Pipeline(DROPS, loss, schedule=order, remat=remat, balance="even", **sizes)
+    state = pipe.create_state(jax.random.key(KEY), batch, optax.sgd(0.5))
+    evaluation = float(pipe.evaluate(state.variables, batch)), float(pipe.evaluate(state.variables, batch))
+    losses = []
+    for _ in range(3):
+        state, metrics = pipe.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return evaluation, losses
+
+
+@functools.cache
+def batch_of_float64():
+    return {name: array.astype(np.float64) for name, array in data().items()}
+
+
+@functools.cache
+def sequential_trajectory():
+    return trajectory("1f1b", 1, 1, "none", batch_of_float64())
+
+
+@pytest.mark.parametrize(
+    ("order", "k", "v", "remat"),
+    [
+        ("1f1b", 3, 1, "none"),
+        ("interleaved", 2, 3, "layer"),
+        ("gpipe", 2, 1, "stage"),
+        pytest.param("naive", 4, 1, "full", marks=pytest.mark.slow),
+        pytest.param("interleaved", 3, 2, "full", marks=pytest.mark.slow),
+        pytest.param("1f1b", 4, 1, jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_the_same_for_every_pipeline(x64, order, k, v, remat):
+    (first, second), losses = trajectory(order, k, v, remat, batch_of_float64())
+    assert first == second, "evaluation is deterministic"
+    expected = sequential_trajectory()
+    np.testing.assert_allclose(first, expected[0][0], rtol=1e-12)
+    np.testing.assert_allclose(losses, expected[1], rtol=1e-12)
+    assert len({round(loss, 6) for loss in losses}) == 3
+
+
+def test_random_numbers_differ_between_steps_layers_and_micro_batches(x64):
+    ones = np.ones((8, 4))
+    layers = [jpipe.Layer(lambda key, x: jnp.ones((), x.dtype), noisy) for _ in range(2)]
+    # each layer on its own: the other one is switched off by its parameter
+    loss = lambda y, batch: jnp.sum(y * batch["weights"])
+    pipe = jpipe.Pipeline(layers, loss, num_stages=2, num_microbatches=2, balance="even")
+
+    def value(seed, weights):
+        batch = {"inputs": ones, "weights": weights}
+        variables = pipe.from_layer_variables([jnp.ones((), jnp.float64)] * 2, batch)
+        return float(pipe.value_and_grad(variables, batch, jax.random.key(seed))[0][0])
+
+    halves = [np.repeat([[1.0], [0.0]], 4, axis=0) * ones, np.repeat([[0.0], [1.0]], 4, axis=0) * ones]
+    values = [value(seed, half) for seed in (0, 1) for half in halves]
+    assert len(set(values)) == 4
+    key = jax.random.key(0)
+    for m, half in enumerate(halves):
+        both = [jax.random.uniform(layer_key(key, layer, m), (4, 4), jnp.float64) for layer in (0, 1)]
+        np.testing.assert_allclose(value(0, half), np.sum(both[0] * both[1]) / 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [LinenDrop(), lambda rngs: NnxDrop(rngs=rngs), noise], ids=["linen", "nnx", "plain"])
+def test_every_kind_of_layer_draws_from_the_key(x64, layer):
+    pipe = jpipe.Pipeline([layer] * 2, lambda y, _: jnp.sum(y), num_stages=1, num_microbatches=2, balance="even")
+    batch = batch_of_float64()
+    variables = pipe.init(jax.random.key(0), batch)
+    losses = [float(pipe.value_and_grad(variables, batch, jax.random.key(seed))[0][0]) for seed in (1, 2, 1)]
+    assert losses[0] != losses[1]
+    assert losses[0] == losses[2]
+
+
+# --- collections other than parameters --------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Counts its calls, and keeps the mean of what it saw, of another dtype than its parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        seen = self.variable("counts", "seen", lambda: jnp.zeros((2,), jnp.float32))
+        if not self.is_initializing() and self.is_mutable_collection("counts"):
+            count.value = count.value + 1
+            seen.value = jnp.stack([jnp.mean(x), jnp.max(x)]).astype(jnp.float32)
+        return x
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(4, param_dtype=jnp.float64)(x)
+        norm = nn.BatchNorm(
+            use_running_average=not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False
+        )
+        return x + jnp.tanh(norm(x))
+
+
+def sequential_with_state(layers, trees, batch, m, loss_fn):
+    """Loss (mean over micro-batches), new states (one list a micro-batch) in training mode."""
+
+    def run(params, part):
+        x, states = part["inputs"], []
+        for layer, tree, own in zip(layers, trees, params, strict=True):
+            mutable = [name for name in tree if name != "params"]
+            mode = {"train": True} if isinstance(layer, Normed) else {}
+            x, state = layer.apply(tree | own, x, mutable=mutable, **mode)
+            states.append(state)
+        return loss_fn(x, part), states
+
+    def total(params):
+        results = [run(params, take_microbatch(batch, i, m)) for i in range(m)]
+        return sum(loss for loss, _ in results) / m, [states for _, states in results]
+
+    params = [params_of(layer, tree) for layer, tree in zip(layers, trees, strict=True)]
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+
+@pytest.mark.parametrize(
+    ("order", "k", "v", "remat"),
+    [("1f1b", 2, 1, "layer"), ("gpipe", 3, 1, "none"), ("interleaved", 2, 2, "full"), ("1f1b", 1, 1, "stage")],
+)
+def test_state_is_merged_over_micro_batches(x64, order, k, v, remat):
+    layers = [Normed(), Counts(), Normed(), Normed(), Counts()]
+    batch, m = batch_of_float64(), 4
+    loss_fn = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
+    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
+    pipe = jpipe.Pipeline(layers, loss_fn, schedule=order, remat=remat, balance="even", **sizes)
+    variables = pipe.init(jax.random.key(0), batch)
+    assert set(variables) == {"params", "batch_stats", "counts"}
+    trees = jax.device_get(pipe.layer_variables(variables))
+    (loss, states), grads = sequential_with_state(layers, trees, batch, m, loss_fn)
+    (found, updates), gradients = pipe.value_and_grad(variables, batch)
+    assert_close(found, loss, "loss")
+    assert_close([{"params": t.get("params", {})} for t in pipe.layer_variables({"params": gradients})],
+                 [{"params": g.get("params", {})} for g in grads], "gradients")  # fmt: skip
+    assert set(updates) == {"batch_stats", "counts"}
+    new = pipe.layer_variables({"params": variables["params"], **updates})
+    for index, tree in enumerate(new):
+        parts = [state[index] for state in states]
+        if isinstance(layers[index], Normed):
+            mean = np.mean([part["batch_stats"]["BatchNorm_0"]["mean"] for part in parts], 0)
+            assert_close(tree["batch_stats"]["BatchNorm_0"]["mean"], mean, f"running mean of layer {index}")
+            assert tree["batch_stats"]["BatchNorm_0"]["var"].dtype == jnp.float64
+        else:
+            assert tree["counts"]["calls"].dtype == jnp.int32
+            assert int(tree["counts"]["calls"]) == 1
+            seen = np.mean([part["counts"]["seen"] for part in parts], 0)
+            assert_close(tree["counts"]["seen"], seen.astype(np.float32), f"what layer {index} saw")
+    # evaluation uses the state and doesn't change it
+    outputs = pipe.apply({"params": variables["params"], **updates}, batch)
+    x = batch["inputs"]
+    for layer, tree in zip(layers, new, strict=True):
+        x = layer.apply(tree, x, **({"train": False} if isinstance(layer, Normed) else {}))
+    assert_close(outputs, x, "outputs in evaluation")
+
+
+def test_state_of_nnx_modules_changes_with_training():
+    layers = [lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda rngs: nnx.BatchNorm(4, momentum=0.5, rngs=rngs)]
+    pipe = small(2, 1, layers=layers)
+    state = pipe.create_state(jax.random.key(0), data(), optax.sgd(0.0))
+    assert set(state.variables) == {"params", "batch_stats"}
+    before = jax.device_get(pipe.layer_variables(state.variables))
+    state, _ = pipe.train_step(state, data())
+    after = pipe.layer_variables(state.variables)
+    x = call_layer(layers[0], before[0], data()["inputs"])
+    assert_close(after[1]["batch_stats"]["mean"], np.mean(x, 0) * np.float32(0.5), "running mean")
+    assert_equal(after[0], before[0])
+
+
+# --- the compiled program ---------------------------------------------------------------------------------------------
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+
+
+def collectives_in_loops(text: str) -> list[str]:
+    """The collectives in the bodies of while loops, and in what those call, of a program's HLO text."""
+    bodies: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+            bodies[name] = []
+        elif bodies and line.startswith(" "):
+            bodies[name].append(line)
+    called = lambda line: [word for word in line.replace("%", " ").replace(",", " ").replace("}", " ").replace(
+        "{", " ").replace("=", " ").replace(")", " ").split() if word in bodies]  # fmt: skip
+    pending = [name for lines in bodies.values() for line in lines if " while(" in line for name in called(line)]
+    inside: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in inside:
+            inside.add(name)
+            pending += [other for line in bodies[name] for other in called(line)]
+    assert inside, "the program has no loop"
+    found = []
+    for name in inside:
+        for line in bodies[name]:
+            found += [op for op in COLLECTIVES if f" {op}(" in line or f" {op}-start(" in line]
+    return found
+
+
+def masked():
+    """A run of layers that pass on a tuple."""
+    batch = {"inputs": (np.ones((8, 5, 4)), np.ones((8, 5), bool), np.ones(8, np.float32))}
+    return make_model([MaskedBlock(jnp.float64) for _ in range(4)], lambda outputs, _: jnp.mean(outputs[0] ** 2), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "k", "v", "remat", "forward", "backward"),
+    [
+        ("linen", "1f1b", 4, 1, "layer", 1, 1),
+        ("alternating", "interleaved", 2, 2, "none", 1, 1),
+        ("masked", "gpipe", 3, 1, "stage", 3, 2),  # three arrays at the boundaries, two of them floating-point
+    ],
+)
+def test_boundaries_cross_by_permutation_alone(x64, kind, order, k, v, remat, forward, backward):
+    truth = masked() if kind == "masked" else model(kind)
+    pipe = pipeline(truth, order, k, 4, v, remat=remat)
+    variables = pipe.from_layer_variables(truth.trees, truth.batch)
+    step = jax.jit(pipe.value_and_grad).lower(variables, truth.batch).compile()
+    assert collectives_in_loops(step.as_text()) == ["collective-permute"] * (forward + backward)
+    apply = jax.jit(pipe.apply).lower(variables, truth.batch).compile()
+    assert collectives_in_loops(apply.as_text()) == ["collective-permute"] * forward
+
+
+def test_each_device_makes_its_own_stages_variables_only():
+    width, depth, k = 64, 32, 4
+    pipe = small(k, 2, layers=[nn.Dense(width) for _ in range(depth)])
+    batch = {name: np.zeros((8, width), np.float32) for name in ("inputs", "targets")}
+    memory = jax.jit(pipe.init).lower(jax.random.key(0), batch).compile().memory_analysis()
+    model_bytes = depth * (width * width + width) * 4
+    assert memory.output_size_in_bytes < 1.05 * model_bytes / k
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.6 * model_bytes
+
+
+# --- schedules of one's own -------------------------------------------------------------------------------------------
+
+
+def random_schedule(seed: int, m: int, slots: tuple[str, ...]) -> jpipe.Schedule:
+    """Two stages; a random order that respects the dependencies."""
+    rng = random.Random(seed)
+    waiting = {(stage, kind, i) for stage in range(2) for kind in "FB" for i in range(m)}
+    needs = lambda stage, kind, i: (
+        {(stage - 1, "F", i)} & {(0, "F", i)}
+        if kind == "F"
+        else {(stage, "F", i)} | ({(1, "B", i)} if stage == 0 else set())
+    )
+    orders: list[list[str]] = [[], []]
+    while waiting:
+        ready = sorted(action for action in waiting if not needs(*action) & waiting)
+        stage, kind, i = action = rng.choice(ready)
+        waiting.remove(action)
+        orders[stage].append(f"{kind}{i}")
+    return jpipe.Schedule(orders, slots=slots)
+
+
+def check_schedule(seed, m, slots, remat):
+    with jax.enable_x64(True):
+        truth = model("plain")
+        pipe = jpipe.Pipeline(
+            truth.layers,
+            truth.loss_fn,
+            num_stages=2,
+            num_microbatches=m,
+            schedule=random_schedule(seed, m, slots),
+            remat=remat,
+            balance="even",
+        )
+        (loss, _), grads = pipe.value_and_grad(pipe.from_layer_variables(truth.trees, truth.batch), truth.batch)
+        assert_close(loss, truth.truth[0], "loss")
+        assert_close(pipe.layer_variables({"params": grads}), truth.truth[2], "gradients")
+
+
+SLOTS = [("F", "B"), ("FB",), ("B", "F"), ("F", "F", "B")]
+SCHEDULES = {
+    "seed": st.integers(0, 2**32),
+    "m": st.sampled_from([2, 3]),
+    "slots": st.sampled_from(SLOTS),
+    "remat": st.sampled_from(["none", "layer", "stage", "full"]),
+}
+
+
+@settings(max_examples=2)
+@given(**SCHEDULES)
+@example(seed=1, m=3, slots=("B", "F"), remat="none")
+def test_any_valid_schedule_gives_the_same_gradients(seed, m, slots, remat):
+    check_schedule(seed, m, slots, remat)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(**SCHEDULES)
+def test_many_valid_schedules_give_the_same_gradients(seed, m, slots, remat):
+    check_schedule(seed, m, slots, remat)
+
+
+# --- any list of layers -----------------------------------------------------------------------------------------------
+
+PIECES = [
+    lambda: Block(dtype=jnp.float64),
+    lambda: Gate(jnp.float64),
+    lambda: nn.Dense(8, param_dtype=jnp.float64),
+    lambda: nn.tanh,
+    lambda: lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs),
+]
+
+
+def check_layers(pieces, k, m, remat):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        batch = {name: rng.standard_normal((6, 8)) for name in ("inputs", "targets")}
+        loss = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
+        truth = make_model([PIECES[piece]() for piece in pieces], loss, batch)
+        pipe = pipeline(truth, "1f1b", k, m, remat=remat, balance="even")
+        variables = pipe.from_layer_variables(truth.trees, batch)
+        (found, _), grads = pipe.value_and_grad(variables, batch)
+        assert_close(found, truth.truth[0], "loss")
+        assert_close(pipe.layer_variables({"params": grads}), truth.truth[2], "gradients")
+        assert_close(pipe.apply(variables, batch), truth.truth[1], "outputs")
+
+
+@settings(max_examples=2)
+@given(st.lists(st.integers(0, 4), min_size=3, max_size=6), st.sampled_from([2, 3]), st.sampled_from(["none", "layer"]))
+@example([0, 1, 0, 1, 1, 0], 3, "none")
+def test_any_list_of_layers(pieces, m, remat):
+    check_layers(pieces, 3, m, remat)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(0, 4), min_size=4, max_size=10),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["none", "layer", "stage", "full"]),
+)
+def test_many_lists_of_layers(pieces, k, m, remat):
+    check_layers(pieces, k, m, remat)

@@ -1,0 +1,105 @@
+"""One layer's forward and backward: the gradients of `jax.vjp`, from no more than what is stored."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from helpers import assert_close, take_microbatch
+from jpipe.adapt import as_layers
+from jpipe.batches import default_inputs
+from jpipe.kinds import trace_kinds
+from jpipe.program import given_shapes
+from jpipe.remat import MODES, as_remat
+from jpipe.steps import Given, LayerStep, loss_pair
+
+REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
+BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
+
+
+def loss_fn(outputs, batch):
+    return jnp.sum(outputs**2) + jnp.sum(batch["inputs"]), jnp.float32(3)
+
+
+def cast(params, x):
+    """A layer whose kernel is cast: the cast kernel follows from the parameters alone."""
+    return jnp.sin(x @ params.astype(jnp.float32))
+
+
+MIDDLE = {
+    "dense": nn.Dense(4),
+    "dropout": nn.Dropout(0.5, deterministic=False),
+    "cast": jpipe.Layer(lambda key, x: jnp.ones((4, 4), jnp.bfloat16), cast),
+    "function": jnp.tanh,
+}
+
+
+def step_of(layer, remat):
+    layers = as_layers([lambda x: x, layer, lambda y: y * 2])
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
+    model = trace_kinds(layers, shapes["inputs"], shapes)
+    steps = [LayerStep(kind, True, default_inputs, loss_fn, as_remat(remat)) for kind in model.kinds]
+    return model, steps, shapes
+
+
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+@pytest.mark.parametrize("name", MIDDLE)
+def test_backward_equals_vjp(name, remat):
+    model, steps, shapes = step_of(MIDDLE[name], remat)
+    kind, step = model.kinds[1], steps[1]
+    tape = step.tape(given_shapes(step, shapes))
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in jax.tree.leaves(kind.variables)]
+    key = jax.random.key(0) if kind.needs_key else None
+    given, x, dy = Given(params, [], key, None), [jnp.asarray(BATCH["inputs"])], [jnp.asarray(BATCH["inputs"] + 1)]
+
+    @jax.jit
+    def both(given, x, dy):
+        outcome, stored = step.forward_saving(given, x, tape)
+        assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in tape.stored]
+        return outcome.outputs, step.backward(given, stored, dy, tape)
+
+    run = lambda p, x: step.forward(Given(p, [], key, None), x).outputs
+    expected, vjp = jax.vjp(run, params, x)
+    outputs, gradients = both(given, x, dy)
+    assert_close(outputs, expected, "outputs")
+    for found, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(vjp(dy)), strict=True):
+        assert found.dtype == want.dtype
+        assert_close(found.astype(jnp.float32), want.astype(jnp.float32), "gradient")
+
+
+def test_what_is_stored():
+    sizes = lambda name, remat: [a.shape for a in stored(name, remat)]
+    assert sizes("dense", "layer") == [(2, 4)], "its input"
+    assert sizes("dense", "none") == [(2, 4)], "its input; the kernel is at hand"
+    assert set(sizes("function", "none")) == {(2, 4)}
+    assert (4, 4) not in sizes("cast", "none"), "the cast kernel is made again"
+    assert sizes("cast", "layer") == [(2, 4)]
+
+
+def stored(name, remat):
+    _, steps, shapes = step_of(MIDDLE[name], remat)
+    return steps[1].tape(given_shapes(steps[1], shapes)).stored
+
+
+def test_final_layer_returns_the_loss():
+    _, steps, _ = step_of(nn.Dense(4), "none")
+    given, x = Given([], [], None, BATCH), [jnp.asarray(BATCH["inputs"])]
+    loss, weight = steps[2].forward(given, x).outputs
+    assert_close(loss, jnp.sum((2 * BATCH["inputs"]) ** 2) + jnp.sum(BATCH["inputs"]))
+    assert float(weight) == 3
+
+
+def test_loss_pair():
+    assert [float(part) for part in loss_pair(jnp.float32(2))] == [2, 1]
+    loss, weight = loss_pair((jnp.float32(2), jnp.int32(3)))
+    assert (float(loss), float(weight)) == (2, 3)
+    assert weight.dtype == loss.dtype
+    grad = jax.grad(lambda w: loss_pair((w, w))[1])(2.0)
+    assert float(grad) == 0, "weights are constants"
+
+
+def test_microbatches_are_runs_of_examples():
+    assert_close(take_microbatch(np.arange(6.0, dtype=np.float32), 1, 3), np.asarray([2, 3], np.float32))
