@@ -159,4 +159,5 @@ def init_key(key: Any, layer: Any) -> Any:
 
 def layer_key(key: Any, layer: Any, microbatch: Any) -> Any:
     """The random key of one layer for one micro-batch of a step; it depends on nothing else."""
+    layer = jnp.maximum(layer, 0)  # the ends added to a model, at -1 and N, draw nothing
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)
