@@ -8,12 +8,13 @@ into the rows that the table gives them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.loops import when
+from jpipe.loops import anchor, when
 from jpipe.meshes import AXIS
 from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
@@ -92,7 +93,7 @@ def _gather_shared(program: Program, stage: Stage, grads: Any, sums: dict[int, l
     for home, leaves in sums.items():
         total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
         mine = storage.shelves[home].cells[0] == stage.device
-        add = lambda buffers, home=home, total=total: storage.add(buffers, home, 0, total)
+        add = lambda _, buffers, home=home, total=total: storage.add(buffers, home, 0, total)
         grads = when(mine, add, grads)
     return grads
 
@@ -125,12 +126,17 @@ def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
         for slot, row in zip(slots, rows, strict=True):
             cell = {name: entries[stage.device] for name, entries in row.items()}
             for kind in slot.kinds:
-                carry = when(_active(slot, kind, cell), lambda c, k=kind: _ACTIONS[k](program, stage, cell, c), carry)  # noqa: B023
+                action = partial(_act, program, stage, kind, cell)
+                carry = when(_active(slot, kind, cell), action, carry)
             for kind in slot.kinds:
                 carry = _send(program, slot, kind, cell, carry)
         return carry, None
 
     return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
+
+
+def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: Any, carry: Carry) -> Carry:
+    return _ACTIONS[kind](program, stage, anchor(cell, trip), carry)
 
 
 _COLUMNS = ("kind", "microbatch", "chunk", "activation", "gradient", "residual", "activation_in", "gradient_in")

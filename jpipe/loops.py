@@ -3,6 +3,9 @@
 A `lax.cond` or `lax.switch` copies the buffers that a branch hands through (accumulators, residuals), a loop updates
 them in place. So whatever a stage may or may not do here is a loop with as many trips as it has layers to run, none
 if it has none. Bounds that are Python integers are resolved while tracing.
+
+A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. What a
+body works on is therefore tied to the trip by `anchor`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,16 @@ import jax
 import jax.numpy as jnp
 
 
-def when(condition: Any, body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` if `condition` (a Python or traced bool) holds, else `carry`."""
+def when(condition: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`body(trip, carry)` if `condition` (a Python or traced bool) holds, else `carry`."""
     if isinstance(condition, bool):
-        return body(carry) if condition else carry
-    return jax.lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, c: body(c), carry)
+        return body(0, carry) if condition else carry
+    return jax.lax.fori_loop(0, jnp.asarray(condition, jnp.int32), body, carry)
+
+
+def anchor(values: Any, trip: Any) -> Any:
+    """`values`, unchanged, as if they depended on the trip of a loop."""
+    return values if isinstance(trip, int) else jax.lax.optimization_barrier((values, trip))[0]
 
 
 def each(start: Any, stop: Any, body: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False) -> Any:

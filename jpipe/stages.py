@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.loops import each
+from jpipe.loops import anchor, each
 from jpipe.program import Program
 from jpipe.steps import Given, needs_batch
 from jpipe.storage import Row, is_float, look_up
@@ -51,7 +52,7 @@ class Stage:
         to `carry["updates"]` and the loss to `carry["loss"]`, and writes the outputs into `carry["outputs"]`.
         """
 
-        def visit(c: int, member: Any, carry: Carry) -> Carry:
+        def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
             given = self._given(c, member, microbatch)
             x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
@@ -74,14 +75,14 @@ class Stage:
                 carry["updates"] = self._add_updates(carry["updates"], c, member, outcome.updates)
             return carry
 
-        return self._sweep(virtual_stage, visit, carry)
+        return self._sweep(virtual_stage, microbatch, visit, carry)
 
     def backward(self, virtual_stage: Any, microbatch: Any, carry: Carry, residuals: Any, saved: Row) -> Carry:
         """Runs the stage's layers backwards on `carry["dx"]`, adding to `carry["grads"]` layer by layer."""
         assert self.program.residuals is not None
         places = self.program.residuals
 
-        def visit(c: int, member: Any, carry: Carry) -> Carry:
+        def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
             given = self._given(c, member, microbatch)
             stored = places.read(residuals, c, member, saved)
@@ -98,24 +99,25 @@ class Stage:
                 carry["dx"] = self.program.cotangents.pack(carry["dx"], self.pin(dx))
             return carry
 
-        return self._sweep(virtual_stage, visit, carry, reverse=True)
+        return self._sweep(virtual_stage, microbatch, visit, carry, reverse=True)
 
-    def _sweep(self, virtual_stage: Any, visit: Callable, carry: Carry, *, reverse: bool = False) -> Carry:
-        """`carry = visit(kind, member, carry)` for each of the virtual stage's layers in order, or backwards."""
-        route = self.program.route
-        order = range(len(self.program.model.kinds))
+    def _sweep(
+        self, virtual_stage: Any, microbatch: Any, visit: Callable, carry: Carry, *, reverse: bool = False
+    ) -> Carry:
+        """`carry = visit(kind, member, microbatch, carry)` for each of the virtual stage's layers, or backwards."""
+        route, kinds = self.program.route, self.program.model.kinds
+
+        def one_layer(c: int, i: Any, carry: Carry) -> Carry:
+            member = 0 if len(kinds[c].members) == 1 else i
+            return visit(c, member, anchor(microbatch, i), carry)
 
         def one_round(r: Any, carry: Carry) -> Carry:
             if isinstance(virtual_stage, int):
                 start, stop = route.start[virtual_stage, r].tolist(), route.stop[virtual_stage, r].tolist()
             else:
                 start, stop = jnp.asarray(route.start)[virtual_stage, r], jnp.asarray(route.stop)[virtual_stage, r]
-            for c in reversed(order) if reverse else order:
-                single = len(self.program.model.kinds[c].members) == 1
-                body = (
-                    (lambda _, carry, c=c: visit(c, 0, carry)) if single else (lambda i, carry, c=c: visit(c, i, carry))
-                )
-                carry = each(start[c], stop[c], body, carry, reverse=reverse)
+            for c in reversed(range(len(kinds))) if reverse else range(len(kinds)):
+                carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
             return carry
 
         rounds = route.start.shape[1]
