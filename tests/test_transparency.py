@@ -46,16 +46,21 @@ ORDERS += [("interleaved", k, v) for k, v in itertools.product((1, 2, 3, 4), (1,
 
 
 def product():
-    """All of schedule x K x V x M x remat for one model; for the others, each order with two of M x remat in turn."""
+    """Every order (schedule x K x V) with four of M x remat in turn; for the other models with one in turn."""
     rest = list(itertools.product(SIZES, REMATS))
-    for (order, k, v), (m, remat) in itertools.product(ORDERS, rest):
-        yield "linen", order, k, m, v, remat
     turn = itertools.cycle(rest[::3] + rest[1::3] + rest[2::3])
+    for (order, k, v), _ in itertools.product(ORDERS, range(4)):
+        yield "linen", order, k, *swapped(next(turn), v)
     lengths = {"nnx factories": 7, "nnx modules": 7, "plain": 7, "nn.Sequential": 8, "alternating": 10, "mixed": 13}
-    for (kind, length), (order, k, v), _ in itertools.product(lengths.items(), ORDERS, range(2)):
-        m, remat = next(turn)
+    for (kind, length), (order, k, v) in itertools.product(lengths.items(), ORDERS):
         if k * v <= length:
-            yield kind, order, k, m, v, remat
+            yield kind, order, k, *swapped(next(turn), v)
+
+
+def swapped(choice, v):
+    """(M, V, remat)."""
+    m, remat = choice
+    return m, v, remat
 
 
 def name(case):

@@ -1,0 +1,64 @@
+"""Time to trace and to compile a training step, by number of micro-batches and of stages.
+
+A run of equal blocks is traced and compiled once however long it is and however it is cut, and the loop over ticks once
+however many there are. Compiling for simulated devices: no step is run.
+"""
+
+import argparse
+import time
+
+import jax
+import optax
+from common import Size, balanced, batch_shapes, loss_fn, make_layers, on_cpu, settings, show
+
+import jpipe
+
+SIZE = Size(layers=16, width=256, heads=4, seq=128, vocab=256, microbatch=2)
+
+
+def compile_seconds(size: Size, num_stages: int, num_microbatches: int, remat: str) -> tuple[float, float]:
+    """Processor seconds to trace and lower, and to compile, with all caches empty."""
+    jax.clear_caches()
+    batch, tx = batch_shapes(size, num_microbatches), optax.adamw(1e-4)
+    begin = time.process_time()
+    pipe = jpipe.Pipeline(
+        make_layers(size),
+        loss_fn,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        remat=remat,
+        balance=balanced(size, num_stages),
+    )
+    lowered = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch)
+    middle = time.process_time()
+    lowered.compile()
+    return middle - begin, time.process_time() - middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--remat", default="layer", help="(default %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="(default %(default)s)")
+    Size.add_arguments(parser, SIZE)
+    options = parser.parse_args()
+    on_cpu(8)
+    size = Size.of(options)
+    configurations = [(4, 8), (4, 64), (2, 16), (8, 16)]
+    compile_seconds(size, 2, 2, options.remat)  # imports, and whatever else is done once
+    found = {c: [] for c in configurations}
+    for _ in range(options.repetitions):
+        for k, m in configurations:
+            found[k, m].append(compile_seconds(size, k, m, options.remat))
+    rows, shortest = [], {c: (min(t for t, _ in found[c]), min(t for _, t in found[c])) for c in configurations}
+    for base, other in ((configurations[0], configurations[1]), (configurations[2], configurations[3])):
+        for k, m in (base, other):
+            trace, compile_ = shortest[k, m]
+            ratio = (trace + compile_) / sum(shortest[base])
+            rows.append((f"K={k}, M={m}", f"{trace:.2f}", f"{compile_:.2f}", f"{trace + compile_:.2f}", f"{ratio:.3f}"))
+    caption = settings(jax.devices()[0], size, f"remat {options.remat}", f"shortest of {options.repetitions}, in turns")
+    columns = ("configuration", "trace, s", "compile, s", "both, s", "of the row's baseline")
+    show("Compile time of a training step", columns, rows, caption)
+
+
+if __name__ == "__main__":
+    main()

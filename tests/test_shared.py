@@ -1,0 +1,102 @@
+"""Shared weights: one set of parameters, gradients summed over its uses, whatever stages they lie on."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from helpers import assert_close, assert_equal
+
+VOCABULARY = 11
+RNG = np.random.default_rng(0)
+BATCH = {
+    "inputs": RNG.integers(0, VOCABULARY, (8, 5)).astype(np.int32),
+    "targets": RNG.integers(0, VOCABULARY, (8, 5)).astype(np.int32),
+}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.tanh(nn.Dense(16)(x)))
+
+
+def loss_fn(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean()
+
+
+MODULES = [nn.Embed(VOCABULARY, 8), Block(), Block(), Block(), Block(), Block(), Block(), nn.LayerNorm()]
+SAME = {3: 3, 5: 3, 6: 3}  # layers 3, 5 and 6 are one block, layers 0 and 8 one table
+
+
+def layers():
+    table, block = jpipe.Shared(MODULES[0]), jpipe.Shared(MODULES[3])
+    own = [block if i in SAME else module for i, module in enumerate(MODULES)]
+    return [table, *own[1:], table.using("attend")]
+
+
+def sequential(trees):
+    x = MODULES[0].apply(trees[0], BATCH["inputs"])
+    for i in range(1, 8):
+        x = MODULES[i].apply(trees[SAME.get(i, i)], x)
+    return loss_fn(MODULES[0].apply(trees[0], x, method="attend"), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "schedule", "v", "remat"),
+    [
+        (1, 2, "1f1b", 1, "layer"),
+        (4, 4, "1f1b", 1, "none"),
+        (3, 4, "gpipe", 1, "layer"),
+        (2, 4, "interleaved", 2, "stage"),
+    ],
+)
+def test_equal_to_the_sequential_model(k, m, schedule, v, remat):
+    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
+    pipe = jpipe.Pipeline(layers(), loss_fn, **sizes, schedule=schedule, remat=remat, balance="even")
+    variables = pipe.init(jax.random.key(0), BATCH)
+    trees = jax.device_get(pipe.layer_variables(variables))
+    assert_equal(trees[8], trees[0], "both uses show the same table")
+    expected, gradients = jax.value_and_grad(sequential)(trees)
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
+    found = jax.device_get(pipe.layer_variables({"params": grads}))
+    assert_close(loss, expected, "loss")
+    for i in (0, 1, 2, 3, 4, 7):
+        assert_close(found[i], gradients[i], f"gradient of layer {i}")
+    own = [gradients[i] for i in (0, 1, 2, 3, 4, 7)]
+    assert_close(optax.global_norm(grads), optax.global_norm(own), "shared parameters count once in a norm")
+    assert_equal(pipe.from_layer_variables(trees), variables, "round trip")
+
+
+def test_a_hundred_steps_with_tied_weights():
+    pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=3, num_microbatches=2, balance="even")
+    tx = optax.adam(1e-2)
+    state = pipe.create_state(jax.random.key(0), BATCH, tx)
+    params = jax.device_get(pipe.layer_variables(state.variables))
+    opt_state = tx.init(params)
+    step = jax.jit(jax.value_and_grad(sequential))
+    for _ in range(100):
+        state, metrics = pipe.train_step(state, BATCH)
+        loss, grads = step(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-3)
+    trees = jax.device_get(pipe.layer_variables(state.variables))
+    assert_equal(trees[8], trees[0], "one table")
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"layers\[1\] uses Embed through 'transpose', which it doesn't have"):
+        table = jpipe.Shared(nn.Embed(4, 4))
+        jpipe.Pipeline([table, table.using("transpose")], loss_fn, num_stages=1, num_microbatches=1)
+    with pytest.raises(TypeError, match="shared already"):
+        jpipe.Shared(jpipe.Shared(nn.Dense(3)))
+    with pytest.raises(TypeError, match="pass a method's name"):
+        jpipe.Shared(nn.Dense(3)).using(3)
+    norm = jpipe.Shared(nn.BatchNorm())
+    pipe = jpipe.Pipeline([norm, norm], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match="is shared but has the collections"):
+        pipe.init(jax.random.key(0), np.ones((4, 3), np.float32))
