@@ -16,11 +16,11 @@ from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.layers import positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
+from jpipe.loops import anchor
 from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
 from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.stages import Stage, init_key
-from jpipe.storage import look_up
 from jpipe.tracing import without_mesh
 
 
@@ -41,7 +41,8 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
             kind = plan.model.kinds[home.kind]
             if kind.layer.ready is not None or not kind.variables:
                 return buffers
-            index = look_up([shown[0] for shown in home.members], member) - plan.model.first
+            first = jnp.asarray([shown[0] for shown in home.members], jnp.int32)
+            index = anchor(first[member] - plan.model.first, member)
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
             init = lambda k, x, b: kind.layer.init(k, positional(x), b)
             made = without_mesh(init, init_key(key, index), *zeros)

@@ -79,7 +79,11 @@ class Layout:
         return jax.tree_util.tree_map_with_path(make, self.shapes)
 
     def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
-        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages."""
+        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages.
+
+        `member` depends on the trip of a loop even where there is one only, so that nothing made from it is computed on
+        devices that have no such layer.
+        """
         for c, shelf in enumerate(self.storage.shelves):
             if not shelf.cells:
                 continue
@@ -89,8 +93,7 @@ class Layout:
             longest = max(map(len, per_device))
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
             count = look_up([len(row) for row in per_device], device)
-            single = len(shelf.cells) == 1
-            visit = lambda i, carry, c=c, table=table, single=single: body(c, 0 if single else table[device, i], carry)
+            visit = lambda i, carry, c=c, table=table: body(c, table[device, i], carry)
             carry = each(0, count, visit, carry)
         return carry
 

@@ -129,7 +129,7 @@ class Pipeline:
         plan = self._plan_for(batch)
         key = batches.as_key(key)
         if not isinstance(key, Tracer):
-            key = jax.device_put(key, NamedSharding(self.mesh, PartitionSpec()))
+            key = self._to_all(key)
         return self._jit_init(key, self._ready_values(plan))
 
     def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
@@ -223,7 +223,7 @@ class Pipeline:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         variables = self.init(key, batch)
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
-        step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), shardings.step)
+        step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
         return TrainState(step, variables, opt_state, key, tx)
 
     def abstract_state(self, batch: Any, tx: optax.GradientTransformation) -> TrainState:
@@ -286,6 +286,10 @@ class Pipeline:
         self._model(self._shapes(batch), bare)
 
     # --- planning ---
+
+    def _to_all(self, tree: Any) -> Any:
+        """Small arrays on all devices of the mesh, those of other processes included."""
+        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
     def _shapes(self, batch: Any) -> Any:
         return batches.microbatch_shapes(batch, self.schedule.num_microbatches, num_shards(self.mesh))
