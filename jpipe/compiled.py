@@ -36,6 +36,8 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
     layouts, mesh = plan.layouts, plan.mesh
 
     def body(key: Any, ready: Any) -> Any:
+        """One stage's part: its buffers `[1, ...]` by collection."""
+
         def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
             home = plan.model.homes[c]
             kind = plan.model.kinds[home.kind]

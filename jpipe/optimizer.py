@@ -85,6 +85,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         return StageTree(jax.jit(run)(dict(params)), states)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[StageTree, StageTree]:
+        """Calls `inner.update` for each layer on the stage where it lies."""
         layout, states = _layout_of(updates), _layout_of(state)
         given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
 

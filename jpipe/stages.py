@@ -53,6 +53,7 @@ class Stage:
         """
 
         def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
+            """One layer forward: reads its input from the carrier and puts its output there."""
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
             given = self._given(c, member, microbatch)
             x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
@@ -83,6 +84,7 @@ class Stage:
         places = self.program.residuals
 
         def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
+            """One layer backward: the same with cotangents."""
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
             given = self._given(c, member, microbatch)
             stored = places.read(residuals, c, member, saved)
