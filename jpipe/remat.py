@@ -4,13 +4,17 @@ Two choices make up every mode. What waits between forward and backward: the lay
 alone (the residuals are then made in the backward action, for one micro-batch). And which residuals a layer has: those
 that its `jax.checkpoint` policy saves.
 
-| mode     | waits          | a layer's residuals | computed in all |
-|----------|----------------|---------------------|-----------------|
-| "none"   | residuals      | all                 | F + B           |
-| "layer"  | residuals      | its input           | 2F + B          |
-| policy   | residuals      | what it saves       | between         |
-| "stage"  | stage's input  | all                 | 2F + B          |
-| "full"   | stage's input  | its input           | 3F + B          |
+| mode     | waits          | a layer's residuals      | computed in all |
+|----------|----------------|--------------------------|-----------------|
+| "none"   | residuals      | all but the elementwise  | F + B           |
+| "layer"  | residuals      | its input                | 2F + B          |
+| policy   | residuals      | what it saves            | between         |
+| "stage"  | stage's input  | all but the elementwise  | 2F + B          |
+| "full"   | stage's input  | its input                | 3F + B          |
+
+What an elementwise operation gives (an activation, a normalised or masked value) is made again from its operands, which
+takes less time than to write it down and read it back: a gelu alone has six such residuals. A policy of
+`jax.checkpoint_policies.everything_saveable` does keep them.
 """
 
 from __future__ import annotations
@@ -28,25 +32,38 @@ class Remat:
 
     Attributes:
       keep_inputs: the stage's input waits for the backward action, instead of the layers' residuals.
-      policy: a `jax.checkpoint` policy for each layer; None saves everything.
+      policy: a `jax.checkpoint` policy for each layer.
     """
 
     keep_inputs: bool
-    policy: Callable[..., Any] | None
+    policy: Callable[..., Any]
 
     def wrap(self, function: Callable) -> Callable:
         """`function` under the policy."""
-        if self.policy is None:
-            return function
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.
         return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
 
 
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
+    div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p logistic max min mul neg not or pow reduce_precision
+    rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split transpose
+    """.split()
+)  # and what only moves elements; comparisons, whose results take a byte, are kept
+
+
+def save_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
+    return primitive.name not in _ELEMENTWISE
+
+
 _NOTHING = jax.checkpoint_policies.nothing_saveable
 MODES = {
-    "none": Remat(False, None),
+    "none": Remat(False, save_but_elementwise),
     "layer": Remat(False, _NOTHING),
-    "stage": Remat(True, None),
+    "stage": Remat(True, save_but_elementwise),
     "full": Remat(True, _NOTHING),
 }
 

@@ -89,8 +89,8 @@ def temporary_bytes(order: str, remat, num_microbatches: int) -> int:
 
 
 def test_memory_of_the_modes():
-    sizes = {remat: temporary_bytes("gpipe", remat, 8) for remat in MODES}
-    hidden = 8 // 2 * 8 * 32 * 256 * 4  # layers of a stage * micro-batches * examples * width * bytes
+    sizes = {remat: temporary_bytes("gpipe", remat, 16) for remat in MODES}
+    hidden = 8 // 2 * 16 * 32 * 256 * 4  # layers of a stage * micro-batches * examples * width * bytes
     assert sizes["none"] > hidden
     assert sizes["layer"] < sizes["none"] / 4
     assert sizes["stage"] < sizes["none"] / 4
@@ -111,5 +111,3 @@ def test_names():
     policy = jax.checkpoint_policies.dots_saveable
     assert as_remat(policy).policy is policy
     assert not as_remat(policy).keep_inputs
-    function = lambda x: x
-    assert MODES["none"].wrap(function) is function

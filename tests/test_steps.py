@@ -33,6 +33,7 @@ MIDDLE = {
     "dropout": nn.Dropout(0.5, deterministic=False),
     "cast": jpipe.Layer(lambda key, x: jnp.ones((4, 4), jnp.bfloat16), cast),
     "function": jnp.tanh,
+    "gelu": nn.gelu,
 }
 
 
@@ -77,6 +78,13 @@ def test_what_is_stored():
     assert set(sizes("function", "none")) == {(2, 4)}
     assert (4, 4) not in sizes("cast", "none"), "the cast kernel is made again"
     assert sizes("cast", "layer") == [(2, 4)]
+
+
+def test_what_elementwise_operations_give_is_made_again():
+    assert [(a.shape, a.dtype) for a in stored("gelu", "none")] == [((2, 4), np.float32)]
+    assert len(stored("gelu", jax.checkpoint_policies.everything_saveable)) > 3
+    kept = {(a.shape, a.dtype.name) for a in stored("dropout", "none")}
+    assert kept == {((2, 4), "bool")}, "a mask takes a byte, its random bits four, and time"
 
 
 def stored(name, remat):
