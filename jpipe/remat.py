@@ -44,19 +44,19 @@ class Remat:
         return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
 
 
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-    div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p logistic max min mul neg not or pow reduce_precision
-    rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split transpose
-    """.split()
-)  # and what only moves elements; comparisons, whose results take a byte, are kept
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
+div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p logistic max min mul neg not or pow reduce_precision
+rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split transpose
+"""
+# Those in the last line only move elements. Comparisons are kept: what they give takes a byte.
+_REMADE = frozenset(_ELEMENTWISE.split())
 
 
 def save_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
-    return primitive.name not in _ELEMENTWISE
+    return primitive.name not in _REMADE
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
