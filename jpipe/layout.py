@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.kinds import Sequential
 from jpipe.loops import each
 from jpipe.meshes import AXIS, constrain, known_axes, on_stages
-from jpipe.storage import Buffers, Storage, build_storage, choose_stacked, look_up
+from jpipe.storage import Buffers, Storage, build_storage, look_up
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,14 @@ class Layout:
             if shown[0] in leaves
         }
 
-        def make(path: tuple, shape: jax.ShapeDtypeStruct) -> Any:
-            part, name = path[0].key, path[1].key
-            leaf = path[2].idx if part == "stacks" else 0
-
+        def make(name: str, shape: jax.ShapeDtypeStruct) -> Any:
             def fill(index: Any) -> np.ndarray:
                 stage = index[0].start or 0
-                local = self.storage.assemble(stage, by_member, part, name, leaf)
-                return local[None][(slice(None), *index[1:])]
+                return self.storage.assemble(stage, by_member, name)[None][(slice(None), *index[1:])]
 
             return jax.make_array_from_callback(shape.shape, shape.sharding, fill)
 
-        return jax.tree_util.tree_map_with_path(make, self.shapes)
+        return StageTree({name: make(name, shape) for name, shape in self.shapes.items()}, self)
 
     def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
         """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages.
@@ -99,7 +95,7 @@ class Layout:
 
 
 class StageTree(dict):
-    """Variables of all layers under a layout: `{"stacks": ..., "pools": ...}`, arrays `[K, ...]` split over `stage`.
+    """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by bank (`jpipe.storage`).
 
     A pytree. Elementwise operations and sums over all elements are exact: places that no layer owns hold zeros.
     """
@@ -109,16 +105,21 @@ class StageTree(dict):
         self.layout = layout
 
 
+def _flatten(tree: StageTree) -> tuple[Any, Any]:
+    names = tuple(sorted(tree))
+    return [tree[name] for name in names], (names, tree.layout)
+
+
 def _flatten_with_keys(tree: StageTree) -> tuple[Any, Any]:
-    names = ("pools", "stacks")
-    return [(jax.tree_util.DictKey(name), tree[name]) for name in names], tree.layout
+    children, kept = _flatten(tree)
+    return list(zip(map(jax.tree_util.DictKey, kept[0]), children, strict=True)), kept
 
 
 jax.tree_util.register_pytree_with_keys(
     StageTree,
     _flatten_with_keys,
-    lambda layout, children: StageTree(dict(zip(("pools", "stacks"), children, strict=True)), layout),
-    lambda tree: ([tree["pools"], tree["stacks"]], tree.layout),
+    lambda kept, children: StageTree(dict(zip(kept[0], children, strict=True)), kept[1]),
+    _flatten,
 )
 
 
@@ -136,15 +137,12 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
     kinds = [model.kinds[home.kind] for home in homes]
     cells = [[stage_of[shown[0]] for shown in home.members] for home in homes]
     specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in kinds]
-    split = [any(any(spec) for group in found.values() for spec in group) for found in specs]
-    stacked = [choose_stacked(cell, num_stages, flag) for cell, flag in zip(cells, split, strict=True)]
     layouts = {}
     for name in ["params", *sorted({n for kind in model.kinds for n in kind.variables} - {"params"})]:
         trees = [kind.variables.get(name, {}) if home.members else {} for kind, home in zip(kinds, homes, strict=True)]
         storage = build_storage(
             [jax.tree.leaves(tree) for tree in trees],
             cells,
-            stacked,
             num_devices=num_stages,
             specs=[found.get(name, []) if home.members else [] for found, home in zip(specs, homes, strict=True)],
         )

@@ -1,8 +1,8 @@
 """Optimisers: the training state, and `per_layer` for transformations that look at one parameter at a time.
 
-Under a layout, layers that are the same are stacked and others lie in flat pools. Elementwise transformations
-and global norms don't notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows
-them each layer's own tree, on the device where it lies.
+Under a layout, leaves of many layers lie together in banks. Elementwise transformations and global norms don't notice.
+Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own tree, on
+the device where it lies.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     storage = build_storage(
         [jax.tree.leaves(tree) for tree in trees],
         [shelf.cells for shelf in shelves],
-        [shelf.stacked for shelf in shelves],
         num_devices=layout.num_stages,
         specs=specs,
     )
@@ -152,31 +151,18 @@ def state_shardings(opt_state: Any, params: StageTree) -> Any:
       params: the parameters, or their shapes.
     """
     layout = params.layout
-    mirrored = {
-        jax.tree_util.keystr(path): (leaf.shape, spec)
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(layout.specs), strict=True
-        )
-    }
-    ends = sorted(mirrored, key=len, reverse=True)
+    place = lambda spec: NamedSharding(layout.mesh, spec)
 
-    def spec(path: Any, leaf: Any) -> NamedSharding:
-        text = jax.tree_util.keystr(path)
-        match = next((mirrored[end] for end in ends if text.endswith(end)), None)
-        if match and match[0] == leaf.shape:
-            return NamedSharding(layout.mesh, match[1])
+    def guess(leaf: Any) -> NamedSharding:
+        """A statistic of the parameters' arrays is split over the stages, any other is on all of them."""
         whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
-        return NamedSharding(layout.mesh, PartitionSpec(AXIS) if whole else PartitionSpec())
+        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
 
-    tree_spec = lambda node: jax.tree.map(lambda s: NamedSharding(layout.mesh, s), node.layout.specs)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, node: (
-            tree_spec(node) if isinstance(node, StageTree) and node.layout != layout else _map(spec, path, node)
-        ),
-        opt_state,
-        is_leaf=lambda node: isinstance(node, StageTree),
-    )
+    def of_tree(tree: StageTree) -> StageTree:
+        shapes, specs = tree.layout.shapes, tree.layout.specs
+        same = lambda name, leaf: leaf.shape == shapes[name].shape
+        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
+        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
 
-
-def _map(function: Any, prefix: Any, node: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function((*prefix, *path), leaf), node)
+    is_tree = lambda node: isinstance(node, StageTree)
+    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)

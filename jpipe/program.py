@@ -18,7 +18,7 @@ from jpipe.kinds import Sequential
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
 from jpipe.steps import LayerStep, Tape, given_shapes
-from jpipe.storage import Storage, build_storage, choose_stacked, is_float
+from jpipe.storage import Storage, build_storage, is_float
 from jpipe.ticks import TickTable, lower
 
 
@@ -156,7 +156,6 @@ def build_program(
         residuals = build_storage(
             [tape.stored for tape in tapes],
             [[stage_of[i] for i in kind.members] for kind in model.kinds],
-            [choose_stacked([stage_of[i] for i in kind.members], schedule.num_stages, False) for kind in model.kinds],
             num_devices=schedule.num_stages,
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
             shards=shards,

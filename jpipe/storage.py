@@ -1,20 +1,24 @@
 """Where every layer's arrays lie on its stage's device.
 
-One program runs on all stages, so an array has the same shape on all of them, while layers differ. Two ways out:
+One program runs on all stages, so an array has the same shape on all of them, while layers differ. A *bank* is such an
+array, in which leaves of many layers lie one after the other:
 
-- a *stack* `[slots, ...]` for each leaf of a kind with several layers spread over the stages, a layer a slot;
-- a *pool* `[shards, size]` for each dtype, in which the layers of the other kinds lie end to end. A pool is as large
-  as the fullest stage needs: an embedding on the first stage and a head on the last one share the same bytes.
+- a typed bank, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many as
+  the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on;
+- a pool, `[shards, size]`, holds leaves of one dtype end to end, as many bytes as the fullest stage needs: it suits
+  types that few stages have. A leaf has to be flattened for it, which moves it on an accelerator.
 
-A `Storage` is the address book of both, plain data. The same class keeps parameters, gradients, state collections,
+A `Storage` is the address book of them all, plain data. The same class keeps parameters, gradients, state collections,
 optimiser state (a *cell* is a stage) and residuals (a *cell* is a virtual stage; each micro-batch in flight has a row).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +26,116 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 Buffers = dict[str, Any]
-"""`{"stacks": {kind: [leaf, ...]}, "pools": {dtype: array}}`, a pytree."""
+"""`{bank: array}`."""
+
+OWN_BANKS = 1 / 4
+"""How much more memory (as a share) banks may take than pools would, so that large leaves aren't flattened."""
+
+
+class LeafType(NamedTuple):
+    """What leaves in one typed bank have in common."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec = PartitionSpec()
+
+    @property
+    def elements(self) -> int:
+        """Elements of a leaf."""
+        return int(np.prod(self.shape))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def name(self) -> str:
+        """A bank's name: `float32_256x128`, with the mesh axes behind if there are any."""
+        axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes])
+
+
+@dataclass(frozen=True)
+class TypedBank:
+    """Leaves of one type, `[size, *shape]`; an entry is a leaf."""
+
+    type: LeafType
+    strides: tuple[int, ...]  # the entries that a row takes, on each device
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array on one device."""
+        return (self.size, *self.type.shape)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the array is split over mesh axes besides `stage`."""
+        return PartitionSpec(None, *self.type.spec)
+
+    @property
+    def dtype(self) -> Any:
+        """Of its leaves."""
+        return jnp.dtype(self.type.dtype)
+
+    def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
+        """The leaf at an entry."""
+        return jax.lax.dynamic_slice(array, _start(array, (entry,)), (1, *shape)).reshape(shape)
+
+    def put(self, array: Any, entry: Any, leaf: Any) -> Any:
+        """The array with the leaf at an entry replaced (in place, in a loop)."""
+        return jax.lax.dynamic_update_slice(array, leaf.astype(array.dtype)[None], _start(array, (entry,)))
+
+    def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
+        """`put` on the host."""
+        array[entry] = np.asarray(leaf)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Leaves of one dtype, flattened, end to end, `[shards, size]`; an entry is an element of a shard."""
+
+    dtype: Any
+    shards: int
+    strides: tuple[int, ...]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array on one device."""
+        return (self.shards, self.size)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the array is split over mesh axes besides `stage`."""
+        return PartitionSpec()
+
+    def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
+        """The leaf that begins at an entry."""
+        length = int(np.prod(shape)) // self.shards
+        return jax.lax.dynamic_slice(array, _start(array, (0, entry)), (self.shards, length)).reshape(shape)
+
+    def put(self, array: Any, entry: Any, leaf: Any) -> Any:
+        """The array with the leaf that begins at an entry replaced (in place, in a loop)."""
+        flat = leaf.reshape(self.shards, -1).astype(array.dtype)
+        return jax.lax.dynamic_update_slice(array, flat, _start(array, (0, entry)))
+
+    def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
+        """`put` on the host."""
+        flat = np.asarray(leaf).reshape(self.shards, -1)
+        array[:, entry : entry + flat.shape[1]] = flat
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """The places of one kind's layers: leaf shapes, and cell, slot and pool offsets of every member."""
+    """The places of one kind's layers: for each leaf its type and bank, for each member its cell and entries."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
-    stacked: bool
+    banks: tuple[str, ...]
     cells: tuple[int, ...]
-    slots: tuple[int, ...]  # a member's position in its stack
-    offsets: tuple[tuple[int, ...], ...]  # [leaves][members], in elements of a shard of the leaf's dtype's pool
-    num_slots: int
-    rows: int
+    entries: tuple[tuple[int, ...], ...]  # [leaves][members]
 
 
 @dataclass(frozen=True)
@@ -45,110 +144,72 @@ class Storage:
 
     Attributes:
       shelves: one a kind.
-      strides: for each dtype, the pool elements (of a shard) that a row takes on each device.
-      sizes: for each dtype, the pool's length.
-      shards: the leading dimension of pools and pooled leaves, split over the data axes of the mesh.
+      named_banks: the banks and their names, in order.
     """
 
     shelves: tuple[Shelf, ...]
-    strides: tuple[tuple[str, tuple[int, ...]], ...]
-    sizes: tuple[tuple[str, int], ...]
-    shards: int = 1
+    named_banks: tuple[tuple[str, TypedBank | Pool], ...]
+
+    @cached_property
+    def banks(self) -> dict[str, TypedBank | Pool]:
+        """The banks by name."""
+        return dict(self.named_banks)
 
     def zeros(self, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Buffers:
-        """Buffers of one device, zero; `dtype_of` maps a leaf's dtype to that of its buffer."""
-        stacks = {
-            str(c): [
-                jnp.zeros((*((shelf.rows,) if shelf.rows else ()), shelf.num_slots, *leaf.shape), dtype_of(leaf.dtype))
-                for leaf in shelf.leaves
-            ]
-            for c, shelf in enumerate(self.shelves)
-            if shelf.stacked and shelf.leaves
-        }
-        pools = {name: jnp.zeros((self.shards, size), dtype_of(np.dtype(name))) for name, size in self.sizes}
-        return {"stacks": stacks, "pools": pools}
+        """Buffers of one device, zero; `dtype_of` maps a bank's dtype to that of its buffer."""
+        return {name: jnp.zeros(bank.shape, dtype_of(bank.dtype)) for name, bank in self.named_banks}
 
     def shapes(self) -> Buffers:
         """`zeros` as ShapeDtypeStructs."""
         return jax.eval_shape(self.zeros)
 
     def specs(self, prefix: tuple = ()) -> Buffers:
-        """PartitionSpecs of the buffers, `prefix` in front: the axes that layers ask for, none for pools."""
-        stacks = {
-            str(c): [PartitionSpec(*prefix, *((None,) if shelf.rows else ()), None, *spec) for spec in shelf.specs]
-            for c, shelf in enumerate(self.shelves)
-            if shelf.stacked and shelf.leaves
-        }
-        return {"stacks": stacks, "pools": {name: PartitionSpec(*prefix) for name, _ in self.sizes}}
+        """PartitionSpecs of the buffers, `prefix` in front."""
+        return {name: PartitionSpec(*prefix, *bank.spec) for name, bank in self.named_banks}
 
     def read(self, buffers: Buffers, c: int, member: Any, at: Row | None = None) -> list[Any]:
         """The leaves of a member of kind `c`."""
         shelf = self.shelves[c]
-        if shelf.stacked:
-            index = _slot(shelf, member, at)
-            stacks = buffers["stacks"][str(c)] if shelf.leaves else []
-            return [_take(stack, index) for stack in stacks]
         return [
-            _slice_pool(buffers["pools"][leaf.dtype.name], self._offset(shelf, i, member, at), leaf.shape)
-            for i, leaf in enumerate(shelf.leaves)
+            self.banks[name].take(buffers[name], self._entry(shelf, i, member, at), shelf.leaves[i].shape)
+            for i, name in enumerate(shelf.banks)
         ]
 
     def write(self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any], at: Row | None = None) -> Buffers:
         """Buffers with a member's leaves replaced (in place, in a loop)."""
-        return self._update(buffers, c, member, leaves, at, add=False)
+        shelf, buffers = self.shelves[c], dict(buffers)
+        for i, (name, leaf) in enumerate(zip(shelf.banks, leaves, strict=True)):
+            buffers[name] = self.banks[name].put(buffers[name], self._entry(shelf, i, member, at), leaf)
+        return buffers
 
     def add(self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any]) -> Buffers:
         """Buffers with floating-point `leaves` added to a member's, in the buffers' dtype; others replace it."""
-        return self._update(buffers, c, member, leaves, None, add=True)
+        old = self.read(buffers, c, member)
+        new = [a + leaf.astype(a.dtype) if is_float(leaf) else leaf for a, leaf in zip(old, leaves, strict=True)]
+        return self.write(buffers, c, member, new)
 
-    def assemble(self, cell: int, leaves: dict[tuple[int, int], Any], part: str, name: str, leaf: int) -> np.ndarray:
-        """One buffer of one device, on the host.
+    def assemble(self, cell: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
+        """One bank of one device, on the host.
 
         Args:
           cell: the device.
           leaves: the leaves of each (kind, member); places of members that are missing hold zeros.
-          part: "stacks" or "pools".
-          name: the kind (as a string) or the dtype.
-          leaf: in a stack, which leaf.
+          name: the bank.
         """
-        if part == "stacks":
-            shelf = self.shelves[int(name)]
-            buffer = np.zeros((shelf.num_slots, *shelf.leaves[leaf].shape), shelf.leaves[leaf].dtype)
-            for member, (owner, slot) in enumerate(zip(shelf.cells, shelf.slots, strict=True)):
-                if owner == cell and (int(name), member) in leaves:
-                    buffer[slot] = np.asarray(leaves[int(name), member][leaf])
-            return buffer
-        buffer = np.zeros((self.shards, dict(self.sizes)[name]), name)
+        bank = self.banks[name]
+        array = np.zeros(bank.shape, bank.dtype)
         for (c, member), values in leaves.items():
             shelf = self.shelves[c]
-            for i, spec in enumerate(shelf.leaves):
-                if not shelf.stacked and shelf.cells[member] == cell and spec.dtype.name == name:
-                    flat = np.asarray(values[i]).reshape(self.shards, -1)
-                    buffer[:, shelf.offsets[i][member] :][:, : flat.shape[1]] = flat
-        return buffer
+            for i, place in enumerate(shelf.banks):
+                if place == name and shelf.cells[member] == cell:
+                    bank.fill(array, shelf.entries[i][member], values[i])
+        return array
 
-    def _update(
-        self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any], at: Row | None, *, add: bool
-    ) -> Buffers:
-        shelf = self.shelves[c]
-        stacks, pools = dict(buffers["stacks"]), dict(buffers["pools"])
-        if shelf.stacked and shelf.leaves:
-            index = _slot(shelf, member, at)
-            stacks[str(c)] = [
-                _put(s, index, leaf, add and is_float(leaf)) for s, leaf in zip(stacks[str(c)], leaves, strict=True)
-            ]
-        elif not shelf.stacked:
-            for i, (spec, leaf) in enumerate(zip(shelf.leaves, leaves, strict=True)):
-                name, offset = spec.dtype.name, self._offset(shelf, i, member, at)
-                pools[name] = _update_pool(pools[name], offset, leaf, add and is_float(leaf))
-        return {"stacks": stacks, "pools": pools}
-
-    def _offset(self, shelf: Shelf, leaf: int, member: Any, at: Row | None) -> Any:
-        offset = look_up(shelf.offsets[leaf], member)
+    def _entry(self, shelf: Shelf, leaf: int, member: Any, at: Row | None) -> Any:
+        entry = look_up(shelf.entries[leaf], member)
         if at is None:
-            return offset
-        strides = dict(self.strides)[shelf.leaves[leaf].dtype.name]
-        return offset + at.row * look_up(strides, at.device)
+            return entry
+        return entry + at.row * look_up(self.banks[shelf.banks[leaf]].strides, at.device)
 
 
 @dataclass(frozen=True)
@@ -174,14 +235,11 @@ def look_up(table: Sequence[int], index: Any) -> Any:
     """`table[index]` for a Python or traced index; a constant where all entries are equal."""
     if isinstance(index, int):
         return int(table[index])
+    first = int(table[0])
     if len(set(table)) == 1:
-        return int(table[0])
-    return jnp.asarray(np.asarray(table, np.int32))[index]
-
-
-def _slot(shelf: Shelf, member: Any, at: Row | None) -> tuple:
-    slot = look_up(shelf.slots, member)
-    return (slot,) if at is None else (at.row, slot)
+        return first
+    # Tables that differ by a constant are looked up once.
+    return first + jnp.asarray(np.asarray(table, np.int32) - np.int32(first))[index]
 
 
 def _start(array: Any, index: tuple) -> list:
@@ -189,34 +247,9 @@ def _start(array: Any, index: tuple) -> list:
     return [jnp.asarray(i, jnp.int32) for i in (*index, *([0] * (array.ndim - len(index))))]
 
 
-def _take(stack: Any, index: tuple) -> Any:
-    shape = stack.shape[len(index) :]
-    return jax.lax.dynamic_slice(stack, _start(stack, index), (1,) * len(index) + shape).reshape(shape)
-
-
-def _put(stack: Any, index: tuple, leaf: Any, add: bool) -> Any:
-    update = leaf.astype(stack.dtype)
-    if add:
-        update = update + _take(stack, index)
-    return jax.lax.dynamic_update_slice(stack, update.reshape((1,) * len(index) + leaf.shape), _start(stack, index))
-
-
-def _slice_pool(pool: Any, offset: Any, shape: tuple[int, ...]) -> Any:
-    size = int(np.prod(shape)) // pool.shape[0]
-    return jax.lax.dynamic_slice(pool, _start(pool, (0, offset)), (pool.shape[0], size)).reshape(shape)
-
-
-def _update_pool(pool: Any, offset: Any, leaf: Any, add: bool) -> Any:
-    flat = leaf.reshape(pool.shape[0], -1).astype(pool.dtype)
-    if add:
-        flat = flat + jax.lax.dynamic_slice(pool, _start(pool, (0, offset)), flat.shape)
-    return jax.lax.dynamic_update_slice(pool, flat, _start(pool, (0, offset)))
-
-
 def build_storage(
     leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
     cells: Sequence[Sequence[int]],
-    stacked: Sequence[bool],
     *,
     num_devices: int,
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
@@ -228,51 +261,101 @@ def build_storage(
     Args:
       leaves: for each kind, the leaves of one of its layers.
       cells: for each kind, the cell of each of its members; cell `s` is on device `s % num_devices`.
-      stacked: for each kind, whether its layers lie in a stack or in the pools.
       num_devices: K.
       specs: for each kind and leaf, the mesh axes it is split over.
-      rows: for each device, how many rows it needs; None for a storage without rows.
+      rows: for each device, how many rows it needs (default: one).
       shards: leading dimension of the pools; used only if it divides every pooled leaf's.
     """
-    pooled = [leaf for group, flag in zip(leaves, stacked, strict=True) if not flag for leaf in group]
-    if any(not leaf.shape or leaf.shape[0] % shards for leaf in pooled):
+    specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
+    types = [
+        [LeafType(tuple(leaf.shape), leaf.dtype.name, spec) for leaf, spec in zip(*pair, strict=True)]
+        for pair in zip(leaves, specs, strict=True)
+    ]
+    counts: dict[LeafType, Counter] = {}  # by type, the leaves of each cell
+    for group, places in zip(types, cells, strict=True):
+        for kind in group if places else ():
+            counts.setdefault(kind, Counter()).update(places)
+    rows = rows or (1,) * num_devices
+    own = _own_banks(counts, num_devices, rows)
+    pooled = [kind for kind in counts if kind not in own]
+    if any(not kind.shape or kind.shape[0] % shards for kind in pooled):
         shards = 1
-    taken: dict[str, dict[int, int]] = {leaf.dtype.name: {} for leaf in pooled}
+    shelves = _shelve(leaves, specs, types, cells, own, shards)
+    banks: dict[str, TypedBank | Pool] = {}
+    for kind in sorted(own, key=lambda kind: kind.name):
+        strides = _strides(counts[kind], num_devices)
+        banks[kind.name] = TypedBank(kind, strides, _size(strides, rows))
+    for dtype in sorted({kind.dtype for kind in pooled}):
+        strides = _strides(_pooled(counts, [kind for kind in pooled if kind.dtype == dtype], shards), num_devices)
+        banks[dtype] = Pool(jnp.dtype(dtype), shards, strides, _size(strides, rows))
+    return Storage(shelves, tuple(banks.items()))
+
+
+def _shelve(
+    leaves: Sequence, specs: Sequence, types: Sequence[Sequence[LeafType]], cells: Sequence, own: set, shards: int
+) -> tuple[Shelf, ...]:
+    """Places leaves one after the other in their banks, cell by cell."""
+    ends: Counter = Counter()
     shelves = []
-    for c, group in enumerate(leaves):
-        slots = [list(cells[c][:i]).count(cell) for i, cell in enumerate(cells[c])]
-        offsets = [[0] * len(cells[c]) for _ in group]
-        if not stacked[c]:
-            for member, cell in enumerate(cells[c]):
-                for i, leaf in enumerate(group):
-                    end = taken[leaf.dtype.name]
-                    offsets[i][member] = end.get(cell, 0)
-                    end[cell] = end.get(cell, 0) + int(np.prod(leaf.shape)) // shards
-        shelf = Shelf(
-            leaves=tuple(group),
-            specs=tuple(specs[c]) if specs else (PartitionSpec(),) * len(group),
-            stacked=stacked[c],
-            cells=tuple(cells[c]),
-            slots=tuple(slots),
-            offsets=tuple(map(tuple, offsets)),
-            num_slots=max(slots, default=-1) + 1,
-            rows=max(rows[cell % num_devices] for cell in cells[c]) if rows else 0,
-        )
-        shelves.append(shelf)
-    strides = {
-        name: tuple(max([n for cell, n in ends.items() if cell % num_devices == k] or [0]) for k in range(num_devices))
-        for name, ends in taken.items()
-    }
-    counts = rows or (1,) * num_devices
-    sizes = {name: max(n * r for n, r in zip(stride, counts, strict=True)) for name, stride in strides.items()}
-    return Storage(tuple(shelves), tuple(strides.items()), tuple(sizes.items()), shards)
+    for c, group in enumerate(types):
+        names = tuple(kind.name if kind in own else kind.dtype for kind in group)
+        entries = [[0] * len(cells[c]) for _ in group]
+        for member, cell in enumerate(cells[c]):
+            for i, kind in enumerate(group):
+                entries[i][member] = ends[names[i], cell]
+                ends[names[i], cell] += 1 if kind in own else kind.elements // shards
+        used = (tuple(leaves[c]), tuple(specs[c]), names) if cells[c] else ((), (), ())
+        shelves.append(Shelf(*used, tuple(cells[c]), tuple(map(tuple, entries))))
+    return tuple(shelves)
 
 
-def choose_stacked(cells: Sequence[int], num_devices: int, split: bool) -> bool:
-    """Whether a kind's layers go into a stack rather than into the pools.
+def _own_banks(counts: dict[LeafType, Counter], num_devices: int, rows: Sequence[int]) -> set[LeafType]:
+    """The types of leaves that get banks of their own; the others are pooled.
 
-    A stack has as many slots on every device as the fullest one needs. It is used if that wastes less than half, or if
-    a leaf is split over another mesh axis (a flat pool would lose that).
+    Those are types that most stages have (less than half of the bank is wasted), types that are split over other mesh
+    axes (a pool would lose that), and then, from the largest leaves on, as many as memory permits (`OWN_BANKS`).
     """
-    per_device = [sum(cell % num_devices == k for cell in cells) for k in range(num_devices)]
-    return split or max(per_device) * num_devices <= 2 * len(cells)
+
+    def size(kind: LeafType) -> int:
+        return _size(_strides(counts[kind], num_devices), rows)
+
+    def num_bytes(own: set[LeafType]) -> int:
+        dtypes: dict[str, list[LeafType]] = {}
+        for kind in counts:
+            if kind not in own:
+                dtypes.setdefault(kind.dtype, []).append(kind)
+        pools = [
+            jnp.dtype(dtype).itemsize * _size(_strides(_pooled(counts, group, 1), num_devices), rows)
+            for dtype, group in dtypes.items()
+        ]
+        return sum(size(kind) * kind.elements * kind.itemsize for kind in own) + sum(pools)
+
+    def common(kind: LeafType) -> bool:
+        strides = _strides(counts[kind], num_devices)
+        return size(kind) * num_devices < 2 * sum(n * r for n, r in zip(strides, rows, strict=True))
+
+    own = {kind for kind in counts if any(kind.spec) or common(kind)}
+    most = (1 + OWN_BANKS) * num_bytes(own)
+    for kind in sorted(set(counts) - own, key=lambda kind: (-kind.elements * kind.itemsize, kind.name)):
+        if num_bytes(own | {kind}) > most:
+            break
+        own.add(kind)
+    return own
+
+
+def _pooled(counts: dict[LeafType, Counter], kinds: Sequence[LeafType], shards: int) -> Counter:
+    """Elements of a shard that leaves of these types take, by cell."""
+    total: Counter = Counter()
+    for kind in kinds:
+        total.update({cell: n * (kind.elements // shards) for cell, n in counts[kind].items()})
+    return total
+
+
+def _strides(counts: Counter, num_devices: int) -> tuple[int, ...]:
+    """What a row takes on each device: as much as the fullest of its cells."""
+    return tuple(max([n for cell, n in counts.items() if cell % num_devices == k] or [0]) for k in range(num_devices))
+
+
+def _size(strides: Sequence[int], rows: Sequence[int]) -> int:
+    """What the device with the most needs."""
+    return max(n * r for n, r in zip(strides, rows, strict=True))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jpipe.storage
 from helpers import assert_equal
-from jpipe.storage import Row, build_storage, choose_stacked, look_up
+from jpipe.storage import Row, build_storage, look_up
 
 
 def leaf(*shape, dtype="float32"):
@@ -18,8 +19,16 @@ LEAVES = [[leaf(2, 3), leaf(3)], [leaf(4, 2), leaf(2, dtype="int32")], []]
 CELLS = [[0, 0, 0, 1, 1], [0, 1], [1]]
 
 
-def made(stacked=(True, False, False), **options):
-    return build_storage(LEAVES, CELLS, stacked, num_devices=2, **options)
+def made(**options):
+    return build_storage(LEAVES, CELLS, num_devices=2, **options)
+
+
+@pytest.fixture(params=[False, True], ids=["banks", "pools"])
+def storage(request, monkeypatch):
+    """The kinds' places, and the same where every type is pooled."""
+    if request.param:
+        monkeypatch.setattr(jpipe.storage, "_own_banks", lambda *_: set())
+    return made()
 
 
 def value(c, member, index, extra=0):
@@ -38,48 +47,71 @@ def fill(storage, device, rows=(None,)):
     return buffers
 
 
-@pytest.mark.parametrize("stacked", [(True, False, False), (False, False, False), (True, True, True)])
+def members():
+    return [(c, member, cell) for c, cells in enumerate(CELLS) for member, cell in enumerate(cells)]
+
+
 @pytest.mark.parametrize("device", [0, 1])
-def test_what_is_written_is_read(stacked, device):
-    storage = made(stacked)
+def test_what_is_written_is_read(storage, device):
     buffers = fill(storage, device)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), buffers) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), storage.shapes()
-    )
-    for c, cells in enumerate(CELLS):
-        for member, cell in enumerate(cells):
-            if cell == device:
-                expected = [value(c, member, i) for i in range(len(LEAVES[c]))]
-                assert_equal(storage.read(buffers, c, member), expected, f"kind {c}, member {member}")
-                traced = jax.jit(lambda b, m, c=c: storage.read(b, c, m))(buffers, member)
-                assert_equal(traced, expected, f"kind {c}, member {member}, traced")
+    types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+    assert types(buffers) == types(storage.shapes())
+    for c, member, cell in members():
+        if cell == device:
+            expected = [value(c, member, i) for i in range(len(LEAVES[c]))]
+            assert_equal(storage.read(buffers, c, member), expected, f"kind {c}, member {member}")
+            traced = jax.jit(lambda b, m, c=c: storage.read(b, c, m))(buffers, member)
+            assert_equal(traced, expected, f"kind {c}, member {member}, traced")
+    on_host = {(c, m): [value(c, m, i) for i in range(len(LEAVES[c]))] for c, m, _ in members()}
+    assert_equal({name: storage.assemble(device, on_host, name) for name in storage.banks}, buffers)
 
 
-@pytest.mark.parametrize("stacked", [(True, False, False), (False, False, False)])
 @pytest.mark.parametrize("device", [0, 1])
-def test_rows_of_micro_batches(stacked, device):
+def test_rows_of_micro_batches(device):
     rows = (3, 2)
-    storage = made(stacked, rows=rows)
+    storage = made(rows=rows)
     buffers = fill(storage, device, range(rows[device]))
     for row in range(rows[device]):
-        for c, cells in enumerate(CELLS):
-            for member, cell in enumerate(cells):
-                if cell == device:
-                    expected = [value(c, member, i, 1000 * row) for i in range(len(LEAVES[c]))]
-                    assert_equal(storage.read(buffers, c, member, Row(row, device)), expected)
+        for c, member, cell in members():
+            if cell == device:
+                expected = [value(c, member, i, 1000 * row) for i in range(len(LEAVES[c]))]
+                assert_equal(storage.read(buffers, c, member, Row(row, device)), expected)
 
 
-def test_pools_are_as_large_as_the_fullest_device_needs():
-    storage = made((False, False, False))
-    assert dict(storage.sizes) == {"float32": 3 * 9 + 8, "int32": 2}
-    assert dict(made((False, False, False), rows=(1, 2)).sizes) == {"float32": 2 * (2 * 9 + 8), "int32": 4}
-    assert {name: a.shape for name, a in storage.zeros()["pools"].items()} == {"float32": (1, 35), "int32": (1, 2)}
+def test_leaves_of_one_type_share_a_bank_as_large_as_the_fullest_device_needs():
+    """Of the first kind device 0 has three members and device 1 has two."""
+    shapes = {name: a.shape for name, a in made().shapes().items()}
+    assert shapes == {"float32_2x3": (3, 2, 3), "float32_3": (3, 3), "float32_4x2": (1, 4, 2), "int32_2": (1, 2)}
+    shapes = {name: a.shape for name, a in made(rows=(1, 2)).shapes().items()}
+    assert shapes["float32_2x3"] == (4, 2, 3), "two rows of two on device 1"
+    twice = build_storage([[leaf(2), leaf(2)], [leaf(2)]], [[0], [1]], num_devices=2)
+    assert {name: a.shape for name, a in twice.shapes().items()} == {"float32_2": (2, 2)}
 
 
-def test_stacks_have_as_many_slots_as_the_fullest_device_needs():
-    stacks = made().zeros()["stacks"]
-    assert [a.shape for a in stacks["0"]] == [(3, 2, 3), (3, 3)]
-    assert [a.shape for a in made(rows=(4, 2)).zeros()["stacks"]["0"]] == [(4, 3, 2, 3), (4, 3, 3)]
+def test_leaves_that_few_devices_have_are_pooled():
+    """Unless they are large and the others are larger still: what banks of their own waste is little then."""
+    ends = [[leaf(3, 2)], [leaf(7)]]
+    cells, devices = [[0], [3]], 4
+    alone = build_storage(ends, cells, num_devices=devices)
+    assert {name: a.shape for name, a in alone.shapes().items()} == {"float32": (1, 7)}
+    run = build_storage([*ends, [leaf(9, 9)]], [*cells, [0, 1, 2, 3]], num_devices=devices)
+    assert {name: a.shape for name, a in run.shapes().items()} == {
+        "float32_9x9": (1, 9, 9),
+        "float32_3x2": (1, 3, 2),
+        "float32_7": (1, 7),
+    }
+
+
+def test_a_leaf_split_over_another_axis_keeps_its_shape():
+    spec = jax.sharding.PartitionSpec(None, "model")
+    leaves, cells, whole = [[leaf(3, 2)], [leaf(7)]], [[0], [1]], jax.sharding.PartitionSpec()
+    shapes = lambda specs: {
+        name: a.shape for name, a in build_storage(leaves, cells, num_devices=2, specs=specs).shapes().items()
+    }
+    assert shapes([[whole], [whole]]) == {"float32": (1, 7)}
+    assert shapes([[spec], [whole]]) == {"float32_3x2_none_model": (1, 3, 2), "float32_7": (1, 7)}
+    storage = build_storage(leaves, cells, num_devices=2, specs=[[spec], [whole]])
+    assert storage.specs(("stage",))["float32_3x2_none_model"] == jax.sharding.PartitionSpec("stage", None, *spec)
 
 
 def test_adding():
@@ -95,38 +127,23 @@ def test_adding():
 
 
 def test_buffers_of_another_dtype():
-    storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], [False], num_devices=1)
+    storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], num_devices=1)
     buffers = storage.zeros(lambda dtype: jnp.float32)
     for _ in range(3):
         buffers = storage.add(buffers, 0, 0, [jnp.full((2,), 2.0**-9, jnp.bfloat16) + jnp.ones((), jnp.bfloat16)])
-    assert buffers["pools"]["bfloat16"].dtype == jnp.float32
+    assert buffers["bfloat16_2"].dtype == jnp.float32
     assert_equal(storage.read(buffers, 0, 0)[0], jnp.full((2,), 3.0, jnp.float32))
 
 
-def test_shards():
-    storage = build_storage([[leaf(4, 3), leaf(6)]], [[0]], [False], num_devices=1, shards=2)
-    assert storage.shards == 2
-    given = [jnp.arange(12.0, dtype=jnp.float32).reshape(4, 3), jnp.arange(6.0, dtype=jnp.float32)]
-    buffers = storage.write(storage.zeros(), 0, 0, given)
-    assert_equal(storage.read(buffers, 0, 0), given)
-    first_half = buffers["pools"]["float32"][0]
-    assert_equal(first_half, jnp.concatenate([given[0][:2].ravel(), given[1][:3]]))
-    assert build_storage([[leaf(3, 3)]], [[0]], [False], num_devices=1, shards=2).shards == 1
-
-
-@pytest.mark.parametrize(
-    ("cells", "num_devices", "split", "stacked"),
-    [
-        ([0, 0, 1, 1], 2, False, True),
-        ([0], 1, False, True),
-        ([0], 4, False, False),
-        ([0], 4, True, True),
-        ([0, 1, 2, 3, 3], 4, False, True),
-        ([0, 0, 0, 1], 4, False, False),
-    ],
-)
-def test_when_to_stack(cells, num_devices, split, stacked):
-    assert choose_stacked(cells, num_devices, split) is stacked
+def test_shards_of_a_pool():
+    leaves, cells = [[leaf(4, 3)], [leaf(6)]], [[0], [1]]
+    storage = build_storage(leaves, cells, num_devices=2, shards=2)
+    given = jnp.arange(12.0, dtype=jnp.float32).reshape(4, 3)
+    buffers = storage.write(storage.zeros(), 0, 0, [given])
+    assert_equal(storage.read(buffers, 0, 0), [given])
+    assert_equal(buffers["float32"], given.reshape(2, 6), "the first half of the examples is the first shard")
+    odd = build_storage([[leaf(3, 3)], [leaf(6)]], cells, num_devices=2, shards=2)
+    assert odd.shapes()["float32"].shape == (1, 9)
 
 
 def test_look_up():
