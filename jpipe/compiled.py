@@ -21,6 +21,7 @@ from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
 from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.stages import Stage, init_key
+from jpipe.steps import given_shapes
 from jpipe.tracing import without_mesh
 
 
@@ -55,7 +56,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
         empty = {name: layout.storage.zeros() for name, layout in layouts.items()} | local(ready)
         buffers = {name: constrain_buffers(tree, layouts[name].storage, mesh) for name, tree in empty.items()}
-        return stacked(layouts["params"].for_each_local(visit, device_index(mesh), buffers))
+        return stacked(layouts["params"].storage.for_each_local(visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
@@ -101,7 +102,16 @@ def _stage(program: Program, mesh: Mesh, variables: Any, batch: Any, key: Any) -
     micro = constrain(micro, jax.tree.map(lambda _: spec, micro), mesh)
     variables, device = local(variables), device_index(mesh)
     shared = send_shared(program, variables, device)
-    return Stage(program, variables, micro, key, shared, device, lambda leaves: pin_batch(leaves, mesh))
+    rates = [] if key is None else _state_rates(program)
+    return Stage(program, variables, micro, key, shared, rates, device, lambda leaves: pin_batch(leaves, mesh))
+
+
+def _state_rates(program: Program) -> list[list[Any]]:
+    """How fast the running averages of each kind move."""
+    return [
+        step.state_rates(given_shapes(step, program.batch), [mean for mean, _ in merging.moments])
+        for step, merging in zip(program.steps, program.mergings, strict=True)
+    ]
 
 
 def _specs(plan: Plan) -> dict[str, Any]:

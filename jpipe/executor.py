@@ -19,7 +19,7 @@ from jpipe.meshes import AXIS
 from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
 from jpipe.stages import Carry, Stage
-from jpipe.storage import Row, accumulator_dtype, is_float
+from jpipe.storage import Row, accumulator_dtype
 from jpipe.ticks import SlotTable
 
 
@@ -66,14 +66,9 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
     carry = _run_ticks(program, stage, carry)
     carry["grads"] = _gather_shared(program, stage, carry["grads"], carry["shared"])
     loss, weight = (_from_last_stage(leaf) for leaf in carry["loss"])
-    mean = lambda leaf, old, total: (leaf / total.astype(leaf.dtype)).astype(old.dtype) if is_float(leaf) else leaf
-    count = jnp.asarray(program.schedule.num_microbatches, jnp.float32)
-    updates = {
-        name: jax.tree.map(lambda a, b: mean(a, b, count), tree, stage.variables[name])
-        for name, tree in carry["updates"].items()
-    }
-    grads = jax.tree.map(lambda a, b: mean(a, b, weight), carry["grads"], stage.variables["params"])
-    return loss / weight, updates, grads
+    divide = lambda leaf, old: (leaf / weight.astype(leaf.dtype)).astype(old.dtype)
+    grads = jax.tree.map(divide, carry["grads"], stage.variables["params"])
+    return loss / weight, stage.merged_state(carry["updates"]), grads
 
 
 def send_shared(program: Program, variables: dict[str, Any], device: Any) -> dict[int, list[Any]]:

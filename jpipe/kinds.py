@@ -48,6 +48,11 @@ class Kind:
     needs_key: bool
 
     @property
+    def state_names(self) -> list[str]:
+        """The collections that aren't parameters, in order."""
+        return [name for name in self.variables if name != "params"]
+
+    @property
     def shared(self) -> Any:
         """What identifies its parameters if it shares them with other layers, else None."""
         return self.layer.shared

@@ -6,7 +6,7 @@ its `Layout`. The layout translates to and from the layers' trees without ever p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.kinds import Sequential
-from jpipe.loops import each
 from jpipe.meshes import AXIS, constrain, known_axes, on_stages
-from jpipe.storage import Buffers, Storage, build_storage, look_up
+from jpipe.storage import Buffers, Storage, build_storage
 
 
 @dataclass(frozen=True)
@@ -73,25 +72,6 @@ class Layout:
             return jax.make_array_from_callback(shape.shape, shape.sharding, fill)
 
         return StageTree({name: make(name, shape) for name, shape in self.shapes.items()}, self)
-
-    def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
-        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages.
-
-        `member` depends on the trip of a loop even where there is one only, so that nothing made from it is computed on
-        devices that have no such layer.
-        """
-        for c, shelf in enumerate(self.storage.shelves):
-            if not shelf.cells:
-                continue
-            per_device = [
-                [j for j, s in enumerate(shelf.cells) if s % self.num_stages == k] for k in range(self.num_stages)
-            ]
-            longest = max(map(len, per_device))
-            table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
-            count = look_up([len(row) for row in per_device], device)
-            visit = lambda i, carry, c=c, table=table: body(c, table[device, i], carry)
-            carry = each(0, count, visit, carry)
-        return carry
 
 
 class StageTree(dict):

@@ -79,7 +79,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 tree = jax.tree.unflatten(layout.treedefs[c], layout.storage.read(params, c, member))
                 return states.storage.write(buffers, c, member, jax.tree.leaves(inner.init(tree)))
 
-            return stacked(states.for_each_local(visit, device, states.storage.zeros()))
+            return stacked(states.storage.for_each_local(visit, device, states.storage.zeros()))
 
         run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
         return StageTree(jax.jit(run)(dict(params)), states)
@@ -101,7 +101,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                     states.storage.write(carry[1], c, member, jax.tree.leaves(state)),
                 )
 
-            return stacked(layout.for_each_local(visit, device, (given["updates"], given["state"])))
+            return stacked(layout.storage.for_each_local(visit, device, (given["updates"], given["state"])))
 
         specs = {"updates": dict(layout.specs), "state": dict(states.specs), "params": dict(layout.specs)}
         run = on_stages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jpipe.adapt import as_layers
 from jpipe.checks import check_alive, check_complete, check_item, check_key, check_loss, check_variables
 from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layout import StageTree, take_apart
+from jpipe.merging import check_collections, check_rules
 from jpipe.meshes import as_mesh, num_shards, shapes_only
 from jpipe.optimizer import TrainState, global_norm, state_shardings
 from jpipe.orders import make_schedule
@@ -53,6 +54,9 @@ class Pipeline:
         called "replica", "data" and "fsdp". Default: the first K devices.
       inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
         array.
+      merge: rules by collection for state other than parameters: "mean" or "sum" over micro-batches, the "last" one's,
+        or "moments" for running means and variances; see `jpipe.merging`. Default: "moments" for "batch_stats", else
+        the mean of floating-point leaves and the last value of others.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -71,6 +75,7 @@ class Pipeline:
         balance: Any = "flops",
         mesh: Mesh | None = None,
         inputs: Callable[[Any], Any] | None = None,
+        merge: Mapping[str, str] | None = None,
     ):
         self._layers = as_layers(layers)
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
@@ -88,6 +93,7 @@ class Pipeline:
             )
         self._loss_fn, self._read_inputs = loss_fn, inputs or batches.default_inputs
         self._remat = as_remat(remat)
+        self._merge = check_rules(merge)
         self._balance = as_balance(balance, len(self._layers), self._num_parts)
         self.mesh = as_mesh(mesh, num_stages)
         self._plan: Plan | None = None
@@ -306,6 +312,7 @@ class Pipeline:
         if self._plan is None:
             shapes = self._shapes(batch)
             model = self._model(shapes)
+            check_collections(self._merge, model.kinds)
             steps = [LayerStep(kind, True, self._read_inputs, self._loss_fn, self._remat) for kind in model.kinds]
             with shapes_only(self.mesh):
                 self._plan = make_plan(
@@ -339,6 +346,7 @@ class Pipeline:
             loss_fn=self._loss_fn if with_loss else None,
             remat=self._remat,
             schedule=schedule,
+            merge=self._merge,
         )
         with shapes_only(self.mesh):
             return build_program(

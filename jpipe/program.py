@@ -6,7 +6,7 @@ micro-batch. The executor then only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from jpipe.carriers import Carrier, make_carrier
 from jpipe.kinds import Sequential
+from jpipe.merging import Merging, make_merging
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
 from jpipe.steps import LayerStep, Tape, given_shapes
@@ -76,6 +77,7 @@ class Program:
       model: the layers.
       steps: forward and backward of each kind.
       tapes: the residuals of each kind; empty in a forward-only program.
+      mergings: how each kind's state is merged over micro-batches.
       storages: the places of the variables, by collection.
       residuals: the places of the residuals; None in a forward-only program.
       carrier: the common type of activations at the boundaries.
@@ -85,11 +87,13 @@ class Program:
       schedule: what `table` was lowered from.
       remat: what waits between forward and backward.
       outputs: the leaves of the final layer's outputs, or of the loss and its weight.
+      batch: one micro-batch, a pytree of ShapeDtypeStructs.
     """
 
     model: Sequential
     steps: tuple[LayerStep, ...]
     tapes: tuple[Tape, ...]
+    mergings: tuple[Merging, ...]
     storages: dict[str, Storage]
     residuals: Storage | None
     carrier: Carrier
@@ -99,6 +103,7 @@ class Program:
     schedule: Schedule
     remat: Remat
     outputs: Any
+    batch: Any
 
     @property
     def final(self) -> LayerStep:
@@ -116,6 +121,7 @@ class Purpose:
       loss_fn: the user's loss; None to return the model's outputs.
       remat: the rematerialisation mode.
       schedule: the order of actions.
+      merge: the rules by collection that the user set.
     """
 
     train: bool
@@ -123,6 +129,7 @@ class Purpose:
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
     schedule: Schedule
+    merge: Mapping[str, str]
 
 
 def build_program(
@@ -165,6 +172,7 @@ def build_program(
         model=model,
         steps=steps,
         tapes=tapes,
+        mergings=tuple(make_merging(kind, purpose.merge) for kind in model.kinds),
         storages=storages,
         residuals=residuals,
         carrier=make_carrier(model.boundaries, cuts, shards=shards),
@@ -178,4 +186,5 @@ def build_program(
             given_shapes(final, batch),
             jax.tree.leaves(final.kind.takes),
         ),
+        batch=batch,
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jpipe.loops import anchor, each
 from jpipe.program import Program
-from jpipe.steps import Given, needs_batch
+from jpipe.steps import Given, Outcome, needs_batch
 from jpipe.storage import Row, is_float, look_up
 
 Carry = dict[str, Any]
@@ -33,6 +33,7 @@ class Stage:
       batch: all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
       shared: the leaves of shared parameters, by home.
+      rates: how fast running averages move, by kind; see `jpipe.merging`.
       device: the stage index k, a Python integer if there is one stage only.
       pin: fixes how the leaves of a boundary are split over the other mesh axes.
     """
@@ -42,6 +43,7 @@ class Stage:
     batch: Any
     key: Any
     shared: dict[int, list[Any]]
+    rates: list[list[Any]]
     device: Any
     pin: Callable[[list[Any]], list[Any]]
 
@@ -73,7 +75,7 @@ class Stage:
                     for a, y in zip(carry["outputs"], outcome.outputs, strict=True)
                 ]
             if "updates" in carry:
-                carry["updates"] = self._add_updates(carry["updates"], c, member, outcome.updates)
+                carry["updates"] = self._accumulate(carry["updates"], c, member, microbatch, given, outcome)
             return carry
 
         return self._sweep(virtual_stage, microbatch, visit, carry)
@@ -133,23 +135,53 @@ class Stage:
 
     def _given(self, c: int, member: Any, microbatch: Any) -> Given:
         kind, step, storages = self.program.model.kinds[c], self.program.steps[c], self.program.storages
-        read = lambda name: storages[name].read(self.variables[name], c, member) if name in kind.variables else []
         key = batch = None
         if step.train:
             key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
         if needs_batch(kind):
             batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
         home = self.program.model.home_of(c)
-        params = self.shared[home] if home in self.shared else read("params")
-        return Given(params, [leaf for name in step.state_names for leaf in read(name)], key, batch)
+        params = self.shared.get(home)
+        if params is None:
+            params = storages["params"].read(self.variables["params"], c, member)
+        return Given(params, self._read_state(self.variables, c, member), key, batch)
 
-    def _add_updates(self, updates: dict[str, Any], c: int, member: Any, leaves: list[Any]) -> dict[str, Any]:
-        updates, rest = dict(updates), list(leaves)
-        for name in self.program.steps[c].state_names:
-            count = len(jax.tree.leaves(self.program.model.kinds[c].variables[name]))
-            updates[name] = self.program.storages[name].add(updates[name], c, member, rest[:count])
-            rest = rest[count:]
-        return updates
+    def _accumulate(
+        self, updates: dict[str, Any], c: int, member: Any, microbatch: Any, given: Given, outcome: Outcome
+    ) -> dict[str, Any]:
+        if not given.state:
+            return updates
+        is_last = microbatch == self.program.schedule.num_microbatches - 1
+        totals = self._read_state(updates, c, member)
+        totals = self.program.mergings[c].accumulate(totals, given.state, outcome.updates, self.rates[c], is_last)
+        return self._write_state(updates, c, member, totals)
+
+    def merged_state(self, updates: dict[str, Any]) -> dict[str, Any]:
+        """New buffers of the collections that aren't parameters, from what `forward` accumulated."""
+
+        def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+            if c >= len(self.program.model.kinds) or not self.program.model.kinds[c].state_names:
+                return buffers
+            totals, old = (self._read_state(tree, c, member) for tree in (updates, self.variables))
+            count = self.program.schedule.num_microbatches
+            return self._write_state(
+                buffers, c, member, self.program.mergings[c].finish(totals, old, self.rates[c], count)
+            )
+
+        empty = {name: self.program.storages[name].zeros() for name in updates}
+        return self.program.storages["params"].for_each_local(visit, self.device, empty)
+
+    def _read_state(self, buffers: dict[str, Any], c: int, member: Any) -> list[Any]:
+        names = self.program.model.kinds[c].state_names
+        return [leaf for name in names for leaf in self.program.storages[name].read(buffers[name], c, member)]
+
+    def _write_state(self, buffers: dict[str, Any], c: int, member: Any, leaves: list[Any]) -> dict[str, Any]:
+        buffers, rest = dict(buffers), iter(leaves)
+        for name in self.program.model.kinds[c].state_names:
+            storage = self.program.storages[name]
+            own = [next(rest) for _ in storage.shelves[c].leaves]
+            buffers[name] = storage.write(buffers[name], c, member, own)
+        return buffers
 
 
 # Keys for different ends are kept apart: one key may serve initialisation and a step.

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from jpipe.kinds import Kind
 from jpipe.layers import Context, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tracing import depends_on
+from jpipe.tracing import depends_on, without_stops
 
 
 class Given(NamedTuple):
@@ -73,11 +74,6 @@ class LayerStep:
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
 
-    @property
-    def state_names(self) -> list[str]:
-        """The collections that aren't parameters, in order."""
-        return [name for name in self.kind.variables if name != "params"]
-
     def forward(self, given: Given, x: list[Any]) -> Outcome:
         """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
         return self._run(given, self._inputs(given, x))
@@ -104,6 +100,27 @@ class LayerStep:
         if self.kind.final:
             cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]
         return vjp(cotangents)
+
+    def state_rates(self, shapes: Given, leaves: Sequence[int]) -> list[Any]:
+        """How fast each of these leaves of the state moves towards a micro-batch's value: 1 - d(new)/d(old).
+
+        For running averages, which move at the same rate whatever they see: nothing is computed but constants.
+        """
+        if not leaves:
+            return []
+        zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+        given = zeros(shapes._replace(key=None))._replace(key=jax.random.key(0))
+
+        def update(*averages: Any) -> list[Any]:
+            state = list(given.state)
+            for i, leaf in zip(leaves, averages, strict=True):
+                state[i] = leaf
+            new = self.forward(given._replace(state=state), jax.tree.leaves(zeros(self.kind.takes))).updates
+            return [new[i] for i in leaves]
+
+        averages = [given.state[i] for i in leaves]
+        program = without_stops(jax.make_jaxpr(update)(*averages))  # nnx stops the gradients of what it keeps
+        return [1 - slope for slope in jax.jvp(jaxpr_as_fun(program), averages, list(map(jnp.ones_like, averages)))[1]]
 
     def tape(self, given: Given) -> Tape:
         """Finds out, from shapes alone, what this layer's backward needs."""
@@ -132,7 +149,7 @@ class LayerStep:
         return jax.tree.unflatten(jax.tree.structure(self.kind.takes), x)
 
     def _run(self, given: Given, inputs: Any) -> Outcome:
-        kind, names = self.kind, self.state_names
+        kind, names = self.kind, self.kind.state_names
         leaves = iter(given.state)
         trees = {n: jax.tree.map(lambda _: next(leaves), kind.variables[n]) for n in names}
         if "params" in kind.variables:
@@ -170,7 +187,7 @@ def given_shapes(step: LayerStep, batch: Any) -> Given:
     kind = step.kind
     return Given(
         params=jax.tree.leaves(kind.variables.get("params")),
-        state=[leaf for name in step.state_names for leaf in jax.tree.leaves(kind.variables[name])],
+        state=[leaf for name in kind.state_names for leaf in jax.tree.leaves(kind.variables[name])],
         key=jax.eval_shape(lambda: jax.random.key(0)) if step.train else None,
         batch=batch if needs_batch(kind) else None,
     )

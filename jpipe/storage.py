@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jpipe.loops import each
+
 Buffers = dict[str, Any]
 """`{bank: array}`."""
 
@@ -145,10 +147,12 @@ class Storage:
     Attributes:
       shelves: one a kind.
       named_banks: the banks and their names, in order.
+      num_devices: K.
     """
 
     shelves: tuple[Shelf, ...]
     named_banks: tuple[tuple[str, TypedBank | Pool], ...]
+    num_devices: int
 
     @cached_property
     def banks(self) -> dict[str, TypedBank | Pool]:
@@ -204,6 +208,25 @@ class Storage:
                 if place == name and shelf.cells[member] == cell:
                     bank.fill(array, shelf.entries[i][member], values[i])
         return array
+
+    def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
+        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages.
+
+        `member` depends on the trip of a loop even where there is one only, so that nothing made from it is computed on
+        devices that have no such layer.
+        """
+        for c, shelf in enumerate(self.shelves):
+            if not shelf.cells:
+                continue
+            per_device = [
+                [j for j, s in enumerate(shelf.cells) if s % self.num_devices == k] for k in range(self.num_devices)
+            ]
+            longest = max(map(len, per_device))
+            table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
+            count = look_up([len(row) for row in per_device], device)
+            visit = lambda i, carry, c=c, table=table: body(c, table[device, i], carry)
+            carry = each(0, count, visit, carry)
+        return carry
 
     def _entry(self, shelf: Shelf, leaf: int, member: Any, at: Row | None) -> Any:
         entry = look_up(shelf.entries[leaf], member)
@@ -288,7 +311,7 @@ def build_storage(
     for dtype in sorted({kind.dtype for kind in pooled}):
         strides = _strides(_pooled(counts, [kind for kind in pooled if kind.dtype == dtype], shards), num_devices)
         banks[dtype] = Pool(jnp.dtype(dtype), shards, strides, _size(strides, rows))
-    return Storage(shelves, tuple(banks.items()))
+    return Storage(shelves, tuple(banks.items()), num_devices)
 
 
 def _shelve(

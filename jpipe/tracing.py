@@ -19,6 +19,24 @@ def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
     return [not isinstance(v, Literal) and v in moving for v in program.jaxpr.outvars]
 
 
+def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with every `jax.lax.stop_gradient` in it taken away (but for those in loops and branches)."""
+    names: dict[Any, Any] = {}
+    named = lambda v: v if isinstance(v, Literal) else names.get(v, v)
+    equations = []
+    for equation in program.jaxpr.eqns:
+        inputs = list(map(named, equation.invars))
+        if equation.primitive.name == "stop_gradient":
+            names.update(zip(equation.outvars, inputs, strict=True))
+            continue
+        params = equation.params
+        if equation.primitive.name == "jit":
+            params = params | {"jaxpr": without_stops(params["jaxpr"])}
+        equations.append(equation.replace(invars=inputs, params=params))
+    outputs = list(map(named, program.jaxpr.outvars))
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=outputs), program.consts)
+
+
 def no_mesh() -> Any:
     """A context in which there is no mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

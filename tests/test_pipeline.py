@@ -21,14 +21,11 @@ from helpers import (
     MaskedBlock,
     assert_close,
     assert_equal,
-    call_layer,
     compilations,
     make_model,
     model,
-    params_of,
     pipeline,
     run_layers,
-    take_microbatch,
 )
 from jpipe.stages import layer_key
 
@@ -392,101 +389,6 @@ def test_every_kind_of_layer_draws_from_the_key(x64, layer):
 
 
 # --- collections other than parameters --------------------------------------------------------------------------------
-
-
-class Counts(nn.Module):
-    """Counts its calls, and keeps the mean of what it saw, of another dtype than its parameters."""
-
-    @nn.compact
-    def __call__(self, x):
-        count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
-        seen = self.variable("counts", "seen", lambda: jnp.zeros((2,), jnp.float32))
-        if not self.is_initializing() and self.is_mutable_collection("counts"):
-            count.value = count.value + 1
-            seen.value = jnp.stack([jnp.mean(x), jnp.max(x)]).astype(jnp.float32)
-        return x
-
-
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        x = nn.Dense(4, param_dtype=jnp.float64)(x)
-        norm = nn.BatchNorm(
-            use_running_average=not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False
-        )
-        return x + jnp.tanh(norm(x))
-
-
-def sequential_with_state(layers, trees, batch, m, loss_fn):
-    """Loss (mean over micro-batches), new states (one list a micro-batch) in training mode."""
-
-    def run(params, part):
-        x, states = part["inputs"], []
-        for layer, tree, own in zip(layers, trees, params, strict=True):
-            mutable = [name for name in tree if name != "params"]
-            mode = {"train": True} if isinstance(layer, Normed) else {}
-            x, state = layer.apply(tree | own, x, mutable=mutable, **mode)
-            states.append(state)
-        return loss_fn(x, part), states
-
-    def total(params):
-        results = [run(params, take_microbatch(batch, i, m)) for i in range(m)]
-        return sum(loss for loss, _ in results) / m, [states for _, states in results]
-
-    params = [params_of(layer, tree) for layer, tree in zip(layers, trees, strict=True)]
-    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-
-@pytest.mark.parametrize(
-    ("order", "k", "v", "remat"),
-    [("1f1b", 2, 1, "layer"), ("gpipe", 3, 1, "none"), ("interleaved", 2, 2, "full"), ("1f1b", 1, 1, "stage")],
-)
-def test_state_is_merged_over_micro_batches(x64, order, k, v, remat):
-    layers = [Normed(), Counts(), Normed(), Normed(), Counts()]
-    batch, m = batch_of_float64(), 4
-    loss_fn = lambda y, b: jnp.mean(jnp.square(y - b["targets"]))
-    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
-    pipe = jpipe.Pipeline(layers, loss_fn, schedule=order, remat=remat, balance="even", **sizes)
-    variables = pipe.init(jax.random.key(0), batch)
-    assert set(variables) == {"params", "batch_stats", "counts"}
-    trees = jax.device_get(pipe.layer_variables(variables))
-    (loss, states), grads = sequential_with_state(layers, trees, batch, m, loss_fn)
-    (found, updates), gradients = pipe.value_and_grad(variables, batch)
-    assert_close(found, loss, "loss")
-    assert_close([{"params": t.get("params", {})} for t in pipe.layer_variables({"params": gradients})],
-                 [{"params": g.get("params", {})} for g in grads], "gradients")  # fmt: skip
-    assert set(updates) == {"batch_stats", "counts"}
-    new = pipe.layer_variables({"params": variables["params"], **updates})
-    for index, tree in enumerate(new):
-        parts = [state[index] for state in states]
-        if isinstance(layers[index], Normed):
-            mean = np.mean([part["batch_stats"]["BatchNorm_0"]["mean"] for part in parts], 0)
-            assert_close(tree["batch_stats"]["BatchNorm_0"]["mean"], mean, f"running mean of layer {index}")
-            assert tree["batch_stats"]["BatchNorm_0"]["var"].dtype == jnp.float64
-        else:
-            assert tree["counts"]["calls"].dtype == jnp.int32
-            assert int(tree["counts"]["calls"]) == 1
-            seen = np.mean([part["counts"]["seen"] for part in parts], 0)
-            assert_close(tree["counts"]["seen"], seen.astype(np.float32), f"what layer {index} saw")
-    # evaluation uses the state and doesn't change it
-    outputs = pipe.apply({"params": variables["params"], **updates}, batch)
-    x = batch["inputs"]
-    for layer, tree in zip(layers, new, strict=True):
-        x = layer.apply(tree, x, **({"train": False} if isinstance(layer, Normed) else {}))
-    assert_close(outputs, x, "outputs in evaluation")
-
-
-def test_state_of_nnx_modules_changes_with_training():
-    layers = [lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda rngs: nnx.BatchNorm(4, momentum=0.5, rngs=rngs)]
-    pipe = small(2, 1, layers=layers)
-    state = pipe.create_state(jax.random.key(0), data(), optax.sgd(0.0))
-    assert set(state.variables) == {"params", "batch_stats"}
-    before = jax.device_get(pipe.layer_variables(state.variables))
-    state, _ = pipe.train_step(state, data())
-    after = pipe.layer_variables(state.variables)
-    x = call_layer(layers[0], before[0], data()["inputs"])
-    assert_close(after[1]["batch_stats"]["mean"], np.mean(x, 0) * np.float32(0.5), "running mean")
-    assert_equal(after[0], before[0])
 
 
 # --- the compiled program ---------------------------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""State: what layers keep besides parameters, merged over micro-batches as if over the whole mini-batch.
+
+Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
+collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
+*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (GPipe, section 2.3).
+
+The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i). A
+running average moves towards them at a rate r (Flax: 1 - momentum), and shows only its new values: of the mean
+a + r (m_i - a), of the variance likewise. With u_i = r (m_i - a), what the mean of the latter lacks is r var(m_i), or
+mean(u_i^2) / r - mean(u_i)^2 / r: a sum over micro-batches, so that only the averages themselves are accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.kinds import Kind
+from jpipe.storage import is_float
+
+RULES = ("last", "mean", "moments", "sum")
+DEFAULTS = {"batch_stats": "moments"}
+"""Rules by collection; of any other, the mean of floating-point leaves and the last value of others."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """The rules of one kind's state.
+
+    Attributes:
+      rules: "mean", "sum" or "last", for each leaf of its collections, in order.
+      moments: the leaves that are a running mean and its variance, as pairs of indices.
+    """
+
+    rules: tuple[str, ...]
+    moments: tuple[tuple[int, int], ...]
+
+    def accumulate(
+        self, totals: Sequence[Any], old: Sequence[Any], new: Sequence[Any], rates: Sequence[Any], is_last: Any
+    ) -> list[Any]:
+        """Totals with one more micro-batch's new state.
+
+        Args:
+          totals: so far, in accumulator dtypes, first zeros.
+          old: the state before the step.
+          new: what the micro-batch gave.
+          rates: for each pair of `moments` how fast its mean moves, r.
+          is_last: whether it is the last micro-batch.
+        """
+        new = [leaf.astype(total.dtype) for leaf, total in zip(new, totals, strict=True)]
+        old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
+        for (mean, variance), rate in zip(self.moments, rates, strict=True):
+            new[variance] = new[variance] + _square_over(new[mean] - old[mean], rate)
+        add = {
+            "mean": lambda total, a, b: total + b,
+            "sum": lambda total, a, b: total + (b - a),
+            "last": lambda total, a, b: jnp.where(is_last, b, total),
+        }
+        return [add[rule](*leaves) for rule, *leaves in zip(self.rules, totals, old, new, strict=True)]
+
+    def finish(
+        self, totals: Sequence[Any], old: Sequence[Any], rates: Sequence[Any], num_microbatches: int
+    ) -> list[Any]:
+        """The new state of the mini-batch."""
+        end = {
+            "mean": lambda total, a: total / num_microbatches,
+            "sum": lambda total, a: a.astype(total.dtype) + total,
+            "last": lambda total, a: total,
+        }
+        merged = [end[rule](total, a) for rule, total, a in zip(self.rules, totals, old, strict=True)]
+        for (mean, variance), rate in zip(self.moments, rates, strict=True):
+            moved = merged[mean] - old[mean].astype(merged[mean].dtype)
+            merged[variance] = merged[variance] - _square_over(moved, rate)
+        return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
+
+
+def _square_over(change: Any, rate: Any) -> Any:
+    """change^2 / rate; 0 for an average that doesn't move."""
+    rate = rate.astype(change.dtype)
+    return jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
+
+
+def make_merging(kind: Kind, rules: Mapping[str, str]) -> Merging:
+    """The rules of a kind's leaves.
+
+    Args:
+      kind: the layers.
+      rules: by collection, where they differ from the defaults.
+    """
+    found: list[str] = []
+    moments: list[tuple[int, int]] = []
+    for name in kind.state_names:
+        paths_and_leaves = jax.tree_util.tree_leaves_with_path(kind.variables[name])
+        rule = (DEFAULTS | dict(rules)).get(name)
+        if rule == "moments":
+            moments += [(len(found) + i, len(found) + j) for i, j in _moments(paths_and_leaves)]
+        found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
+    return Merging(tuple(found), tuple(moments))
+
+
+def _rule_of(leaf: Any, rule: str | None) -> str:
+    """The rule of a leaf in a collection: only numbers can be added up, and only floating-point ones averaged."""
+    if leaf.dtype == jnp.bool_:
+        return "last"
+    if rule in ("last", "sum"):
+        return rule
+    return "mean" if is_float(leaf) else "last"
+
+
+def _moments(paths_and_leaves: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
+    """The pairs of leaves called "mean" and "var" that lie side by side."""
+    index = {(path[:-1], getattr(path[-1], "key", None)): i for i, (path, _) in enumerate(paths_and_leaves) if path}
+    pairs = [(i, index.get((parent, "var"))) for (parent, name), i in index.items() if name == "mean"]
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    return [(i, j) for i, j in pairs if j is not None and leaves[i].shape == leaves[j].shape and is_float(leaves[i])]
+
+
+def check_rules(rules: Any) -> dict[str, str]:
+    """The user's rules by collection.
+
+    Raises:
+      TypeError: no mapping of strings.
+      ValueError: an unknown rule, or one for the parameters.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"merge={rules!r} is no dict; pass rules by collection, such as {{'cache': 'last'}}")
+    for name, rule in rules.items():
+        if name == "params":
+            raise ValueError("merge has a rule for 'params', which have gradients; give rules for other collections")
+        if rule not in RULES:
+            raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(RULES)}")
+    return dict(rules)
+
+
+def check_collections(rules: Mapping[str, str], kinds: Sequence[Kind]) -> None:
+    """Checks that the rules are for collections that layers have.
+
+    Raises:
+      ValueError: naming the first that isn't.
+    """
+    known = sorted({name for kind in kinds for name in kind.state_names})
+    unknown = [name for name in rules if name not in known]
+    if unknown:
+        raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
