@@ -28,16 +28,18 @@ class Partition:
         cuts: the K-1 indices of the layers that begin stages 1, 2, ..., K-1.
         layer_costs: the N costs it was made for, in whatever unit they came.
         objective: "max", "variance", or "counts" if the layers a stage were given.
+        num_chunks: V; virtual stage s is chunk s // K of stage s % K. Everything here is by virtual stage.
     """
 
     cuts: tuple[int, ...]
     layer_costs: tuple[float, ...]
     objective: str
+    num_chunks: int = 1
 
     @property
     def num_stages(self) -> int:
         """K."""
-        return len(self.cuts) + 1
+        return (len(self.cuts) + 1) // self.num_chunks
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -71,11 +73,15 @@ class Partition:
     def __str__(self) -> str:
         costs = self.costs
         total, slowest = math.fsum(costs), costs.index(max(costs))
-        rows = [("stage", "layers", "count", "cost", "share")]
-        for stage, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
+        rows: list[tuple[str, ...]] = [
+            ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")
+        ]
+        for part, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
             layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
             share = cost / total if total else 1 / len(costs)
-            rows.append((str(stage), layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
+            chunk, stage = divmod(part, self.num_stages)
+            names = (str(stage), str(chunk)) if self.num_chunks > 1 else (str(stage),)
+            rows.append((*names, layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines[1 + slowest] += "  <- slowest"
@@ -87,7 +93,15 @@ class Partition:
         return "\n".join(lines)
 
 
-def partition(costs: Sequence[SupportsFloat], num_stages: int, objective: str = "max") -> Partition:
+def partition(
+    costs: Sequence[SupportsFloat],
+    num_stages: int,
+    objective: str = "max",
+    *,
+    num_chunks: int = 1,
+    sizes: Sequence[SupportsFloat] | None = None,
+    limit: float | None = None,
+) -> Partition:
     """Cuts layers with the given costs into contiguous stages, the best way there is.
 
     Every stage has at least one layer. Among equally good partitions the last stage takes as many layers as it can,
@@ -98,11 +112,15 @@ def partition(costs: Sequence[SupportsFloat], num_stages: int, objective: str = 
         num_stages: K, from 1 to N.
         objective: "max" for the smallest largest stage cost and, among those, the smallest variance; "variance" for
             the smallest variance of the stage costs (GPipe, section 2.2).
+        num_chunks: V; the layers are cut into K*V virtual stages.
+        sizes: `[N]`, the bytes of each layer, for `limit`.
+        limit: the most bytes of a virtual stage.
 
     Raises:
-        ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, or if
-            `objective` is unknown.
-        TypeError: if `num_stages` is no integer.
+        ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, if
+            `objective` is unknown, or if there is no partition within the limit (the least that it would have to be is
+            named).
+        TypeError: if `num_stages` or `num_chunks` is no integer.
 
     >>> partition([3, 4, 8, 6, 5, 6, 3], 3).costs
     (7.0, 14.0, 14.0)
@@ -119,22 +137,47 @@ def partition(costs: Sequence[SupportsFloat], num_stages: int, objective: str = 
         known = ", ".join(map(repr, OBJECTIVES))
         raise ValueError(f"objective={objective!r} is unknown; use one of {known}")
     layer_costs = _checked_costs(costs)
-    num_stages = _checked_num_stages(num_stages, len(layer_costs))
-    if not any(layer_costs):
-        return Partition(_cuts(_even_counts(len(layer_costs), num_stages)), layer_costs, objective)
+    num_parts = _checked_num_parts(num_stages, num_chunks, len(layer_costs))
+    limits = _limits(sizes, limit, len(layer_costs), num_parts)
+    if not any(layer_costs) and not limits:
+        return Partition(_cuts(_even_counts(len(layer_costs), num_parts)), layer_costs, objective, num_chunks)
     # Scaled by a power of two, which is exact, so that no square overflows.
     exponent = math.frexp(max(layer_costs))[1]
     sums = list(accumulate((math.ldexp(cost, -exponent) for cost in layer_costs), initial=0.0))
-    cap = _smallest_cap(sums, num_stages) if objective == "max" else math.inf
-    return Partition(_least_squares_cuts(sums, num_stages, cap), layer_costs, objective)
+    if objective == "max":
+        limits = [*limits, (sums, _smallest_cap(sums, num_parts, limits))]
+    return Partition(_least_squares_cuts(sums, num_parts, limits), layer_costs, objective, num_chunks)
 
 
-def partition_from_counts(counts: Sequence[SupportsIndex], layer_costs: Sequence[SupportsFloat]) -> Partition:
+Limits = list[tuple[list[float], float]]
+"""What no stage may exceed: prefix sums over layers, and the most that a stage may have of each."""
+
+
+def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_layers: int, num_parts: int) -> Limits:
+    """The limit of bytes, checked."""
+    if sizes is None and limit is None:
+        return []
+    if sizes is None or limit is None:
+        raise ValueError("sizes and limit go together: give the bytes of each layer and the most bytes of a stage")
+    layer_sizes = _checked_costs(sizes, "sizes")
+    if len(layer_sizes) != num_layers:
+        raise ValueError(f"sizes has {len(layer_sizes)} entries but there are {num_layers} layers; give one a layer")
+    sums = list(accumulate(layer_sizes, initial=0.0))
+    least = _smallest_cap(sums, num_parts, [])
+    if not limit >= least * (1 - 1e-12):
+        raise ValueError(f"no partition keeps to limit={limit:g} bytes a stage; with these sizes it takes {least:g}")
+    return [(sums, max(limit, least))]
+
+
+def partition_from_counts(
+    counts: Sequence[SupportsIndex], layer_costs: Sequence[SupportsFloat], num_chunks: int = 1
+) -> Partition:
     """The partition that has the given numbers of layers.
 
     Args:
-        counts: `[K]`, the number of layers by stage, each at least 1; they sum to N.
+        counts: `[K*V]`, the number of layers by virtual stage, each at least 1; they sum to N.
         layer_costs: `[N]`, as in `partition`.
+        num_chunks: V.
 
     Raises:
         ValueError: if a count is less than 1 or the counts don't sum to N, or for bad costs.
@@ -152,7 +195,7 @@ def partition_from_counts(counts: Sequence[SupportsIndex], layer_costs: Sequence
             raise ValueError(f"counts[{stage}]={count}; every stage needs at least one layer")
     if sum(whole) != len(checked_costs):
         raise ValueError(f"counts={whole} sum to {sum(whole)}; they must sum to the {len(checked_costs)} layers")
-    return Partition(_cuts(whole), checked_costs, "counts")
+    return Partition(_cuts(whole), checked_costs, "counts", num_chunks)
 
 
 def _even_counts(num_layers: int, num_stages: int) -> list[int]:
@@ -180,13 +223,18 @@ def _checked_costs(costs: Sequence[SupportsFloat], name: str = "costs") -> tuple
     return tuple(checked)
 
 
-def _checked_num_stages(num_stages: int, num_layers: int) -> int:
-    num_stages = _checked_int(num_stages, "num_stages")
+def _checked_num_parts(num_stages: int, num_chunks: int, num_layers: int) -> int:
+    num_stages, num_chunks = _checked_int(num_stages, "num_stages"), _checked_int(num_chunks, "num_chunks")
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages} is less than 1; use 1 to {num_layers}")
     if num_stages > num_layers:
         raise ValueError(f"num_stages={num_stages} is more than the {num_layers} layers; use 1 to {num_layers}")
-    return num_stages
+    if not 1 <= num_chunks <= num_layers // num_stages:
+        raise ValueError(
+            f"num_chunks={num_chunks} with num_stages={num_stages} and {num_layers} layers; use 1 to "
+            f"{num_layers // num_stages}, so that every chunk has a layer"
+        )
+    return num_stages * num_chunks
 
 
 def _checked_int(value: SupportsIndex, name: str) -> int:
@@ -201,22 +249,22 @@ def _furthest(sums: list[float], start: int, cap: float) -> int:
     return bisect_right(range(len(sums)), cap, lo=start, key=lambda stop: sums[stop] - sums[start]) - 1
 
 
-def _reaches(sums: list[float], num_stages: int, cap: float) -> list[int]:
-    """By k = 0..K, the most layers that k stages of at most `cap` can take."""
+def _reaches(num_stages: int, num_layers: int, limits: Limits) -> list[int]:
+    """By k = 0..K, the most layers that k stages within the limits can take."""
     reaches = [0]
     for _ in range(num_stages):
-        reaches.append(_furthest(sums, reaches[-1], cap))
+        reaches.append(min((_furthest(sums, reaches[-1], cap) for sums, cap in limits), default=num_layers))
     return reaches
 
 
-def _smallest_cap(sums: list[float], num_stages: int) -> float:
+def _smallest_cap(sums: list[float], num_stages: int, limits: Limits) -> float:
     """The smallest possible cost of the costliest stage: bisection between an infeasible cap and a realised one.
 
     A feasible cap that leaves stages empty is no less feasible: a stage of several layers can be cut again.
     """
     low, high = sums[-1] / num_stages * (1 - 1e-9), sums[-1]
     while low < (middle := (low + high) / 2) < high:
-        reaches = _reaches(sums, num_stages, middle)
+        reaches = _reaches(num_stages, len(sums) - 1, [*limits, (sums, middle)])
         if reaches[-1] == len(sums) - 1:
             high = max(sums[stop] - sums[start] for start, stop in pairwise(reaches))
         else:
@@ -224,8 +272,8 @@ def _smallest_cap(sums: list[float], num_stages: int) -> float:
     return high
 
 
-def _least_squares_cuts(sums: list[float], num_stages: int, cap: float) -> tuple[int, ...]:
-    """The cuts with the least sum of squared deviations, no stage costing more than `cap`.
+def _least_squares_cuts(sums: list[float], num_stages: int, limits: Limits) -> tuple[int, ...]:
+    """The cuts with the least sum of squared deviations, no stage exceeding the limits.
 
     `best[j]` is that sum for the first j layers in k stages, from the same for k-1: the least over i of
     `best[i] + deviation(i, j)^2`, where i is an interval both of whose ends grow with j. The deviations being convex in
@@ -233,11 +281,11 @@ def _least_squares_cuts(sums: list[float], num_stages: int, cap: float) -> tuple
     """
     prefix = np.asarray(sums)
     num_layers = len(sums) - 1
-    reaches = _reaches(sums, num_stages, cap)
-    # By j, the first i for which the layers i to j cost at most `cap` together.
-    first = np.array(
-        [bisect_left(range(j + 1), -cap, key=lambda i, j=j: sums[i] - sums[j]) for j in range(num_layers + 1)]
-    )
+    reaches = _reaches(num_stages, num_layers, limits)
+    first = np.zeros(num_layers + 1, np.int64)  # by j, the first i for which the layers i to j are within the limits
+    for s, cap in limits:
+        starts = [bisect_left(range(j + 1), -cap, key=lambda i, s=s, j=j: s[i] - s[j]) for j in range(num_layers + 1)]
+        first = np.maximum(first, starts)
     best = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
     choices = []
     for stages in range(1, num_stages + 1):

@@ -85,8 +85,7 @@ class Pipeline:
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         if not self.schedule.trains:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-        self._num_parts = num_stages * num_chunks
-        if self._num_parts > len(self._layers):
+        if num_stages * num_chunks > len(self._layers):
             raise ValueError(
                 f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {len(self._layers)} layers; "
                 "every stage and chunk needs at least one layer"
@@ -94,7 +93,7 @@ class Pipeline:
         self._loss_fn, self._read_inputs = loss_fn, inputs or batches.default_inputs
         self._remat = as_remat(remat)
         self._merge = check_rules(merge)
-        self._balance = as_balance(balance, len(self._layers), self._num_parts)
+        self._balance = as_balance(balance, len(self._layers), num_stages * num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
         self._plan: Plan | None = None
         self._models: dict[Any, Sequential] = {}
@@ -112,7 +111,7 @@ class Pipeline:
         """
         if self._plan is not None:
             return self._plan.partition
-        early = early_partition(self._balance, len(self._layers), self._num_parts)
+        early = early_partition(self._balance, len(self._layers), self.schedule.num_stages, self.schedule.num_chunks)
         if early is None:
             raise ValueError(
                 f"the partition under balance={self._balance!r} follows from the batch's shapes; call "
@@ -316,7 +315,7 @@ class Pipeline:
             steps = [LayerStep(kind, True, self._read_inputs, self._loss_fn, self._remat) for kind in model.kinds]
             with shapes_only(self.mesh):
                 self._plan = make_plan(
-                    model, steps, shapes, balance=self._balance, num_parts=self._num_parts, mesh=self.mesh
+                    model, steps, shapes, balance=self._balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
                 )
         return self._plan
 

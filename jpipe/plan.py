@@ -7,6 +7,7 @@ other sizes are only compiled anew.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,10 +18,14 @@ from jax.sharding import Mesh
 from jpipe.costs import BALANCES, layer_costs
 from jpipe.kinds import Sequential, describe, same_type
 from jpipe.layout import Layout, make_layouts
+from jpipe.meshes import AXIS
 from jpipe.partition import Partition, partition, partition_from_counts
 from jpipe.steps import LayerStep
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
+
+TOLERATED_SHARE = 1.1
+"""By how much a single layer may exceed the mean cost of a stage without a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,35 +114,57 @@ def _counts(values: tuple, num_layers: int, num_parts: int) -> tuple[int, ...]:
     return values
 
 
-def early_partition(balance: Balance, num_layers: int, num_parts: int) -> Partition | None:
+def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chunks: int) -> Partition | None:
     """The partition, where it doesn't depend on shapes."""
     if isinstance(balance, str):
-        return partition([1.0] * num_layers, num_parts) if balance == "even" else None
+        return partition([1.0] * num_layers, num_stages, num_chunks=num_chunks) if balance == "even" else None
     if all(isinstance(value, int) for value in balance):
-        return partition_from_counts(list(map(int, balance)), [1.0] * num_layers)
-    return partition(balance, num_parts)
+        return partition_from_counts(list(map(int, balance)), [1.0] * num_layers, num_chunks)
+    return partition(balance, num_stages, num_chunks=num_chunks)
 
 
 def make_plan(
-    model: Sequential, steps: Sequence[LayerStep], batch: Any, *, balance: Balance, num_parts: int, mesh: Mesh
+    model: Sequential, steps: Sequence[LayerStep], batch: Any, *, balance: Balance, num_chunks: int, mesh: Mesh
 ) -> Plan:
     """Measures the layers, cuts the model and lays out its variables.
 
     Args:
       model: the layers, traced at the shapes of one micro-batch.
-      steps: their forward functions, for measuring.
+      steps: their forward and backward, for measuring.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
       balance: as checked by `as_balance`.
-      num_parts: K*V.
-      mesh: the devices.
+      num_chunks: V.
+      mesh: the devices, K of them along `stage`.
+
+    Warns:
+      UserWarning: a layer alone costs more than the share of a stage.
     """
-    cuts = early_partition(balance, model.num_layers, num_parts)
+    cuts = early_partition(balance, model.num_layers, mesh.shape[AXIS], num_chunks)
     if isinstance(balance, str):
-        cuts = partition(layer_costs(model, tuple(steps), batch, balance), num_parts)
+        cuts = partition(layer_costs(model, tuple(steps), batch, balance), mesh.shape[AXIS], num_chunks=num_chunks)
     elif all(isinstance(value, int) for value in balance):
-        cuts = partition_from_counts(list(map(int, balance)), layer_costs(model, tuple(steps), batch, "flops"))
+        costs = layer_costs(model, tuple(steps), batch, "flops")
+        cuts = partition_from_counts(list(map(int, balance)), costs, num_chunks)
     assert cuts is not None
+    if cuts.objective != "counts":
+        _warn_of_heavy_layers(model, cuts)
     return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh)
+
+
+def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
+    """Warns of the costliest layer if it alone is over the share of a stage, so that no cut can balance the stages."""
+    total, parts = math.fsum(cuts.layer_costs), len(cuts.costs)
+    cost = max(cuts.layer_costs)
+    if parts == 1 or cost * parts <= TOLERATED_SHARE * total:
+        return
+    index = cuts.layer_costs.index(cost)
+    warnings.warn(
+        f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
+        f"than the share of one of {parts} stages ({1 / parts:.0%}): the slowest stage takes {cuts.imbalance:.2f} "
+        "times the mean, and the others wait for it. Split the layer into several, or use fewer stages",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:

@@ -80,7 +80,8 @@ class LayerStep:
 
     def forward_saving(self, given: Given, x: list[Any], tape: Tape) -> tuple[Outcome, list[Any]]:
         """`forward`, and the residuals to store for `backward`."""
-        outcome, _, _, residuals = self._differentiate(given, x)
+        outcome, vjp = self.differentiate(given, x)
+        residuals, _ = _sort(vjp, given)
         return outcome, [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if keep]
 
     def backward(self, given: Given, stored: list[Any], cotangents: list[Any], tape: Tape) -> tuple[list, list]:
@@ -89,17 +90,16 @@ class LayerStep:
         treedefs: list[Any] = []
 
         def derive(given: Given) -> list[Any]:
-            _, treedef, _, residuals = self._differentiate(given, zeros)
-            treedefs.append(treedef)
+            _, vjp = self.differentiate(given, zeros)
+            treedefs.append(jax.tree.structure(vjp))
+            residuals, _ = _sort(vjp, given)
             return [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if not keep]
 
         # Called for its treedef where nothing is derived; else the compiler drops what isn't asked for.
         derived = derive(given) if not all(tape.fresh) else jax.eval_shape(derive, given)
-        pools = {"known": _known(given), "derived": derived, "stored": stored}
+        pools = {"known": jax.tree.leaves(given), "derived": derived, "stored": stored}
         vjp = jax.tree.unflatten(treedefs[0], [pools[s.kind][s.index] for s in tape.sources])
-        if self.kind.final:
-            cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]
-        return vjp(cotangents)
+        return vjp([jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs] if self.kind.final else cotangents)
 
     def state_rates(self, shapes: Given, leaves: Sequence[int]) -> list[Any]:
         """How fast each of these leaves of the state moves towards a micro-batch's value: 1 - d(new)/d(old).
@@ -129,7 +129,9 @@ class LayerStep:
 
         def residuals(params: list[Any], rest: tuple) -> list[Any]:
             state, key, batch, x = rest
-            outcome, _, sources, fresh = self._differentiate(Given(params, state, key, batch), x)
+            known = Given(params, state, key, batch)
+            outcome, vjp = self.differentiate(known, x)
+            fresh, sources = _sort(vjp, known)
             outputs = self._differentiable(outcome.outputs)
             found.append((sources, tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs)))
             return fresh
@@ -162,8 +164,8 @@ class LayerStep:
             jax.tree.leaves(outputs), [u for n in names if n in updates for u in jax.tree.leaves(updates[n])]
         )
 
-    def _differentiate(self, given: Given, x: list[Any]) -> tuple[Outcome, Any, tuple[_Source, ...], list[Any]]:
-        """Outcome, treedef of the vjp, sources of its leaves, and the residuals that are not at hand."""
+    def differentiate(self, given: Given, x: list[Any]) -> tuple[Outcome, Any]:
+        """`forward`, and the vjp: cotangents of the differentiable outputs -> (gradients, cotangents of the inputs)."""
         structure, leaves = jax.tree.structure(self.kind.takes), jax.tree.leaves(self._inputs(given, x))
         moving = [not self.kind.entry and is_float(leaf) for leaf in leaves]
 
@@ -175,8 +177,7 @@ class LayerStep:
 
         floats = [leaf for leaf, move in zip(leaves, moving, strict=True) if move]
         _, vjp, outcome = jax.vjp(self.remat.wrap(run), given.params, floats, has_aux=True)
-        residuals, sources = _sort(jax.tree.leaves(vjp), _known(given))
-        return outcome, jax.tree.structure(vjp), sources, residuals
+        return outcome, vjp
 
     def _differentiable(self, outputs: list[Any]) -> list[Any]:
         return outputs[:1] if self.kind.final else [leaf for leaf in outputs if is_float(leaf)]
@@ -207,17 +208,13 @@ def loss_pair(loss: Any) -> tuple[Any, Any]:
     return loss_sum, weight
 
 
-def _known(given: Given) -> list[Any]:
-    return jax.tree.leaves(given)
-
-
-def _sort(leaves: Sequence[Any], known: Sequence[Any]) -> tuple[list[Any], tuple[_Source, ...]]:
-    """The leaves that aren't known, each once, and the source of every leaf (found by identity)."""
-    at_hand = {id(leaf): i for i, leaf in enumerate(known)}
+def _sort(vjp: Any, given: Given) -> tuple[list[Any], tuple[_Source, ...]]:
+    """The leaves of a vjp that aren't given, each once, and the source of every leaf (found by identity)."""
+    at_hand = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(given))}
     residuals: list[Any] = []
     index: dict[int, int] = {}
     sources = []
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(vjp):
         if id(leaf) in at_hand:
             sources.append(_Source("known", at_hand[id(leaf)]))
             continue
