@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jpipe.layers import AnyLayer, Context, Variables, Wrapper, positional
+from jpipe.layers import AnyLayer, Context, SideInputError, Variables, Wrapper, positional
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,14 @@ class ConnectedLayer(Wrapper):
             kept, x = dict(inputs[0]["kept"]), inputs[0]["x"]
             inputs = positional(x)
         extra = [] if self.pops is None else [kept.pop(self.pops)]
-        extra += [] if self.read is None else [self.read(batch)]
+        extra += [] if self.read is None else [self._side_input(batch)]
         if extra:
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, kept
+
+    def _side_input(self, batch: Any) -> Any:
+        assert self.read is not None
+        try:
+            return self.read(batch)
+        except Exception as error:
+            raise SideInputError(f"{type(error).__name__}: {error}") from error

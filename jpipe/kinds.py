@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.layers import AnyLayer, Context, identity_layer, positional
+from jpipe.layers import AnyLayer, Context, SideInputError, identity_layer, positional
 from jpipe.tracing import depends_on, without_mesh
 
 
@@ -202,6 +202,11 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
         gives, needs_key = _trace_call(layer, index, variables, takes, batch)
     except _BadLayerError:
         raise
+    except SideInputError as error:
+        raise ValueError(
+            f"layer {index} ({layer.name}) can't read its side input from the batch {describe(batch)}: its function "
+            f"raised {error}; pass the whole batch, to apply too where a layer reads it"
+        ) from error
     except Exception as error:
         raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(gives):

@@ -27,6 +27,10 @@ class MissingKeyError(ValueError):
         )
 
 
+class SideInputError(ValueError):
+    """A layer's function of the batch failed."""
+
+
 class Context(NamedTuple):
     """What a layer is told besides its variables and inputs.
 

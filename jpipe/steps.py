@@ -19,7 +19,7 @@ from jpipe.kinds import Kind
 from jpipe.layers import Context, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tracing import depends_on, without_stops
+from jpipe.tracing import depends_on, only_needed, without_stops
 
 
 class Given(NamedTuple):
@@ -95,8 +95,7 @@ class LayerStep:
             residuals, _ = _sort(vjp, given)
             return [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if not keep]
 
-        # Called for its treedef where nothing is derived; else the compiler drops what isn't asked for.
-        derived = derive(given) if not all(tape.fresh) else jax.eval_shape(derive, given)
+        derived = jaxpr_as_fun(only_needed(jax.make_jaxpr(derive)(given)))(*jax.tree.leaves(given))
         pools = {"known": jax.tree.leaves(given), "derived": derived, "stored": stored}
         vjp = jax.tree.unflatten(treedefs[0], [pools[s.kind][s.index] for s in tape.sources])
         return vjp([jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs] if self.kind.final else cotangents)

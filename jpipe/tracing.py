@@ -19,6 +19,18 @@ def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
     return [not isinstance(v, Literal) and v in moving for v in program.jaxpr.outvars]
 
 
+def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without the equations that its outputs don't need; those with side effects go too."""
+    needed = {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
+    equations = []
+    for equation in reversed(program.jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            equations.append(equation)
+            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    return ClosedJaxpr(program.jaxpr.replace(eqns=equations[::-1], effects=effects), program.consts)
+
+
 def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program with every `jax.lax.stop_gradient` in it taken away (but for those in loops and branches)."""
     names: dict[Any, Any] = {}

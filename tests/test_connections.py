@@ -119,6 +119,18 @@ def test_pairs_that_do_not_match(layers, message):
         jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
 
 
+def test_side_inputs_that_are_not_there():
+    sizes = {"num_stages": 1, "num_microbatches": 1, "balance": "even"}
+    layers = [nn.Dense(4), jpipe.reads(Masked(), lambda batch: batch["mask"])]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes)
+    message = r"layer 1 \(Masked\) can't read its side input from the batch {.*}: its function raised KeyError: 'mask'"
+    with pytest.raises(ValueError, match=message):
+        pipe.init(jax.random.key(0), {"inputs": BATCH["inputs"]})
+    variables = pipe.init(jax.random.key(0), BATCH)
+    with pytest.raises(ValueError, match=r"can't read its side input.*pass the whole batch, to apply too"):
+        pipe.apply(variables, BATCH["inputs"])
+
+
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="name has to be a non-empty string"):
         jpipe.stash(nn.Dense(4), 3)
