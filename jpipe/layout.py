@@ -6,6 +6,7 @@ its `Layout`. The layout translates to and from the layers' trees without ever p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.kinds import Sequential
+from jpipe.kinds import Kind, Sequential
 from jpipe.meshes import AXIS, constrain, known_axes, on_stages
 from jpipe.storage import Buffers, Storage, build_storage
 
@@ -117,6 +118,8 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
     kinds = [model.kinds[home.kind] for home in homes]
     cells = [[stage_of[shown[0]] for shown in home.members] for home in homes]
     specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in kinds]
+    for kind, found in zip(kinds, specs, strict=True):
+        _check_splits(kind, kind.members[0] - model.first, found, mesh)
     layouts = {}
     for name in ["params", *sorted({n for kind in model.kinds for n in kind.variables} - {"params"})]:
         trees = [kind.variables.get(name, {}) if home.members else {} for kind, home in zip(kinds, homes, strict=True)]
@@ -129,6 +132,25 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
         members = tuple(home.members for home in homes)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), members, mesh)
     return layouts
+
+
+def _check_splits(kind: Kind, index: int, specs: dict[str, list[PartitionSpec]], mesh: Mesh) -> None:
+    """Checks that the mesh axes that a layer's metadata names divide its arrays.
+
+    Raises:
+      ValueError: naming the layer, the leaf and the axes.
+    """
+    for name, group in specs.items():
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(kind.variables[name]), group, strict=True):
+            for size, entry in zip(leaf.shape, spec, strict=False):
+                axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+                shards = math.prod(mesh.shape[axis] for axis in axes)
+                if size % shards:
+                    raise ValueError(
+                        f"layer {index} ({kind.layer.name}) asks for {name}{jax.tree_util.keystr(path)} of shape "
+                        f"{leaf.shape} to be split over the mesh axes {axes} of {shards} devices, which don't divide "
+                        f"{size}; change the layer's partitioning or its size"
+                    )
 
 
 def local(tree: Any) -> Any:

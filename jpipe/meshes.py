@@ -49,6 +49,20 @@ def as_mesh(mesh: Any, num_stages: int) -> Mesh:
     return mesh
 
 
+def check_context(mesh: Mesh) -> None:
+    """Checks that the mesh in context, if there is one, is the pipeline's.
+
+    Raises:
+      ValueError: it has other axes.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and dict(context.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"the mesh in context (jax.set_mesh) has the axes {dict(context.shape)}, the pipeline's has "
+            f"{dict(mesh.shape)}; set the pipeline's mesh, pipe.mesh, or none"
+        )
+
+
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes over which a micro-batch is split."""
     return tuple(name for name in BATCH_AXES if name in mesh.axis_names)

@@ -18,7 +18,7 @@ from jpipe.checks import check_alive, check_complete, check_item, check_key, che
 from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_collections, check_rules
-from jpipe.meshes import as_mesh, num_shards, shapes_only
+from jpipe.meshes import as_mesh, check_context, num_shards, shapes_only
 from jpipe.optimizer import TrainState, global_norm, state_shardings
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition
@@ -308,6 +308,7 @@ class Pipeline:
 
     def _plan_for(self, batch: Any) -> Plan:
         """The plan; made from this batch's shapes if it is the first one."""
+        check_context(self.mesh)
         if self._plan is None:
             shapes = self._shapes(batch)
             model = self._model(shapes)

@@ -169,3 +169,19 @@ def test_each_stages_parameters_are_on_its_devices_alone(make_mesh):
             assert shard.data.shape[0] == 1
             assert shard.index[0] == slice(stage, stage + 1), path
     assert PartitionSpec("stage") == leaf.sharding.spec or leaf.sharding.spec[0] == "stage"
+
+
+def test_metadata_that_does_not_divide(make_mesh):
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    layers = [nn.Dense(4, kernel_init=kernel), nn.Dense(5, kernel_init=kernel)]
+    mesh = make_mesh((2, 2), ("stage", "model"))
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, mesh=mesh, balance="even")
+    message = r"layer 1 \(Dense\) asks for params\['kernel'\].* \('model',\) of 2 devices, which don't divide 5"
+    with pytest.raises(ValueError, match=message):
+        pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
+
+
+def test_another_mesh_in_context(make_mesh):
+    pipe = jpipe.Pipeline([nn.Dense(4)], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, balance="even")
+    with jax.set_mesh(make_mesh((2,), ("data",))), pytest.raises(ValueError, match=r"the mesh in context .*'data': 2"):
+        pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
