@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers import AnyLayer, Context, SideInputError, identity_layer, positional
-from jpipe.tracing import depends_on, without_mesh
+from jpipe.tracing import depends_on, key_shape, without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,7 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
     try:
         if variables is None:
             init = lambda k, x, b: layer.init(k, positional(x), b)
-            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), jax.random.key(0), takes, batch)
+            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key_shape(), takes, batch)
         variables = jax.eval_shape(lambda v: v, variables)
         _check_parameters(layer, index, variables)
         if layer.shared is not None and set(variables) - {"params"}:
@@ -232,7 +232,7 @@ def _trace_call(layer: AnyLayer, index: int, variables: Any, takes: Any, batch: 
                 )
         return outputs, updates
 
-    program, (gives, _) = jax.make_jaxpr(run, return_shape=True)(jax.random.key(0), variables, takes, batch)
+    program, (gives, _) = jax.make_jaxpr(run, return_shape=True)(key_shape(), variables, takes, batch)
     # A weak type says how a Python number was promoted; between layers there are arrays only.
     gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
     return gives, any(depends_on(program, program.jaxpr.invars[:1]))

@@ -104,12 +104,12 @@ def pin_batch(leaves: list[Any], mesh: Mesh) -> list[Any]:
 
 
 def shapes_only(mesh: Mesh) -> AbstractContextManager:
-    """The context in which shapes are traced: the mesh's axes, as far as layers can see them in a program.
+    """The context in which layers are traced: the mesh as a program on the stages sees it (`on_stages`).
 
     A layer that constrains how its activations are split then finds the axes that it names.
     """
-    automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic))
+    types = dict.fromkeys(mesh.axis_names, AxisType.Auto) | {AXIS: AxisType.Manual}
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types))
 
 
 def on_stages(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:

@@ -27,6 +27,7 @@ from jpipe.program import Program, Purpose, build_program
 from jpipe.remat import as_remat
 from jpipe.schedule import Schedule
 from jpipe.steps import LayerStep
+from jpipe.tracing import key_shape
 
 Variables = dict[str, StageTree]
 
@@ -254,7 +255,7 @@ class Pipeline:
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
             variables=variables,
             opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
-            key=place(jax.eval_shape(lambda: jax.random.key(0)), everywhere),
+            key=place(key_shape(), everywhere),
             tx=tx,
         )
 

@@ -59,11 +59,9 @@ class Stage:
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
             given = self._given(c, member, microbatch)
             x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
-            if save is None:
-                outcome = step.forward(given, x)
-            else:
+            outcome, stored = self.program.tapes[c].forward(given, x) if step.train else (step.forward(given, x), [])
+            if save is not None:
                 assert self.program.residuals is not None
-                outcome, stored = step.forward_saving(given, x, self.program.tapes[c])
                 carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, save)
             if not kind.final:
                 carry["x"] = self.program.carrier.pack(carry["x"], self.pin(outcome.outputs))
@@ -87,12 +85,14 @@ class Stage:
 
         def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
             """One layer backward: the same with cotangents."""
-            carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
+            carry, kind, tape = dict(carry), self.program.model.kinds[c], self.program.tapes[c]
             given = self._given(c, member, microbatch)
             stored = places.read(residuals, c, member, saved)
             shapes = [leaf for leaf in jax.tree.leaves(kind.gives) if is_float(leaf)]
-            dy = [] if kind.final else self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
-            gradients, dx = step.backward(given, stored, dy, self.program.tapes[c])
+            dy = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]  # of the loss
+            if not kind.final:
+                dy = self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
+            gradients, dx = tape.backward(given, stored, dy)
             home = self.program.model.home_of(c)
             if home in self.shared:
                 sums = [a + g.astype(a.dtype) for a, g in zip(carry["shared"][home], gradients, strict=True)]

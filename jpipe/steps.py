@@ -1,8 +1,7 @@
-"""One layer's forward and backward, with the residuals between them in plain sight.
+"""What one layer does with the leaves of its variables and inputs: forward, its vjp, the model's ends included.
 
-`jax.vjp` returns a pytree: its leaves are what the backward needs. Here they are sorted into those at hand anyway in
-the backward action (parameters, state, the batch, the key), those that follow from parameters alone (a cast kernel),
-which are computed again, and the rest, which has to be stored. Nothing differentiates through a loop or a collective.
+A layer is given the same things in forward and backward (`Given`), so that only what depends on its inputs has to wait
+in between (`jpipe.tape`). Nothing differentiates through a loop or a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from jpipe.kinds import Kind
 from jpipe.layers import Context, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tracing import depends_on, only_needed, without_stops
+from jpipe.tape import Tape, make_tape
+from jpipe.tracing import key_shape, without_stops
 
 
 class Given(NamedTuple):
@@ -36,24 +36,6 @@ class Outcome(NamedTuple):
 
     outputs: list[Any]
     updates: list[Any]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a leaf of the vjp comes from in the backward action: index into what is known, derived or stored."""
-
-    kind: str
-    index: int
-
-
-@dataclass(frozen=True, eq=False)
-class Tape:
-    """How to rebuild a layer's vjp: the source of each leaf, and the shapes of those that are stored."""
-
-    sources: tuple[_Source, ...]
-    fresh: tuple[bool, ...]  # for each residual that isn't at hand: whether it has to be stored
-    stored: tuple[jax.ShapeDtypeStruct, ...]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]  # the outputs that have cotangents
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,28 +60,6 @@ class LayerStep:
         """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
         return self._run(given, self._inputs(given, x))
 
-    def forward_saving(self, given: Given, x: list[Any], tape: Tape) -> tuple[Outcome, list[Any]]:
-        """`forward`, and the residuals to store for `backward`."""
-        outcome, vjp = self.differentiate(given, x)
-        residuals, _ = _sort(vjp, given)
-        return outcome, [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if keep]
-
-    def backward(self, given: Given, stored: list[Any], cotangents: list[Any], tape: Tape) -> tuple[list, list]:
-        """(gradients of the parameters, cotangents of the floating-point inputs)."""
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.kind.takes)]
-        treedefs: list[Any] = []
-
-        def derive(given: Given) -> list[Any]:
-            _, vjp = self.differentiate(given, zeros)
-            treedefs.append(jax.tree.structure(vjp))
-            residuals, _ = _sort(vjp, given)
-            return [leaf for leaf, keep in zip(residuals, tape.fresh, strict=True) if not keep]
-
-        derived = jaxpr_as_fun(only_needed(jax.make_jaxpr(derive)(given)))(*jax.tree.leaves(given))
-        pools = {"known": jax.tree.leaves(given), "derived": derived, "stored": stored}
-        vjp = jax.tree.unflatten(treedefs[0], [pools[s.kind][s.index] for s in tape.sources])
-        return vjp([jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs] if self.kind.final else cotangents)
-
     def state_rates(self, shapes: Given, leaves: Sequence[int]) -> list[Any]:
         """How fast each of these leaves of the state moves towards a micro-batch's value: 1 - d(new)/d(old).
 
@@ -122,27 +82,10 @@ class LayerStep:
         return [1 - slope for slope in jax.jvp(jaxpr_as_fun(program), averages, list(map(jnp.ones_like, averages)))[1]]
 
     def tape(self, given: Given) -> Tape:
-        """Finds out, from shapes alone, what this layer's backward needs."""
-        found: list[Any] = []
-        takes = jax.tree.leaves(self.kind.takes)
-
-        def residuals(params: list[Any], rest: tuple) -> list[Any]:
-            state, key, batch, x = rest
-            known = Given(params, state, key, batch)
-            outcome, vjp = self.differentiate(known, x)
-            fresh, sources = _sort(vjp, known)
-            outputs = self._differentiable(outcome.outputs)
-            found.append((sources, tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs)))
-            return fresh
-
-        rest = (given.state, given.key, given.batch, takes)
-        program, shapes = jax.make_jaxpr(residuals, return_shape=True)(given.params, rest)
-        ((sources, outputs),) = found
-        fresh = depends_on(program, program.jaxpr.invars[len(given.params) :])
-        place = {i: _Source("stored" if keep else "derived", fresh[:i].count(keep)) for i, keep in enumerate(fresh)}
-        sources = tuple(place[s.index] if s.kind == "residual" else s for s in sources)
-        stored = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s, keep in zip(shapes, fresh, strict=True) if keep)
-        return Tape(sources, tuple(fresh), stored, outputs)
+        """The layer's forward and backward, traced at these shapes."""
+        has_cotangent = lambda outcome: self._differentiable(outcome.outputs)
+        inputs = [] if self.kind.entry else jax.tree.leaves(self.kind.takes)
+        return make_tape(self.differentiate, has_cotangent, given, inputs)
 
     def _inputs(self, given: Given, x: list[Any]) -> Any:
         if self.kind.entry:
@@ -188,7 +131,7 @@ def given_shapes(step: LayerStep, batch: Any) -> Given:
     return Given(
         params=jax.tree.leaves(kind.variables.get("params")),
         state=[leaf for name in kind.state_names for leaf in jax.tree.leaves(kind.variables[name])],
-        key=jax.eval_shape(lambda: jax.random.key(0)) if step.train else None,
+        key=key_shape() if step.train else None,
         batch=batch if needs_batch(kind) else None,
     )
 
@@ -205,20 +148,3 @@ def loss_pair(loss: Any) -> tuple[Any, Any]:
     # In the dtype of the sums: a count of tokens may be too large or too fine for a narrow loss.
     weight = jax.lax.stop_gradient(jnp.asarray(weight)).astype(accumulator_dtype(loss_sum.dtype))
     return loss_sum, weight
-
-
-def _sort(vjp: Any, given: Given) -> tuple[list[Any], tuple[_Source, ...]]:
-    """The leaves of a vjp that aren't given, each once, and the source of every leaf (found by identity)."""
-    at_hand = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(given))}
-    residuals: list[Any] = []
-    index: dict[int, int] = {}
-    sources = []
-    for leaf in jax.tree.leaves(vjp):
-        if id(leaf) in at_hand:
-            sources.append(_Source("known", at_hand[id(leaf)]))
-            continue
-        if id(leaf) not in index:
-            index[id(leaf)] = len(residuals)
-            residuals.append(leaf)
-        sources.append(_Source("residual", index[id(leaf)]))
-    return residuals, tuple(sources)

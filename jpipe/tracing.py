@@ -49,6 +49,11 @@ def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=outputs), program.consts)
 
 
+def key_shape() -> jax.ShapeDtypeStruct:
+    """The type of a random key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
 def no_mesh() -> Any:
     """A context in which there is no mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
