@@ -1,9 +1,9 @@
 """Training steps compiled for TPUs that aren't there: does it fit, and what does it send?
 
-Three questions: the bytes of the example's step (examples/lm.py) on four v5e chips; how many layers of the GPipe
-paper's Transformer-L (its table 1: width 2048, feed-forward 8192, 32 heads, sequence 1024, batch 32, RMSProp) fit
-eight TPU v3 cores of 16 GB; and whether a model larger than one device can be initialised. Needs `pip install
-libtpu`, and no TPU.
+Four questions: the bytes of the example's step (examples/lm.py) on four v5e chips; how many layers of the GPipe paper's
+Transformer-L (its table 1: width 2048, feed-forward 8192, 32 heads, sequence 1024, batch 32, RMSProp) fit eight TPU v3
+cores of 16 GB; its AmoebaNet-D (18, 208) on four; and whether a model larger than one device can be initialised. Needs
+`pip install libtpu`, and no TPU.
 """
 
 import argparse
@@ -126,6 +126,31 @@ def transformer_l(topology: str, layers: list[int], remat: str) -> None:
     show("Transformer-L, MiB a core (16 GB each)", ("model", *BYTES, "compile, s"), rows, caption)
 
 
+def amoebanet_d(topology: str, num_stages: int) -> None:
+    """The paper's AmoebaNet-D (18, 208): 82M parameters, 224x224 images, a batch of 128."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from models import amoebanet
+
+    mesh, m = stage_mesh(tpu_devices(topology), num_stages), 32
+    batch = {
+        "inputs": jax.ShapeDtypeStruct((128, 224, 224, 3), "float32"),
+        "targets": jax.ShapeDtypeStruct((128,), "int32"),
+    }
+    begin = time.perf_counter()
+    pipe = jpipe.Pipeline(
+        amoebanet.amoebanet(18, 208, dtype="bfloat16"),
+        amoebanet.loss_fn,
+        num_stages=num_stages,
+        num_microbatches=m,
+        mesh=mesh,
+    )
+    found = figures(compiled_step(pipe, optax.rmsprop(1e-3), batch))
+    row = ("AmoebaNet-D (18, 208)", *found, f"{time.perf_counter() - begin:.0f}")
+    console.print(str(pipe.partition), highlight=False)
+    caption = settings(mesh.devices.flat[0], topology, f"K={num_stages}", f"M={m}", "remat layer", "bfloat16")
+    show("AmoebaNet-D, MiB a core (16 GB each)", ("model", *BYTES, "compile, s"), [row], caption)
+
+
 def init(topology: str, count: int) -> None:
     """Each device makes its own stage's variables and nothing else."""
     mesh = stage_mesh(tpu_devices(topology), len(tpu_devices(topology)))
@@ -145,7 +170,8 @@ def init(topology: str, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="*", default=["demo", "transformer-l", "init"], help="(default: all)")
+    known = ["demo", "transformer-l", "amoebanet-d", "init"]
+    parser.add_argument("what", nargs="*", default=known, help=f"of {known} (default: all)")
     parser.add_argument("--layers", type=int, nargs="+", default=[103], help="of Transformer-L (default %(default)s)")
     parser.add_argument("--remat", default="layer", help="of Transformer-L (default %(default)s)")
     parser.add_argument("--init-layers", type=int, default=160, help="of the model initialised (default %(default)s)")
@@ -157,6 +183,8 @@ def main() -> None:
             demo("v5e:2x2")
         elif what == "transformer-l":
             transformer_l("v3:2x2", options.layers, options.remat)
+        elif what == "amoebanet-d":
+            amoebanet_d("v3:2x2", 4)
         else:
             init("v3:2x2", options.init_layers)
 
