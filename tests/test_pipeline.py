@@ -396,6 +396,32 @@ def test_every_kind_of_layer_draws_from_the_key(x64, layer):
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
+def equations(jaxpr):
+    """All equations of a program, those of the programs inside of it included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_each_parameter_is_moved_once_an_action():
+    """Unlike layers: a parameter is sliced out of its bank once forward and once backward, and so is its gradient."""
+    layers = [nn.Dense(5), nn.Dense(6), nn.Dense(7), nn.Dense(4)]
+    pipe, batch = small(2, 2, layers=layers), data()
+    variables = pipe.init(jax.random.key(KEY), batch)
+    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(variables)]
+    program = jax.make_jaxpr(pipe.value_and_grad)(variables, batch)
+    count = lambda name: sum(
+        equation.primitive.name == name and equation.invars[0].aval.shape in shapes
+        for equation in equations(program.jaxpr)
+    )
+    num_leaves = 2 * len(layers)
+    assert count("dynamic_slice") == 3 * num_leaves, "forward, backward, and the sum of gradients so far"
+    assert count("dynamic_update_slice") == num_leaves, "the sum of gradients"
+
+
 def collectives_in_loops(text: str) -> list[str]:
     """The collectives in the bodies of while loops, and in what those call, of a program's HLO text."""
     bodies: dict[str, list[str]] = {}

@@ -1,0 +1,1 @@
+"""Models as lists of layers for `jpipe.Pipeline`, each with the loss that belongs to it."""

@@ -1,0 +1,249 @@
+"""The models in `examples/models`: parameter counts against the paper's and the reference implementations'.
+
+They are counted by shapes only, and equal layers are traced once: depth costs nothing.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from helpers import assert_close
+from jpipe.adapt import as_layers
+from jpipe.kinds import Sequential, trace_kinds
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from models import amoebanet, resnet, transformer_l, translation, unet
+
+
+def traced(layers: list, batch: dict) -> Sequential:
+    return trace_kinds(as_layers(layers), batch["inputs"], batch)
+
+
+def num_parameters(model: Sequential) -> int:
+    size = lambda kind: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(kind.variables.get("params", {})))
+    return sum(size(model.kinds[home.kind]) * len(home.members) for home in model.homes)
+
+
+def shape_given(model: Sequential) -> tuple[int, ...]:
+    return model.kinds[model.kind_of[-1]].gives.shape
+
+
+def images(size: int, channels: int = 3) -> dict:
+    inputs = jax.ShapeDtypeStruct((2, size, size, channels), jnp.float32)
+    return {"inputs": inputs, "targets": jax.ShapeDtypeStruct((2,), jnp.int32)}
+
+
+def pixels(size: int, channels: int = 3) -> dict:
+    return {**images(size, channels), "targets": jax.ShapeDtypeStruct((2, size, size), jnp.int32)}
+
+
+def sentences(num_inputs: int, num_targets: int) -> dict:
+    tokens = lambda length: jax.ShapeDtypeStruct((2, length), jnp.int32)
+    return {"inputs": tokens(num_inputs), "targets": tokens(num_targets)}
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "printed"), [(3, "282.2M"), (13, "785.8M"), (103, "5.3B"), (415, "21.0B"), (1663, "83.9B")]
+)
+def test_transformer_l_has_the_parameters_of_table_1(num_layers, printed):
+    model = traced(transformer_l.transformer_l(num_layers), sentences(16, 16))
+    count = num_parameters(model)
+    assert count == 2 * 32000 * 2048 + 32000 + num_layers * 50_358_272
+    unit = {"M": 1e6, "B": 1e9}[printed[-1]]
+    assert f"{count / unit:.1f}{printed[-1]}" == printed
+    assert len(model.kinds) == 3
+    assert shape_given(model) == (2, 16, 32000)
+
+
+@pytest.mark.parametrize(
+    ("size", "billions"),
+    [
+        ((6, 8192, 16), "0.41"),
+        ((24, 8192, 16), "1.24"),
+        ((12, 16384, 32), "1.24"),
+        ((32, 16384, 32), "3.08"),
+        ((64, 16384, 32), "6.04"),
+    ],
+)
+def test_translation_models_have_the_parameters_of_the_paper(size, billions):
+    model = traced(translation.translation(*size), sentences(16, 12))
+    assert f"{num_parameters(model) / 1e9:.2f}" == billions
+    assert len(model.kinds) == 6  # source, encoder, norm, start of the decoder, decoder, head
+    assert shape_given(model) == (2, 12, 64000)
+
+
+def test_amoebanet_b_has_the_parameters_of_the_paper():
+    model = traced(amoebanet.amoebanet(18, 512, variant="B"), images(224))
+    assert num_parameters(model) == 557_277_864
+    assert shape_given(model) == (2, 1000)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [((18, 208), 81.1), ((18, 416), 317.5), ((18, 544), 540.2), ((36, 544), 1053), ((72, 512), 1843)],
+)
+def test_amoebanet_d_has_the_parameters_of_table_1(size, millions):
+    model = traced(amoebanet.amoebanet(*size), images(224))
+    assert num_parameters(model) / 1e6 == pytest.approx(millions, abs=0.05 if millions < 1000 else 0.5)
+    # In each stack two cells differ from the others, as the two tensors that they take do.
+    assert len(model.kinds) == 1 + 2 + (3 + 1 + 3 + 1 + 3) + 1
+
+
+def test_amoebanet_halves_224_pixels_five_times():
+    model = traced(amoebanet.amoebanet(3, 16), images(224))
+    sizes = [leaves[0].shape[1] for leaves in model.boundaries]
+    assert sizes == [111, 56, 28, 28, 14, 14, 7, 7]
+
+
+@pytest.mark.parametrize(("variant", "filters"), [("C", 16), ("D", 12)])
+def test_amoebanet_checks_its_arguments(variant, filters):
+    with pytest.raises(ValueError, match="use"):
+        amoebanet.amoebanet(3, filters, variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(resnet.resnet50, 25_557_032), (resnet.resnet101, 44_549_160)], ids=["50", "101"]
+)
+def test_resnets_have_the_usual_parameters(make, count):
+    model = traced(make(), images(224))
+    assert num_parameters(model) == count
+    assert len(model.kinds) == 1 + 2 * 4 + 1
+
+
+def test_small_resnet_is_resnet_20():
+    model = traced(resnet.small_resnet(10, (3, 3, 3), 16), images(32))
+    # ResNet-20 has 0.27M parameters (table 6 of arXiv 1512.03385); its shortcuts, unlike these, have none.
+    shortcuts = 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
+    assert num_parameters(model) - shortcuts == 269_722
+    assert shape_given(model) == (2, 10)
+
+
+def test_unet_has_the_usual_parameters():
+    """As the U-Net of the original paper, and as its usual PyTorch version with BatchNorm."""
+    assert num_parameters(traced(unet.unet(2, norm=False), pixels(64, channels=1))) == 31_030_658
+    model = traced(unet.unet(2), pixels(64))
+    assert num_parameters(model) == 31_037_698
+    assert shape_given(model) == (2, 64, 64, 2)
+
+
+# --- in a pipeline ----------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "transformer_l": (transformer_l, lambda: transformer_l.transformer_l(3, 16, 32, 2, 50), sentences(8, 8)),
+    "translation": (translation, lambda: translation.translation(2, 32, 1, 16, 50), sentences(8, 6)),
+    "amoebanet": (amoebanet, lambda: amoebanet.amoebanet(3, 8, 10, stem="small"), images(8, 1)),
+    "resnet": (resnet, lambda: resnet.small_resnet(10, dropout=0.1), images(8, 1)),
+    "unet": (unet, lambda: unet.unet(3, 2, 4), pixels(16)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_train_in_stages(name):
+    """A training step in four stages, traced: gradients and statistics for all variables."""
+    family, make, batch = SMALL[name]
+    pipe = jpipe.Pipeline(make(), family.loss_fn, num_stages=4, num_microbatches=2)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(pipe.init, key, batch)
+    (loss, updates), grads = jax.eval_shape(pipe.value_and_grad, variables, batch, key)
+    assert loss.shape == ()
+    assert jax.tree.map(jnp.shape, {"params": grads, **updates}) == jax.tree.map(jnp.shape, variables)
+
+
+def some_sentences(random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Four sources of up to 7 tokens and targets of up to 5, padded with zeros."""
+    draw = lambda lengths: (
+        np.where(np.arange(max(lengths)) < np.array(lengths)[:, None], 1, 0)
+        * random.integers(1, 50, (4, max(lengths)), dtype=np.int32)
+    )
+    return {"inputs": draw([7, 3, 4, 5]).astype(np.int32), "targets": draw([2, 5, 1, 4]).astype(np.int32)}
+
+
+def some_variables(layers: list, batch: dict[str, np.ndarray], random: np.random.Generator) -> list:
+    """A tree a layer, made up; places that share parameters have the same."""
+    model = traced(layers, batch)
+    make = lambda leaf: (0.3 * random.standard_normal(leaf.shape) + 0.1).astype(leaf.dtype)
+    trees = [jax.tree.map(make, model.kind_at(i).variables) for i in range(len(layers))]
+    for home in model.homes:
+        for member in (i for members in home.members for i in members[1:]):
+            trees[member] = trees[home.members[0][0]]
+    return trees
+
+
+def translate(layers: list, trees: list, batch: dict[str, jax.Array]) -> jax.Array:
+    """The translation model's logits by Flax alone."""
+    vocabulary, first, mask = layers[0].layer, trees[0], batch["inputs"] > 0
+    half = (len(layers) - 4) // 2
+    x = vocabulary.apply(first, batch["inputs"])
+    for layer, tree in zip(layers[1 : half + 1], trees[1 : half + 1], strict=True):
+        x = layer.layer.apply(tree, x, mask)
+    memory = layers[half + 1].apply(trees[half + 1], x)
+    carried = vocabulary.apply(first, memory, batch["targets"], method="start_decoder")
+    for layer, tree in zip(layers[half + 3 : -1], trees[half + 3 : -1], strict=True):
+        carried = layer.layer.apply(tree, carried, mask)
+    return layers[-1].apply(trees[-1], *carried)
+
+
+def test_translation_is_the_same_in_stages():
+    """A table that both sides share, a memory that every decoder layer takes, masks from the batch."""
+    random = np.random.default_rng(0)
+    layers, batch = translation.translation(2, 32, 1, 16, 50), some_sentences(random)
+    trees = some_variables(layers, batch, random)
+
+    @jax.jit
+    @jax.value_and_grad
+    def sequential(trees):
+        total, weight = translation.loss_fn(translate(layers, trees, batch), batch)
+        return total / weight
+
+    loss, grads = sequential(trees)
+    grads[4] = grads[0]  # where the decoder starts, the table that the encoder starts from is used again
+    pipe = jpipe.Pipeline(layers, translation.loss_fn, num_stages=3, num_microbatches=2)
+    variables = pipe.from_layer_variables(trees, batch)
+    (found, _), found_grads = pipe.value_and_grad(variables, batch)
+    assert_close((found, pipe.layer_variables({"params": found_grads})), (loss, grads))
+
+
+def test_translation_masks():
+    """Padding of the source changes nothing, no target sees itself or later ones, and logits are clipped."""
+    random = np.random.default_rng(0)
+    layers, batch = translation.translation(2, 32, 1, 16, 50, clip_logits=0.5), some_sentences(random)
+    trees = some_variables(layers, batch, random)
+    run = jax.jit(lambda batch: translate(layers, trees, batch))
+    logits = np.asarray(run(batch))
+    assert np.max(np.abs(logits)) == 0.5
+
+    longer = {**batch, "inputs": np.pad(batch["inputs"], ((0, 0), (0, 3)))}
+    np.testing.assert_allclose(run(longer), logits, atol=1e-5)
+
+    changed = {**batch, "targets": batch["targets"].copy()}
+    changed["targets"][:, 3] += 1
+    others = np.asarray(run(changed))
+    np.testing.assert_allclose(others[:, :4], logits[:, :4], atol=1e-5)
+    assert np.max(np.abs(others[:, 4] - logits[:, 4])) > 1e-3
+
+
+def test_losses_weigh_what_is_labelled():
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.standard_normal((2, 3, 4)), jnp.float32)
+    targets = np.array([[1, 2, 0], [3, 0, 0]], np.int32)
+    nats = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), targets[..., None], -1)[..., 0]
+    total, weight = translation.loss_fn(logits, {"targets": jnp.asarray(targets)})
+    np.testing.assert_allclose((total, weight), (nats[targets > 0].sum(), 3), rtol=1e-6)
+
+    labels = np.where(targets == 2, -1, targets)
+    total, weight = unet.loss_fn(logits, {"targets": jnp.asarray(labels)})
+    np.testing.assert_allclose((total, weight), (nats[targets != 2].sum(), 5), rtol=1e-5)
+
+    sharp = amoebanet.loss_fn(logits[:, 0], {"targets": targets[:, 0]})
+    smooth = amoebanet.loss_fn(logits[:, 0], {"targets": targets[:, 0]}, label_smoothing=0.1)
+    mean = -np.asarray(jax.nn.log_softmax(logits[:, 0])).mean()
+    np.testing.assert_allclose(smooth, 0.9 * sharp + 0.1 * mean, rtol=1e-6)
