@@ -27,22 +27,22 @@ def check_variables(plan: Plan, variables: Any) -> None:
       ValueError: an unknown collection, another layout, or a leaf of another shape.
     """
     if not isinstance(variables, dict) or not variables:
-        raise TypeError(
-            f"variables is a {type(variables).__name__}; pass what pipe.init returned, a dict by collection"
-        )
+        what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
+        raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
+    check_alive("variables", variables)
     for name, tree in variables.items():
         if name not in plan.layouts:
             raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
         if not isinstance(tree, StageTree):
             raise TypeError(
                 f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                "use pipe.from_layer_variables(trees)"
+                "use pipe.from_layer_variables(trees, batch)"
             )
         if tree.layout != plan.layouts[name]:
             raise ValueError(
                 f"variables[{name!r}] were laid out by another pipeline (num_stages={tree.layout.num_stages}, here "
                 f"{plan.layouts[name].num_stages}; layers, balance or mesh may differ too); translate them: "
-                "pipe.from_layer_variables(other.layer_variables(variables))"
+                "pipe.from_layer_variables(other.layer_variables(variables), batch)"
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
         _check_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
@@ -77,9 +77,17 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
     """Checks what a loss function returns for one micro-batch.
 
     Raises:
-      ValueError: it is neither a floating-point scalar nor a pair of scalars.
+      ValueError: it raised an error, or returned neither a floating-point scalar nor a pair of scalars.
     """
-    loss = jax.eval_shape(loss_fn, model.kinds[model.kind_of[-1]].gives, batch)
+    outputs = model.kinds[model.kind_of[-1]].gives
+    try:
+        loss = jax.eval_shape(loss_fn, outputs, batch)
+    except Exception as error:
+        raise ValueError(
+            f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
+            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch (the first batch that a pipeline "
+            "sees has to be a whole one, not its inputs alone)"
+        ) from error
     parts = loss if isinstance(loss, tuple) else (loss,)
     scalars = [hasattr(part, "shape") and part.shape == () for part in parts]
     if len(parts) not in (1, 2) or not all(scalars):
@@ -115,12 +123,38 @@ def _check_shapes(what: str, tree: Any, expected: Any) -> None:
             raise ValueError(f"{name} has the dtype {dtype}, not {want.dtype} as at init; cast it back")
 
 
-def check_alive(state: Any) -> None:
-    """Checks that a state wasn't donated to an earlier step.
+def check_alive(what: str, tree: Any) -> None:
+    """Checks that arrays weren't donated to an earlier step.
 
     Raises:
-      ValueError: it was, so that its arrays are gone.
+      ValueError: they were, so that they are gone.
     """
-    for leaf in jax.tree.leaves(state):
+    for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError("state was donated to an earlier train_step; use the state that it returned")
+            raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
+
+
+_BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
+
+
+def check_optimizer(opt_state: Any) -> None:
+    """Checks that no transformation outside of `per_layer` tells parameters apart.
+
+    Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
+    Those without state (the trust ratio of lamb, adaptive gradient clipping) can't be told.
+
+    Args:
+      opt_state: the state of the optimiser; `per_layer` keeps what it wraps out of sight.
+
+    Raises:
+      ValueError: naming the state that gives it away.
+    """
+    tells = lambda node: type(node).__name__ in _BY_PARAMETER
+    found = [type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=tells) if tells(node)]
+    if found:
+        raise ValueError(
+            f"tx tells parameters apart (its state holds a {found[0]}: a mask, labels, or statistics of single "
+            "parameters), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
+            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
+            "jpipe.per_layer(optax.adamw(1e-3, mask=mask)))"
+        )

@@ -89,10 +89,24 @@ def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch
         return run_forward(program, _stage(program, plan.mesh, variables, batch, None))
 
     run = on_stages(body, plan.mesh, (_specs(plan), _everywhere(batch)), _everywhere(list(program.outputs)))
-    leaves = run({name: dict(variables[name]) for name in plan.layouts}, batch)
+    leaves = _forward_only(run)({name: dict(variables[name]) for name in plan.layouts}, batch)
     if program.final.loss_fn is not None:
         return leaves[0] / leaves[1]
     return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), list(map(join_microbatches, leaves)))
+
+
+def _forward_only(function: Any) -> Any:
+    """`function`, which says so if somebody differentiates it."""
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            "pipe.apply and pipe.evaluate are forward only, so they can't be differentiated; use "
+            "pipe.value_and_grad(variables, batch, key)"
+        )
+
+    wrapped.defjvp(refuse)
+    return wrapped
 
 
 def _stage(program: Program, mesh: Mesh, variables: Any, batch: Any, key: Any) -> Stage:

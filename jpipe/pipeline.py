@@ -14,7 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import batches, compiled
 from jpipe.adapt import as_layers
-from jpipe.checks import check_alive, check_complete, check_item, check_key, check_loss, check_variables
+from jpipe.checks import (
+    check_alive,
+    check_complete,
+    check_item,
+    check_key,
+    check_loss,
+    check_optimizer,
+    check_variables,
+)
 from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_collections, check_rules
@@ -102,6 +110,14 @@ class Pipeline:
         self._jit_value_and_grad = jax.jit(self._trace_value_and_grad)
         self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"Pipeline({len(self._layers)} layers, num_stages={schedule.num_stages}, num_microbatches="
+            f"{schedule.num_microbatches}, num_chunks={schedule.num_chunks}, schedule={schedule.name!r}, "
+            f"mesh={dict(self.mesh.shape)})"
+        )
 
     @property
     def partition(self) -> Partition:
@@ -216,7 +232,9 @@ class Pipeline:
 
     # --- training ---
 
-    def create_state(self, key: jax.Array, batch: Any, tx: optax.GradientTransformation) -> TrainState:
+    def create_state(
+        self, key: jax.Array, batch: Any, tx: optax.GradientTransformation, variables: Variables | None = None
+    ) -> TrainState:
         """New variables (those of `init(key, batch)`) and optimiser state, each stage's on its own devices.
 
         Args:
@@ -224,10 +242,14 @@ class Pipeline:
           batch: a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
             takes the loss as `value` (`reduce_on_plateau`) gets it.
+          variables: to start from others, such as `from_layer_variables(trees, batch)`; the first step donates them.
         """
         key = batches.as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
-        variables = self.init(key, batch)
+        if variables is None:
+            variables = self.init(key, batch)
+        check_variables(self._known_plan(), variables)
+        check_complete(self._known_plan(), variables)
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
         return TrainState(step, variables, opt_state, key, tx)
@@ -249,6 +271,7 @@ class Pipeline:
             )
         variables = {name: layout.shapes for name, layout in self._plan_for(batch).layouts.items()}
         opt_state = jax.eval_shape(tx.init, variables["params"])
+        check_optimizer(opt_state)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return TrainState(
@@ -267,7 +290,7 @@ class Pipeline:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
-        check_alive(state)
+        check_alive("state", state)
         self._check_training(state.variables, batch, state.key)
         if state.tx not in self._jit_train_steps:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, state.tx))
@@ -303,7 +326,8 @@ class Pipeline:
     def _known_plan(self) -> Plan:
         if self._plan is None:
             raise ValueError(
-                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first"
+                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
+                "batch to from_layer_variables(trees, batch)"
             )
         return self._plan
 

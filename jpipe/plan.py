@@ -24,7 +24,7 @@ from jpipe.steps import LayerStep
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
 
-TOLERATED_SHARE = 1.1
+TOLERATED_SHARE = 1.2
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
 
 
@@ -60,10 +60,15 @@ class Plan:
         for index in range(model.num_layers):
             old, new = self.model.kind_at(index), model.kind_at(index)
             users = lambda m, kind: [i - m.first for i in kind.members]
-            if users(self.model, old) != users(model, new) or not same_type(old.variables, new.variables):
+            if not same_type(old.variables, new.variables):
                 raise ValueError(
                     f"layer {index} ({old.layer.name}) has other variables for a batch of this shape than at init: "
                     f"{describe(new.variables)}, not {describe(old.variables)}; make a new pipeline for it"
+                )
+            if users(self.model, old) != users(model, new):
+                raise ValueError(
+                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
+                    f"{describe(old.takes)} at init, so that other layers are like it than were; cast the batch"
                 )
 
 
@@ -163,7 +168,7 @@ def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
         f"than the share of one of {parts} stages ({1 / parts:.0%}): the slowest stage takes {cuts.imbalance:.2f} "
         "times the mean, and the others wait for it. Split the layer into several, or use fewer stages",
         UserWarning,
-        stacklevel=2,
+        stacklevel=5,  # the caller of init or create_state
     )
 
 

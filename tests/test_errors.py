@@ -399,3 +399,61 @@ def test_per_layer_outside_of_a_pipeline():
         TypeError, match=r"jpipe\.per_layer works on the parameters of a jpipe\.Pipeline, not on a dict"
     ):
         jpipe.per_layer(optax.sgd(0.1)).init({"w": np.ones(3, np.float32)})
+
+
+def test_arrays_that_were_donated():
+    """A donated array that reaches a warm jitted function crashes the process."""
+    pipe = make()
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    after, _ = pipe.train_step(state, BATCH)
+    pipe.apply(after.variables, BATCH)
+    for use in (pipe.apply, pipe.evaluate, pipe.value_and_grad):
+        with pytest.raises(ValueError, match="variables was donated to an earlier train_step"):
+            use(state.variables, BATCH)
+    with pytest.raises(ValueError, match="variables was donated"):
+        pipe.layer_variables(state.variables)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 1, tree)),
+        optax.adafactor(1e-2),
+        optax.multi_transform({"a": optax.sgd(0.1)}, lambda tree: jax.tree.map(lambda _: "a", tree)),
+    ],
+    ids=["mask", "adafactor", "multi_transform"],
+)
+def test_optimizers_that_tell_parameters_apart(tx):
+    pipe = make()
+    with pytest.raises(ValueError, match=r"tx tells parameters apart .* wrap that part of it in jpipe\.per_layer"):
+        pipe.create_state(jax.random.key(0), BATCH, tx)
+    pipe.create_state(jax.random.key(0), BATCH, jpipe.per_layer(tx))
+
+
+def test_forward_only():
+    pipe = make()
+    variables = pipe.init(jax.random.key(0), BATCH)
+    with pytest.raises(TypeError, match=r"pipe\.apply and pipe\.evaluate are forward only"):
+        jax.grad(pipe.evaluate)(variables, BATCH)
+
+
+def test_a_loss_that_raises():
+    pipe = make(loss=lambda y, batch: jnp.mean(y - batch["labels"]))
+    with pytest.raises(ValueError, match=r"loss_fn\(outputs, batch\) raised KeyError: 'labels'; it was called with"):
+        pipe.init(jax.random.key(0), BATCH)
+
+
+def test_inputs_of_another_dtype():
+    pipe = make()
+    variables = pipe.init(jax.random.key(0), BATCH)
+    other = jax.tree.map(lambda a: a.astype(np.int32), BATCH)
+    message = r"layer 0 .* takes int32\[.*\] from this batch but took float32"
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
+        pipe.apply(variables, other)
+
+
+def test_a_state_in_place_of_variables():
+    pipe = make()
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"variables is a TrainState; pass state\.variables"):
+        pipe.apply(state, BATCH)

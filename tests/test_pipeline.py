@@ -54,6 +54,18 @@ def data(size=8, seed=0):
     return {name: rng.standard_normal((size, 4)).astype(np.float32) for name in ("inputs", "targets")}
 
 
+def test_training_from_given_variables():
+    pipe, batch = small(), data()
+    given = pipe.init(jax.random.key(1), batch)
+    expected = jax.device_get(given)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), given)
+    assert_equal(state.variables, expected)
+    other = small(4).init(jax.random.key(0), batch)
+    with pytest.raises(ValueError, match="laid out by another pipeline"):
+        pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1), other)
+    assert repr(pipe).startswith("Pipeline(4 layers, num_stages=2, num_microbatches=2")
+
+
 def test_train_step():
     pipe, batch = small(), data()
     state = pipe.create_state(jax.random.key(KEY), batch, optax.sgd(0.1))

@@ -2,7 +2,8 @@
 
 The cells and what joins them follow TensorFlow's reference, tensorflow/tpu models/official/amoeba_net (model_specs.py,
 network_utils.py, model_builder.py), without its auxiliary head and its dropped paths. B(18, 512) has the 557,277,864
-parameters of the paper's ImageNet model; Table 1 is about D. Every boundary between cells carries two tensors.
+parameters of the paper's ImageNet model; Table 1 is about D. B's 5x5 convolution is called dilated there, and isn't.
+Every boundary between cells carries two tensors.
 """
 
 from __future__ import annotations
