@@ -24,7 +24,7 @@ from jpipe.steps import LayerStep
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
 
-TOLERATED_SHARE = 1.2
+TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
 
 
