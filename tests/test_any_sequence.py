@@ -87,7 +87,7 @@ def truth(name):
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=M, balance="even")
     shapes = jax.eval_shape(lambda key: pipe.layer_variables(pipe.init(key, batch)), jax.random.key(0))
     # matrices around 0, scales and variances around 1
-    value = lambda a: (RNG.normal(size=a.shape) * 0.3 + (a.ndim < 2)).astype(a.dtype)
+    value = lambda a: (RNG.normal(size=a.shape) * (0.3 if a.ndim > 1 else 0.1) + (a.ndim < 2)).astype(a.dtype)
     items = sequential.own_items(layers, jax.tree.map(value, shapes))
     found = sequential.truth(layers, items, loss_fn, batch, key=jax.random.key(KEY), m=M, rate=rate)
     return items, found, sequential.evaluation(layers, items, loss_fn, batch)
