@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+import jpipe
+
 console = Console(width=None if os.environ.get("COLUMNS") else 120)
 
 
@@ -156,6 +158,18 @@ def balanced(size: Size, num_parts: int) -> list[int]:
     counts[0] += 1
     counts[-1] += 1
     return counts
+
+
+def transformer_pipeline(size: Size, num_stages: int, num_microbatches: int, **options: Any) -> jpipe.Pipeline:
+    """The model in K stages, its blocks shared out evenly; `options` are those of `jpipe.Pipeline`."""
+    return jpipe.Pipeline(
+        make_layers(size),
+        loss_fn,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        balance=balanced(size, num_stages),
+        **options,
+    )
 
 
 # --- the same training step by hand ---

@@ -9,9 +9,7 @@ import time
 
 import jax
 import optax
-from common import Size, balanced, batch_shapes, loss_fn, make_layers, on_cpu, settings, show
-
-import jpipe
+from common import Size, batch_shapes, on_cpu, settings, show, transformer_pipeline
 
 SIZE = Size(layers=16, width=256, heads=4, seq=128, vocab=256, microbatch=2)
 
@@ -21,14 +19,7 @@ def compile_seconds(size: Size, num_stages: int, num_microbatches: int, remat: s
     jax.clear_caches()
     batch, tx = batch_shapes(size, num_microbatches), optax.adamw(1e-4)
     begin = time.process_time()
-    pipe = jpipe.Pipeline(
-        make_layers(size),
-        loss_fn,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        remat=remat,
-        balance=balanced(size, num_stages),
-    )
+    pipe = transformer_pipeline(size, num_stages, num_microbatches, remat=remat)
     lowered = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch)
     middle = time.process_time()
     lowered.compile()

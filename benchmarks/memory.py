@@ -10,20 +10,16 @@ import jax
 import optax
 from common import (
     Size,
-    balanced,
     batch_shapes,
     compiled_step,
-    loss_fn,
-    make_layers,
     mib,
     on_cpu,
     settings,
     show,
     stage_mesh,
     tpu_devices,
+    transformer_pipeline,
 )
-
-import jpipe
 
 SIZE = Size(layers=8, width=256, heads=4, seq=128, vocab=256, microbatch=4)
 
@@ -41,16 +37,7 @@ def main() -> None:
     mesh = stage_mesh(tpu_devices(options.tpu) if options.tpu else jax.devices(), options.stages)
 
     def temporaries(schedule: str, remat: str, m: int) -> int:
-        pipe = jpipe.Pipeline(
-            make_layers(size),
-            loss_fn,
-            num_stages=options.stages,
-            num_microbatches=m,
-            schedule=schedule,
-            remat=remat,
-            balance=balanced(size, options.stages),
-            mesh=mesh,
-        )
+        pipe = transformer_pipeline(size, options.stages, m, schedule=schedule, remat=remat, mesh=mesh)
         return compiled_step(pipe, tx, batch_shapes(size, m)).memory_analysis().temp_size_in_bytes
 
     rows = []

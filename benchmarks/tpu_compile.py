@@ -18,18 +18,16 @@ import jax
 import optax
 from common import (
     Size,
-    balanced,
     batch_shapes,
     compiled_step,
     console,
-    loss_fn,
-    make_layers,
     mib,
     on_cpu,
     settings,
     show,
     stage_mesh,
     tpu_devices,
+    transformer_pipeline,
 )
 
 import jpipe
@@ -103,15 +101,7 @@ def transformer_l(topology: str, layers: list[int], remat: str) -> None:
     rows = []
     for count in layers:
         size = Size(count, 2048, 32, 1024, 32000, 1, "bfloat16")
-        pipe = jpipe.Pipeline(
-            make_layers(size),
-            loss_fn,
-            num_stages=stages,
-            num_microbatches=m,
-            remat=remat,
-            mesh=mesh,
-            balance=balanced(size, stages),
-        )
+        pipe = transformer_pipeline(size, stages, m, remat=remat, mesh=mesh)
         begin = time.perf_counter()
         try:
             found = figures(compiled_step(pipe, optax.rmsprop(1e-4), batch_shapes(size, m)))
@@ -156,9 +146,7 @@ def init(topology: str, count: int) -> None:
     mesh = stage_mesh(tpu_devices(topology), len(tpu_devices(topology)))
     size = Size(count, 2048, 32, 1024, 32000, 1, "bfloat16")
     stages = mesh.size
-    pipe = jpipe.Pipeline(
-        make_layers(size), loss_fn, num_stages=stages, num_microbatches=4, mesh=mesh, balance=balanced(size, stages)
-    )
+    pipe = transformer_pipeline(size, stages, 4, mesh=mesh)
     batch = batch_shapes(size, 4)
     key = jax.eval_shape(lambda: jax.random.key(0))
     compiled = jax.jit(lambda key: pipe.init(key, batch)).lower(key).compile()

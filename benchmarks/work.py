@@ -12,10 +12,8 @@ import optax
 from common import (
     Size,
     Stepper,
-    balanced,
     in_turns,
     init_by_hand,
-    loss_fn,
     make_batch,
     make_layers,
     on_cpu,
@@ -23,9 +21,8 @@ from common import (
     settings,
     show,
     step_by_hand,
+    transformer_pipeline,
 )
-
-import jpipe
 
 SIZE = Size(layers=8, width=256, heads=4, seq=128, vocab=256, microbatch=4)
 
@@ -52,15 +49,7 @@ def main() -> None:
         start, step = step_by_hand(layers, tx, options.microbatches, remat=remat)
         variants[f"by hand, {remat}"] = Stepper(step, start(trees), batch, clock)
         for schedule in options.schedules:
-            pipe = jpipe.Pipeline(
-                layers,
-                loss_fn,
-                num_stages=options.stages,
-                num_microbatches=options.microbatches,
-                schedule=schedule,
-                remat=remat,
-                balance=balanced(size, options.stages),
-            )
+            pipe = transformer_pipeline(size, options.stages, options.microbatches, schedule=schedule, remat=remat)
             variants[f"jpipe {schedule}, {remat}"] = pipeline_stepper(pipe, tx, batch, trees, clock)
     times = in_turns(variants, options.repetitions)
     rows = [

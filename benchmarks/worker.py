@@ -18,18 +18,15 @@ import optax
 from common import (
     Size,
     Stepper,
-    balanced,
     init_by_hand,
-    loss_fn,
     make_batch,
     make_layers,
     on_cpu,
     pipeline_stepper,
     step_by_hand,
+    transformer_pipeline,
 )
 from jax.sharding import NamedSharding, PartitionSpec
-
-import jpipe
 
 
 class Worker:
@@ -124,15 +121,7 @@ def steppers_of_pipeline(size: Size, num_microbatches: int, num_stages: int) -> 
     batch = {name: jax.make_array_from_process_local_data(everywhere, a, a.shape) for name, a in batch.items()}
     steppers = {}
     for remat in ("none", "layer", "stage"):
-        pipe = jpipe.Pipeline(
-            layers,
-            loss_fn,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            remat=remat,
-            balance=balanced(size, num_stages),
-            mesh=mesh,
-        )
+        pipe = transformer_pipeline(size, num_stages, num_microbatches, remat=remat, mesh=mesh)
         steppers[remat] = pipeline_stepper(pipe, tx, batch, trees)
     return steppers
 

@@ -19,22 +19,19 @@ from jpipe.checks import (
     check_complete,
     check_item,
     check_key,
-    check_loss,
     check_optimizer,
     check_variables,
 )
-from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layout import StageTree, take_apart
-from jpipe.merging import check_collections, check_rules
-from jpipe.meshes import as_mesh, check_context, num_shards, shapes_only
+from jpipe.merging import check_rules
+from jpipe.meshes import as_mesh
 from jpipe.optimizer import TrainState, global_norm, state_shardings
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition
-from jpipe.plan import Plan, as_balance, early_partition, make_plan
-from jpipe.program import Program, Purpose, build_program
+from jpipe.plan import Plan, as_balance
+from jpipe.planner import Planner
 from jpipe.remat import as_remat
 from jpipe.schedule import Schedule
-from jpipe.steps import LayerStep
 from jpipe.tracing import key_shape
 
 Variables = dict[str, StageTree]
@@ -99,13 +96,17 @@ class Pipeline:
                 f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {len(self._layers)} layers; "
                 "every stage and chunk needs at least one layer"
             )
-        self._loss_fn, self._read_inputs = loss_fn, inputs or batches.default_inputs
-        self._remat = as_remat(remat)
-        self._merge = check_rules(merge)
-        self._balance = as_balance(balance, len(self._layers), num_stages * num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
-        self._plan: Plan | None = None
-        self._models: dict[Any, Sequential] = {}
+        self._planner = Planner(
+            layers=self._layers,
+            loss_fn=loss_fn,
+            read_inputs=inputs or batches.default_inputs,
+            remat=as_remat(remat),
+            merge=check_rules(merge),
+            balance=as_balance(balance, len(self._layers), num_stages * num_chunks),
+            schedule=self.schedule,
+            mesh=self.mesh,
+        )
         self._jit_train_steps: dict[Any, Any] = {}
         self._jit_value_and_grad = jax.jit(self._trace_value_and_grad)
         self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
@@ -126,15 +127,7 @@ class Pipeline:
         Raises:
           ValueError: the costs follow from shapes, and no batch was seen yet.
         """
-        if self._plan is not None:
-            return self._plan.partition
-        early = early_partition(self._balance, len(self._layers), self.schedule.num_stages, self.schedule.num_chunks)
-        if early is None:
-            raise ValueError(
-                f"the partition under balance={self._balance!r} follows from the batch's shapes; call "
-                "pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)"
-            )
-        return early
+        return self._planner.partition
 
     # --- variables ---
 
@@ -148,7 +141,7 @@ class Pipeline:
         Returns:
           The variables by collection, `{"params": ..., "batch_stats": ...}`.
         """
-        plan = self._plan_for(batch)
+        plan = self._planner.plan_for(batch)
         key = batches.as_key(key)
         if not isinstance(key, Tracer):
             key = self._to_all(key)
@@ -164,8 +157,8 @@ class Pipeline:
           For a linen layer what `module.init` would have returned, for an nnx layer a pure dict by collection, for a
           `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing.
         """
-        model = self._known_plan().model
-        check_variables(self._known_plan(), variables)
+        model = self._planner.known_plan().model
+        check_variables(self._planner.known_plan(), variables)
         items = self._jit_take_apart(variables)[model.first :][: model.num_layers]
         result = []
         for index, item in enumerate(items):
@@ -181,7 +174,7 @@ class Pipeline:
           trees: one item a layer, as `layer_variables` returns them (of any pipeline of the same layers); no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self._known_plan() if batch is None else self._plan_for(batch)
+        plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
         if len(trees) != len(self._layers):
             raise ValueError(f"there are {len(trees)} trees but {len(self._layers)} layers; give one a layer")
         found: dict[str, dict[int, list[Any]]] = {name: {} for name in plan.layouts}
@@ -221,7 +214,7 @@ class Pipeline:
           variables: the variables by collection.
           batch: a batch as for training, or the bare inputs.
         """
-        bare = batches.is_bare(batch, self._plan_for(batch).batch, self._read_inputs)
+        bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
         self._check_evaluation(variables, batch, bare)
         return self._jit_forward(variables, batch, with_loss=False, bare=bare)
 
@@ -248,8 +241,8 @@ class Pipeline:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)
-        check_variables(self._known_plan(), variables)
-        check_complete(self._known_plan(), variables)
+        check_variables(self._planner.known_plan(), variables)
+        check_complete(self._planner.known_plan(), variables)
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
         return TrainState(step, variables, opt_state, key, tx)
@@ -269,7 +262,7 @@ class Pipeline:
                 f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3) "
                 "(of an optax.MultiSteps its gradient_transformation())"
             )
-        variables = {name: layout.shapes for name, layout in self._plan_for(batch).layouts.items()}
+        variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
         opt_state = jax.eval_shape(tx.init, variables["params"])
         check_optimizer(opt_state)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -302,17 +295,17 @@ class Pipeline:
     # --- checks ---
 
     def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
-        plan = self._plan_for(batch)
+        plan = self._planner.plan_for(batch)
         batches.check_same_structure("batch", batch, plan.batch)
         check_variables(plan, variables)
         check_complete(plan, variables)
-        check_key(self._model(self._shapes(batch)), key)
+        check_key(self._planner.model(self._planner.shapes(batch)), key)
 
     def _check_evaluation(self, variables: Any, batch: Any, bare: bool) -> None:
-        plan = self._plan_for(batch)
+        plan = self._planner.plan_for(batch)
         check_variables(plan, variables)
         check_complete(plan, variables)
-        self._model(self._shapes(batch), bare)
+        self._planner.model(self._planner.shapes(batch), bare)
 
     # --- planning ---
 
@@ -320,78 +313,15 @@ class Pipeline:
         """Small arrays on all devices of the mesh, those of other processes included."""
         return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
-    def _shapes(self, batch: Any) -> Any:
-        return batches.microbatch_shapes(batch, self.schedule.num_microbatches, num_shards(self.mesh))
-
-    def _known_plan(self) -> Plan:
-        if self._plan is None:
-            raise ValueError(
-                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
-                "batch to from_layer_variables(trees, batch)"
-            )
-        return self._plan
-
-    def _plan_for(self, batch: Any) -> Plan:
-        """The plan; made from this batch's shapes if it is the first one."""
-        check_context(self.mesh)
-        if self._plan is None:
-            shapes = self._shapes(batch)
-            model = self._model(shapes)
-            check_collections(self._merge, model.kinds)
-            steps = [LayerStep(kind, True, self._read_inputs, self._loss_fn, self._remat) for kind in model.kinds]
-            with shapes_only(self.mesh):
-                self._plan = make_plan(
-                    model, steps, shapes, balance=self._balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
-                )
-        return self._plan
-
-    def _model(self, shapes: Any, bare: bool = False) -> Sequential:
-        """The layers traced at the shapes of a micro-batch; checked against the plan."""
-        cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
-        if cache not in self._models:
-            with shapes_only(self.mesh):
-                model = trace_kinds(self._layers, shapes if bare else jax.eval_shape(self._read_inputs, shapes), shapes)
-                if not bare and self._plan is None:
-                    check_loss(model, self._loss_fn, shapes)
-            if self._plan is not None:
-                self._plan.check_model(model)
-            self._models[cache] = model
-        return self._models[cache]
-
-    def _program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
-        plan, shapes = self._known_plan(), self._shapes(batch)
-        schedule = self.schedule
-        if not train:
-            sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
-            names = ("num_stages", "num_microbatches", "num_chunks")
-            schedule = make_schedule("forward", **dict(zip(names, sizes, strict=True)))
-        purpose = Purpose(
-            train=train,
-            read_inputs=_itself if bare else self._read_inputs,
-            loss_fn=self._loss_fn if with_loss else None,
-            remat=self._remat,
-            schedule=schedule,
-            merge=self._merge,
-        )
-        with shapes_only(self.mesh):
-            return build_program(
-                self._model(shapes, bare),
-                purpose,
-                shapes,
-                bounds=plan.bounds,
-                storages={name: layout.storage for name, layout in plan.layouts.items()},
-                shards=num_shards(self.mesh),
-            )
-
     # --- traced ---
 
     def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
-        program = self._program(batch, train=True, with_loss=True)
-        return compiled.value_and_grad(self._known_plan(), program, variables, batch, key)
+        program = self._planner.program(batch, train=True, with_loss=True)
+        return compiled.value_and_grad(self._planner.known_plan(), program, variables, batch, key)
 
     def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:
-        program = self._program(batch, train=False, with_loss=with_loss, bare=bare)
-        return compiled.forward(self._known_plan(), program, variables, batch)
+        program = self._planner.program(batch, train=False, with_loss=with_loss, bare=bare)
+        return compiled.forward(self._planner.known_plan(), program, variables, batch)
 
     def _trace_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
@@ -405,7 +335,7 @@ class Pipeline:
 
     @cached_property
     def _jit_init(self) -> Callable:
-        plan = self._known_plan()
+        plan = self._planner.known_plan()
         shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         return jax.jit(partial(compiled.init_variables, plan), out_shardings=shardings)
@@ -417,7 +347,3 @@ class Pipeline:
             for name, tree in (layer.ready or {}).items():
                 leaves.setdefault(name, {})[index + plan.model.first] = jax.tree.leaves(tree)
         return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
-
-
-def _itself(batch: Any) -> Any:
-    return batch

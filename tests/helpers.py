@@ -405,6 +405,23 @@ _OF_KEYS = ("jit(stage)", "jit(_threefry_seed)")  # what jax.random.key compiles
 _compilations = [0]
 
 
+CUTS = [
+    (1, 2, "1f1b", 1, "layer"),
+    (4, 4, "1f1b", 1, "none"),
+    (3, 4, "gpipe", 1, "layer"),
+    (2, 4, "interleaved", 2, "stage"),
+    (4, 2, "1f1b", 1, "full"),
+]
+"""K, M, schedule, V and remat, one of each kind: for models that are more than a chain of layers."""
+
+
+def cut(layers: list, loss_fn: Callable, case: tuple) -> jpipe.Pipeline:
+    """The pipeline of one of `CUTS`, with even counts of layers."""
+    k, m, schedule, v, remat = case
+    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
+    return jpipe.Pipeline(layers, loss_fn, **sizes, schedule=schedule, remat=remat, balance="even")
+
+
 def _count(event: str, duration: float, *, fun_name: str = "", **_: Any) -> None:
     del duration
     if event == "/jax/core/compile/backend_compile_duration" and fun_name not in _OF_KEYS:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from helpers import assert_close
+from helpers import CUTS, assert_close, cut
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -60,19 +60,9 @@ def sequential(trees):
     return loss_fn(x, BATCH)
 
 
-@pytest.mark.parametrize(
-    ("k", "m", "schedule", "v", "remat"),
-    [
-        (1, 2, "1f1b", 1, "layer"),
-        (4, 4, "1f1b", 1, "none"),
-        (3, 4, "gpipe", 1, "layer"),
-        (2, 4, "interleaved", 2, "stage"),
-        (4, 2, "1f1b", 1, "full"),
-    ],
-)
-def test_equal_to_the_sequential_model(k, m, schedule, v, remat):
-    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
-    pipe = jpipe.Pipeline(connected(), loss_fn, **sizes, schedule=schedule, remat=remat, balance="even")
+@pytest.mark.parametrize("case", CUTS, ids=str)
+def test_equal_to_the_sequential_model(case):
+    pipe = cut(connected(), loss_fn, case)
     variables = pipe.init(jax.random.key(0), BATCH)
     trees = jax.device_get(pipe.layer_variables(variables))
     expected, gradients = jax.value_and_grad(sequential)(trees)

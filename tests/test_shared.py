@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jpipe
-from helpers import assert_close, assert_equal
+from helpers import CUTS, assert_close, assert_equal, cut
 
 VOCABULARY = 11
 RNG = np.random.default_rng(0)
@@ -51,18 +51,9 @@ def sequential(trees):
     return loss_fn(MODULES[0].apply(trees[0], x, method="attend"), BATCH)
 
 
-@pytest.mark.parametrize(
-    ("k", "m", "schedule", "v", "remat"),
-    [
-        (1, 2, "1f1b", 1, "layer"),
-        (4, 4, "1f1b", 1, "none"),
-        (3, 4, "gpipe", 1, "layer"),
-        (2, 4, "interleaved", 2, "stage"),
-    ],
-)
-def test_equal_to_the_sequential_model(k, m, schedule, v, remat):
-    sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
-    pipe = jpipe.Pipeline(layers(), loss_fn, **sizes, schedule=schedule, remat=remat, balance="even")
+@pytest.mark.parametrize("case", CUTS[:4], ids=str)
+def test_equal_to_the_sequential_model(case):
+    pipe = cut(layers(), loss_fn, case)
     variables = pipe.init(jax.random.key(0), BATCH)
     trees = jax.device_get(pipe.layer_variables(variables))
     assert_equal(trees[8], trees[0], "both uses show the same table")

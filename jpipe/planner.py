@@ -1,0 +1,131 @@
+"""The planner: from a batch's shapes to the plan, once, and to a program for every shape and purpose.
+
+It traces the layers at the shapes of a micro-batch and keeps what it found. Nothing here computes or allocates anything
+but for measuring layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jpipe.batches import microbatch_shapes
+from jpipe.checks import check_loss
+from jpipe.kinds import Sequential, trace_kinds
+from jpipe.layers import AnyLayer
+from jpipe.merging import check_collections
+from jpipe.meshes import check_context, num_shards, shapes_only
+from jpipe.orders import make_schedule
+from jpipe.partition import Partition
+from jpipe.plan import Balance, Plan, early_partition, make_plan
+from jpipe.program import Program, Purpose, build_program
+from jpipe.remat import Remat
+from jpipe.schedule import Schedule
+from jpipe.steps import LayerStep
+
+
+@dataclass(eq=False, kw_only=True)
+class Planner:
+    """What a pipeline was asked for, checked, and what follows from the batches that it has seen."""
+
+    layers: tuple[AnyLayer, ...]
+    loss_fn: Callable[[Any, Any], Any]
+    read_inputs: Callable[[Any], Any]
+    remat: Remat
+    merge: Mapping[str, str]
+    balance: Balance
+    schedule: Schedule
+    mesh: Mesh
+    _plan: Plan | None = None
+    _models: dict[Any, Sequential] = field(default_factory=dict)
+
+    @property
+    def partition(self) -> Partition:
+        """The cuts, as far as they are known.
+
+        Raises:
+          ValueError: the costs follow from shapes, and no batch was seen yet.
+        """
+        if self._plan is not None:
+            return self._plan.partition
+        early = early_partition(self.balance, len(self.layers), self.schedule.num_stages, self.schedule.num_chunks)
+        if early is None:
+            raise ValueError(
+                f"the partition under balance={self.balance!r} follows from the batch's shapes; call "
+                "pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)"
+            )
+        return early
+
+    def shapes(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of a batch `[B, ...]`, checked."""
+        return microbatch_shapes(batch, self.schedule.num_microbatches, num_shards(self.mesh))
+
+    def known_plan(self) -> Plan:
+        """The plan, which a batch has to have decided already."""
+        if self._plan is None:
+            raise ValueError(
+                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
+                "batch to from_layer_variables(trees, batch)"
+            )
+        return self._plan
+
+    def plan_for(self, batch: Any) -> Plan:
+        """The plan; made from this batch's shapes if it is the first one."""
+        check_context(self.mesh)
+        if self._plan is None:
+            shapes = self.shapes(batch)
+            model = self.model(shapes)
+            check_collections(self.merge, model.kinds)
+            steps = [LayerStep(kind, True, self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
+            with shapes_only(self.mesh):
+                self._plan = make_plan(
+                    model, steps, shapes, balance=self.balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
+                )
+        return self._plan
+
+    def model(self, shapes: Any, bare: bool = False) -> Sequential:
+        """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
+        cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
+        if cache not in self._models:
+            with shapes_only(self.mesh):
+                model = trace_kinds(self.layers, shapes if bare else jax.eval_shape(self.read_inputs, shapes), shapes)
+                if not bare and self._plan is None:
+                    check_loss(model, self.loss_fn, shapes)
+            if self._plan is not None:
+                self._plan.check_model(model)
+            self._models[cache] = model
+        return self._models[cache]
+
+    def program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
+        """The program for a batch's shapes, for training or forward only."""
+        plan, shapes = self.known_plan(), self.shapes(batch)
+        schedule = self.schedule
+        if not train:
+            sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
+            names = ("num_stages", "num_microbatches", "num_chunks")
+            schedule = make_schedule("forward", **dict(zip(names, sizes, strict=True)))
+        purpose = Purpose(
+            train=train,
+            read_inputs=_itself if bare else self.read_inputs,
+            loss_fn=self.loss_fn if with_loss else None,
+            remat=self.remat,
+            schedule=schedule,
+            merge=self.merge,
+        )
+        with shapes_only(self.mesh):
+            return build_program(
+                self.model(shapes, bare),
+                purpose,
+                shapes,
+                bounds=plan.bounds,
+                storages={name: layout.storage for name, layout in plan.layouts.items()},
+                shards=num_shards(self.mesh),
+            )
+
+
+def _itself(batch: Any) -> Any:
+    return batch
