@@ -29,13 +29,11 @@ from models import amoebanet, resnet, unet
 IMAGE = 32
 
 
-def models() -> dict[str, tuple[list[Any], Callable, tuple[int, ...]]]:
-    """Layers, loss and the shape of a label, by name."""
-    return {
-        "AmoebaNet-D (6, 32)": (amoebanet.amoebanet(6, 32, 10, stem="small", dropout=0.0), amoebanet.loss_fn, ()),
-        "ResNet-20": (resnet.small_resnet(10, (3, 3, 3), 16), resnet.loss_fn, ()),
-        "U-Net, 3 levels": (unet.unet(10, 3, 16), unet.loss_fn, (IMAGE, IMAGE)),
-    }
+MODELS: dict[str, Callable[[], tuple[list[Any], Callable, tuple[int, ...]]]] = {  # layers, loss, shape of a label
+    "resnet-20": lambda: (resnet.small_resnet(10, (3, 3, 3), 16), resnet.loss_fn, ()),
+    "unet": lambda: (unet.unet(10, 3, 16), unet.loss_fn, (IMAGE, IMAGE)),
+    "amoebanet-d": lambda: (amoebanet.amoebanet(6, 32, 10, stem="small", dropout=0.0), amoebanet.loss_fn, ()),
+}
 
 
 def step_by_hand(layers: list[Any], loss_fn: Callable, tx: Any, m: int, remat: str) -> Callable:
@@ -106,6 +104,7 @@ def compile_distinct(layers: list[Any], shapes: Any) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="(default all)")
     parser.add_argument("--stages", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="M (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="images of a micro-batch (default %(default)s)")
@@ -115,7 +114,8 @@ def main() -> None:
     options = parser.parse_args()
     on_cpu(options.stages, core=options.core)
     tx, m, work, compiling = optax.adam(1e-4), options.microbatches, [], []
-    for name, (layers, loss_fn, label) in models().items():
+    for name in options.models:
+        layers, loss_fn, label = MODELS[name]()
         rng, size = np.random.default_rng(0), m * options.microbatch
         batch = {
             "inputs": rng.normal(size=(size, IMAGE, IMAGE, 3)).astype(np.float32),

@@ -16,7 +16,6 @@ from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.layers import positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
-from jpipe.loops import anchor
 from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
 from jpipe.plan import Plan
 from jpipe.program import Program
@@ -34,18 +33,18 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
-    layouts, mesh = plan.layouts, plan.mesh
+    layouts, mesh, homes = plan.layouts, plan.mesh, plan.model.homes
 
     def body(key: Any, ready: Any) -> Any:
         """One stage's part: its buffers `[1, ...]` by collection."""
 
-        def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
-            home = plan.model.homes[c]
-            kind = plan.model.kinds[home.kind]
+        def index_of(c: int, member: Any, _: Any) -> Any:
+            return jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32)[member]
+
+        def visit(c: int, member: Any, index: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+            kind = plan.model.kinds[homes[c].kind]
             if kind.layer.ready is not None or not kind.variables:
                 return buffers
-            first = jnp.asarray([shown[0] for shown in home.members], jnp.int32)
-            index = anchor(first[member] - plan.model.first, member)
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
             init = lambda k, x, b: kind.layer.init(k, positional(x), b)
             made = without_mesh(init, init_key(key, index), *zeros)
@@ -56,7 +55,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
         empty = {name: layout.storage.zeros() for name, layout in layouts.items()} | local(ready)
         buffers = {name: constrain_buffers(tree, layouts[name].storage, mesh) for name, tree in empty.items()}
-        return stacked(layouts["params"].storage.for_each_local(visit, device_index(mesh), buffers))
+        return stacked(layouts["params"].storage.for_each_local(index_of, visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}

@@ -88,7 +88,7 @@ def _gather_shared(program: Program, stage: Stage, grads: Any, sums: dict[int, l
     for home, leaves in sums.items():
         total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
         mine = storage.shelves[home].cells[0] == stage.device
-        add = lambda _, buffers, home=home, total=total: storage.add(buffers, home, 0, total)
+        add = lambda i, buffers, home=home, total=total: (i, storage.add(buffers, home, 0, total))
         grads = when(mine, add, grads)
     return grads
 
@@ -130,8 +130,9 @@ def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
     return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
 
 
-def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: Any, carry: Carry) -> Carry:
-    return _ACTIONS[kind](program, stage, anchor(cell, trip), carry)
+def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: Any, carry: Carry) -> tuple[Any, Carry]:
+    cell, trip = anchor(cell, trip)
+    return trip, _ACTIONS[kind](program, stage, cell, carry)
 
 
 _COLUMNS = ("kind", "microbatch", "chunk", "activation", "gradient", "residual", "activation_in", "gradient_in")

@@ -5,7 +5,8 @@ them in place. So whatever a stage may or may not do here is a loop with as many
 if it has none. Bounds that are Python integers are resolved while tracing.
 
 A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. What a
-body works on is therefore tied to the trip by `anchor`.
+body works on is therefore tied to its trip by `anchor`, and the loop counts on from the trip that `anchor` gives back:
+otherwise the compiler would drop the tie as unused.
 """
 
 from __future__ import annotations
@@ -16,22 +17,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def when(condition: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`body(trip, carry)` if `condition` (a Python or traced bool) holds, else `carry`."""
-    if isinstance(condition, bool):
-        return body(0, carry) if condition else carry
-    return jax.lax.fori_loop(0, jnp.asarray(condition, jnp.int32), body, carry)
+Body = Callable[[Any, Any], tuple[Any, Any]]
+"""`(trip, carry) -> (trip, carry)`; the trip as it was taken, or as `anchor` gave it back."""
 
 
-def anchor(values: Any, trip: Any) -> Any:
-    """`values`, unchanged, as if they depended on the trip of a loop."""
-    return values if isinstance(trip, int) else jax.lax.optimization_barrier((values, trip))[0]
+def when(condition: Any, body: Body, carry: Any) -> Any:
+    """The carry after `body(0, carry)` if `condition` (a Python or traced bool) holds, else `carry`."""
+    return each(0, int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32), body, carry)
 
 
-def each(start: Any, stop: Any, body: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False) -> Any:
-    """`carry = body(i, carry)` for i from `start` to `stop` (Python or traced integers), or backwards."""
-    if isinstance(start, int) and isinstance(stop, int) and stop - start <= 1:
-        return body(start, carry) if stop > start else carry
-    visit = (lambda i, c: body(start + stop - 1 - i, c)) if reverse else body
-    return jax.lax.fori_loop(start, stop, visit, carry)
+def anchor(values: Any, trip: Any) -> tuple[Any, Any]:
+    """`(values, trip)`, unchanged, as if each depended on the other."""
+    return (values, trip) if isinstance(trip, int) else jax.lax.optimization_barrier((values, trip))
+
+
+def each(start: Any, stop: Any, body: Body, carry: Any, *, reverse: bool = False) -> Any:
+    """The carry after `body(i, carry)` for i from `start` to `stop` (Python or traced integers), or backwards."""
+    if isinstance(start, int) and isinstance(stop, int):
+        if stop - start <= 1:
+            return body(start, carry)[1] if stop > start else carry
+        visit = (lambda i, c: body(start + stop - 1 - i, c)[1]) if reverse else (lambda i, c: body(i, c)[1])
+        return jax.lax.fori_loop(start, stop, visit, carry)
+    first, last = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
+
+    def trip(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        i, carry = body(*state)
+        return (i - 1 if reverse else i + 1), carry
+
+    if reverse:
+        return jax.lax.while_loop(lambda state: state[0] >= first, trip, (last - 1, carry))[1]
+    return jax.lax.while_loop(lambda state: state[0] < last, trip, (first, carry))[1]

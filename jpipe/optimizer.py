@@ -75,11 +75,13 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         def body(params: Any) -> Any:
             params, device = local(params), device_index(layout.mesh)
 
-            def visit(c: int, member: Any, buffers: Any) -> Any:
-                tree = jax.tree.unflatten(layout.treedefs[c], layout.storage.read(params, c, member))
+            def read(c: int, member: Any, _: Any) -> Any:
+                return jax.tree.unflatten(layout.treedefs[c], layout.storage.read(params, c, member))
+
+            def visit(c: int, member: Any, tree: Any, buffers: Any) -> Any:
                 return states.storage.write(buffers, c, member, jax.tree.leaves(inner.init(tree)))
 
-            return stacked(states.storage.for_each_local(visit, device, states.storage.zeros()))
+            return stacked(states.storage.for_each_local(read, visit, device, states.storage.zeros()))
 
         run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
         return StageTree(jax.jit(run)(dict(params)), states)
@@ -87,23 +89,27 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[StageTree, StageTree]:
         """Calls `inner.update` for each layer on the stage where it lies."""
         layout, states = _layout_of(updates), _layout_of(state)
+        places = {"updates": layout, "state": states, "params": layout}
         given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
 
         def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
             given, device = local(given), device_index(layout.mesh)
 
-            def visit(c: int, member: Any, carry: tuple) -> tuple:
-                read = lambda name: jax.tree.unflatten(layout.treedefs[c], layout.storage.read(given[name], c, member))
-                old = jax.tree.unflatten(states.treedefs[c], states.storage.read(carry[1], c, member))
-                new, state = inner.update(read("updates"), old, read("params") if "params" in given else None, **extra)
-                return (
-                    layout.storage.write(carry[0], c, member, jax.tree.leaves(new)),
-                    states.storage.write(carry[1], c, member, jax.tree.leaves(state)),
-                )
+            def read(c: int, member: Any, carry: dict[str, Any]) -> dict[str, Any]:
+                leaves = {name: places[name].storage.read(carry[name], c, member) for name in carry}
+                return {name: jax.tree.unflatten(places[name].treedefs[c], found) for name, found in leaves.items()}
 
-            return stacked(layout.storage.for_each_local(visit, device, (given["updates"], given["state"])))
+            def visit(c: int, member: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
+                new, state = inner.update(own["updates"], own["state"], own.get("params"), **extra)
+                return carry | {
+                    name: places[name].storage.write(carry[name], c, member, jax.tree.leaves(tree))
+                    for name, tree in {"updates": new, "state": state}.items()
+                }
 
-        specs = {"updates": dict(layout.specs), "state": dict(states.specs), "params": dict(layout.specs)}
+            done = layout.storage.for_each_local(read, visit, device, given)
+            return stacked((done["updates"], done["state"]))
+
+        specs = {name: dict(place.specs) for name, place in places.items()}
         run = on_stages(
             body,
             layout.mesh,

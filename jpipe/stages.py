@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe.kinds import Kind
 from jpipe.loops import anchor, each
 from jpipe.program import Program
 from jpipe.steps import Given, Outcome, needs_batch
@@ -54,11 +55,12 @@ class Stage:
         to `carry["updates"]` and the loss to `carry["loss"]`, and writes the outputs into `carry["outputs"]`.
         """
 
-        def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
+        def visit(c: int, member: Any, trip: Any, carry: Carry) -> tuple[Any, Carry]:
             """One layer forward: reads its input from the carrier and puts its output there."""
             carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
-            given = self._given(c, member, microbatch)
             x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
+            (at, batch, x), trip = anchor((microbatch, self._batch_of(kind, microbatch), x), trip)
+            given = self._given(c, member, at, batch)
             outcome, stored = self.program.tapes[c].forward(given, x) if step.train else (step.forward(given, x), [])
             if save is not None:
                 assert self.program.residuals is not None
@@ -69,29 +71,31 @@ class Stage:
                 carry["loss"] = [a + y.astype(a.dtype) for a, y in zip(carry["loss"], outcome.outputs, strict=True)]
             elif "outputs" in carry:
                 carry["outputs"] = [
-                    jax.lax.dynamic_update_index_in_dim(a, y, microbatch, 0)
+                    jax.lax.dynamic_update_index_in_dim(a, y, at, 0)
                     for a, y in zip(carry["outputs"], outcome.outputs, strict=True)
                 ]
             if "updates" in carry:
-                carry["updates"] = self._accumulate(carry["updates"], c, member, microbatch, given, outcome)
-            return carry
+                carry["updates"] = self._accumulate(carry["updates"], c, member, at, given, outcome)
+            return trip, carry
 
-        return self._sweep(virtual_stage, microbatch, visit, carry)
+        return self._sweep(virtual_stage, visit, carry)
 
     def backward(self, virtual_stage: Any, microbatch: Any, carry: Carry, residuals: Any, saved: Row) -> Carry:
         """Runs the stage's layers backwards on `carry["dx"]`, adding to `carry["grads"]` layer by layer."""
         assert self.program.residuals is not None
         places = self.program.residuals
 
-        def visit(c: int, member: Any, microbatch: Any, carry: Carry) -> Carry:
+        def visit(c: int, member: Any, trip: Any, carry: Carry) -> tuple[Any, Carry]:
             """One layer backward: the same with cotangents."""
             carry, kind, tape = dict(carry), self.program.model.kinds[c], self.program.tapes[c]
-            given = self._given(c, member, microbatch)
             stored = places.read(residuals, c, member, saved)
             shapes = [leaf for leaf in jax.tree.leaves(kind.gives) if is_float(leaf)]
             dy = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]  # of the loss
             if not kind.final:
                 dy = self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
+            values, trip = anchor((microbatch, self._batch_of(kind, microbatch), stored, dy), trip)
+            at, batch, stored, dy = values
+            given = self._given(c, member, at, batch)
             gradients, dx = tape.backward(given, stored, dy)
             home = self.program.model.home_of(c)
             if home in self.shared:
@@ -101,45 +105,47 @@ class Stage:
                 carry["grads"] = self.program.storages["params"].add(carry["grads"], c, member, gradients)
             if not kind.entry:
                 carry["dx"] = self.program.cotangents.pack(carry["dx"], self.pin(dx))
-            return carry
+            return trip, carry
 
-        return self._sweep(virtual_stage, microbatch, visit, carry, reverse=True)
+        return self._sweep(virtual_stage, visit, carry, reverse=True)
 
-    def _sweep(
-        self, virtual_stage: Any, microbatch: Any, visit: Callable, carry: Carry, *, reverse: bool = False
-    ) -> Carry:
-        """`carry = visit(kind, member, microbatch, carry)` for each of the virtual stage's layers, or backwards."""
+    def _sweep(self, virtual_stage: Any, visit: Callable, carry: Carry, *, reverse: bool = False) -> Carry:
+        """`trip, carry = visit(kind, member, trip, carry)` for each of the virtual stage's layers, or backwards.
+
+        Whether there is a trip says whether the stage has the layer at all; what is costly has to be anchored to it.
+        """
         route, kinds = self.program.route, self.program.model.kinds
 
-        def one_layer(c: int, i: Any, carry: Carry) -> Carry:
-            member = 0 if len(kinds[c].members) == 1 else i
-            return visit(c, member, anchor(microbatch, i), carry)
+        def one_layer(c: int, i: Any, carry: Carry) -> tuple[Any, Carry]:
+            return visit(c, 0 if len(kinds[c].members) == 1 else i, i, carry)
 
-        def one_round(r: Any, carry: Carry) -> Carry:
+        def one_round(r: Any, carry: Carry) -> tuple[Any, Carry]:
             if isinstance(virtual_stage, int):
                 start, stop = route.start[virtual_stage, r].tolist(), route.stop[virtual_stage, r].tolist()
             else:
                 start, stop = jnp.asarray(route.start)[virtual_stage, r], jnp.asarray(route.stop)[virtual_stage, r]
             for c in reversed(range(len(kinds))) if reverse else range(len(kinds)):
                 carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
-            return carry
+            return r, carry
 
         rounds = route.start.shape[1]
-        if rounds == 1:
-            return one_round(0, carry)
-        if isinstance(virtual_stage, int):
+        if rounds == 1 or isinstance(virtual_stage, int):
             for r in reversed(range(rounds)) if reverse else range(rounds):
-                carry = one_round(r, carry)
+                carry = one_round(r, carry)[1]
             return carry
         return each(0, look_up(route.num_rounds.tolist(), virtual_stage), one_round, carry, reverse=reverse)
 
-    def _given(self, c: int, member: Any, microbatch: Any) -> Given:
+    def _batch_of(self, kind: Kind, microbatch: Any) -> Any:
+        """The micro-batch, for layers that look at it."""
+        if not needs_batch(kind):
+            return None
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
+
+    def _given(self, c: int, member: Any, microbatch: Any, batch: Any) -> Given:
         kind, step, storages = self.program.model.kinds[c], self.program.steps[c], self.program.storages
-        key = batch = None
+        key = None
         if step.train:
             key = layer_key(self.key, look_up(kind.members, member) - self.program.model.first, microbatch)
-        if needs_batch(kind):
-            batch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
         home = self.program.model.home_of(c)
         params = self.shared.get(home)
         if params is None:
@@ -159,17 +165,20 @@ class Stage:
     def merged_state(self, updates: dict[str, Any]) -> dict[str, Any]:
         """New buffers of the collections that aren't parameters, from what `forward` accumulated."""
 
-        def visit(c: int, member: Any, buffers: dict[str, Any]) -> dict[str, Any]:
-            if c >= len(self.program.model.kinds) or not self.program.model.kinds[c].state_names:
+        model, mergings, count = self.program.model, self.program.mergings, self.program.schedule.num_microbatches
+
+        def read(c: int, member: Any, _: Any) -> Any:
+            has_state = c < len(model.kinds) and model.kinds[c].state_names
+            return [self._read_state(tree, c, member) for tree in (updates, self.variables)] if has_state else None
+
+        def visit(c: int, member: Any, values: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+            if values is None:
                 return buffers
-            totals, old = (self._read_state(tree, c, member) for tree in (updates, self.variables))
-            count = self.program.schedule.num_microbatches
-            return self._write_state(
-                buffers, c, member, self.program.mergings[c].finish(totals, old, self.rates[c], count)
-            )
+            totals, old = values
+            return self._write_state(buffers, c, member, mergings[c].finish(totals, old, self.rates[c], count))
 
         empty = {name: self.program.storages[name].zeros() for name in updates}
-        return self.program.storages["params"].for_each_local(visit, self.device, empty)
+        return self.program.storages["params"].for_each_local(read, visit, self.device, empty)
 
     def _read_state(self, buffers: dict[str, Any], c: int, member: Any) -> list[Any]:
         names = self.program.model.kinds[c].state_names

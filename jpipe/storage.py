@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.loops import each
+from jpipe.loops import anchor, each
 
 Buffers = dict[str, Any]
 """`{bank: array}`."""
@@ -209,11 +209,13 @@ class Storage:
                     bank.fill(array, shelf.entries[i][member], values[i])
         return array
 
-    def for_each_local(self, body: Callable[[int, Any, Any], Any], device: Any, carry: Any) -> Any:
-        """`carry = body(home, member, carry)` for all variables of one device, inside of a program on the stages.
+    def for_each_local(
+        self, read: Callable[[int, Any, Any], Any], body: Callable[[int, Any, Any, Any], Any], device: Any, carry: Any
+    ) -> Any:
+        """`carry = body(home, member, read(home, member, carry), carry)` for all variables of one device.
 
-        `member` depends on the trip of a loop even where there is one only, so that nothing made from it is computed on
-        devices that have no such layer.
+        To be called inside of a program on the stages. What is made from `read`'s arrays is computed only on devices
+        that have such a layer.
         """
         for c, shelf in enumerate(self.shelves):
             if not shelf.cells:
@@ -224,7 +226,12 @@ class Storage:
             longest = max(map(len, per_device))
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
             count = look_up([len(row) for row in per_device], device)
-            visit = lambda i, carry, c=c, table=table: body(c, table[device, i], carry)
+
+            def visit(i: Any, carry: Any, c: int = c, table: Any = table) -> tuple[Any, Any]:
+                member = table[device, i]
+                (member, values), i = anchor((member, read(c, member, carry)), i)
+                return i, body(c, member, values, carry)
+
             carry = each(0, count, visit, carry)
         return carry
 

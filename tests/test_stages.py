@@ -1,0 +1,96 @@
+"""What the compiler makes of a stage: nothing that a layer computes leaves the loop that says whether it runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jpipe
+
+WIDTHS = [4, 8, 6, 10, 12, 14]
+
+
+def loops_around(operation: str, hlo: str) -> list[tuple[str, int]]:
+    """For each such operation of a compiled program, its layer's name and the number of loops around it."""
+    computations = dict(re.findall(r"^(?:ENTRY )?(%\S+) .*?\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
+    callers: dict[str, tuple[str, int]] = {}
+    for name, body in computations.items():
+        for what, called in re.findall(r"(body|condition|calls|to_apply)=(%[^\s,)}]+)", body):
+            callers[called] = name, int(what == "body")
+    found = []
+    for name, body in computations.items():
+        depth, at = 0, name
+        while at in callers:
+            at, loop = callers[at]
+            depth += loop
+        found += [(label, depth) for label in re.findall(rf" {operation}\(.*?op_name=\"[^\"]*?(layer\d+)", body)]
+    return found
+
+
+def unlike_layers():
+    """Matrix products of different sizes; two of them look alike, on different stages."""
+
+    def make(i: int, width: int) -> jpipe.Layer:
+        def init(key, x):
+            with jax.named_scope(f"layer{i}"):
+                return jax.random.normal(key, (x.shape[-1], width), jnp.float32) / 2
+
+        def apply(w, x):
+            with jax.named_scope(f"layer{i}"):
+                return jnp.sin(x @ w)
+
+        return jpipe.Layer(init, apply, name=f"layer{i}")
+
+    return [make(i, width) for i, width in enumerate(WIDTHS)]
+
+
+def unlike(num_microbatches: int, **options):
+    """A pipeline of two stages, and shapes of a batch for it."""
+    pipe = jpipe.Pipeline(
+        unlike_layers(),
+        lambda y, _: jnp.sum(y),
+        num_stages=2,
+        num_microbatches=num_microbatches,
+        balance="even",
+        **options,
+    )
+    return pipe, {"inputs": jax.ShapeDtypeStruct((2 * num_microbatches, 3), jnp.float32)}
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
+@pytest.mark.parametrize(("order", "m", "v"), [("1f1b", 4, 1), ("naive", 1, 1), ("interleaved", 4, 2)])
+def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
+    """A regression: the backward of a layer alone of its kind was moved out of its loop and run by every stage."""
+    pipe, batch = unlike(m, num_chunks=v, schedule=order, remat=remat)
+    state = pipe.abstract_state(batch, optax.sgd(0.1))
+    program = jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch).compile().as_text()
+    found = loops_around("dot", program)
+    assert len(found) >= 3 * len(WIDTHS) - 1  # forward, and two backward (one in the first layer)
+    # around each: the scan over ticks, the action, the layers of its kind
+    assert [pair for pair in found if pair[1] != 3] == []
+
+
+def test_a_stage_makes_its_own_variables_only():
+    """A regression: layers alone of their kind were initialised by every stage."""
+    pipe, batch = unlike(4)
+    program = jax.jit(pipe.init).lower(jax.random.key(0), batch).compile().as_text()
+    found = loops_around("log-plus-one", program)  # of the normal distribution
+    assert {name for name, _ in found} == {f"layer{i}" for i in range(len(WIDTHS))}
+    assert [pair for pair in found if pair[1] != 1] == []
+
+
+def test_a_stage_updates_its_own_parameters_only():
+    def update(updates, params):
+        del params
+        with jax.named_scope("layer0"):
+            return jax.tree.map(lambda w: w @ w.T @ w, updates)
+
+    pipe, batch = unlike(4)
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    tx = jpipe.per_layer(optax.stateless(update))
+    program = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0]).lower(variables["params"]).compile().as_text()
+    found = loops_around("dot", program)
+    assert len(found) == 2 * len(WIDTHS)
+    assert [pair for pair in found if pair[1] != 1] == []
