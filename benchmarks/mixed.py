@@ -1,8 +1,8 @@
 """Unlike layers in one program: what it costs to run them, and to compile them.
 
 For networks whose layers differ: the work of all stages on one core against the same layers run one after the other in
-plain JAX with the same remat; and the time to compile the pipelined step against compiling forward and backward of each
-distinct layer alone, which is what one program has to hold whatever K is.
+plain JAX with the same remat; and the time to compile the pipelined step against compiling the forward and the backward
+of each distinct layer alone, which is what one program has to hold whatever K is.
 """
 
 import argparse
@@ -85,20 +85,22 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def compile_distinct(layers: list[Any], shapes: Any) -> tuple[int, float]:
-    """(how many distinct layers, the time to compile forward and backward of each alone under "layer" remat)."""
+    """(how many distinct layers, the time to compile the forward and the backward of each alone under "layer" remat)."""
     kinds = trace_kinds(layers, shapes["inputs"], shapes).kinds
     total = 0.0
     for kind in kinds:
         params, state = kind.variables.get("params", {}), {n: t for n, t in kind.variables.items() if n != "params"}
 
-        def train(params: Any, x: Any, state: Any, gives: Any, kind: Any = kind) -> Any:
-            call = jax.checkpoint(
-                lambda p, x: kind.layer.apply({"params": p} | state, positional(x), Context(jax.random.key(0), True))[0]
-            )
-            return jax.vjp(call, params, x)[1](gives)
+        def forward(params: Any, x: Any, state: Any, kind: Any = kind) -> Any:
+            return kind.layer.apply({"params": params} | state, positional(x), Context(jax.random.key(0), True))
 
-        own = params, kind.takes, state, kind.gives
-        total += seconds_of(lambda train=train, own=own: jax.jit(train).lower(*own).compile())
+        def backward(params: Any, x: Any, state: Any, gives: Any, forward: Any = forward) -> Any:
+            return jax.vjp(jax.checkpoint(lambda p, x: forward(p, x, state)[0]), params, x)[1](gives)
+
+        own = params, kind.takes, state
+        total += seconds_of(lambda forward=forward, own=own: jax.jit(forward).lower(*own).compile())
+        own = *own, kind.gives
+        total += seconds_of(lambda backward=backward, own=own: jax.jit(backward).lower(*own).compile())
     return len(kinds), total
 
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.storage import put_slice
+
 Leaves = Sequence[jax.ShapeDtypeStruct]
 
 
@@ -101,7 +103,7 @@ class FlatCarrier:
         carrier, ends = dict(carrier), dict.fromkeys(carrier, 0)
         for leaf in leaves:
             name, flat = leaf.dtype.name, leaf.reshape(self.shards, -1)
-            carrier[name] = jax.lax.dynamic_update_slice(carrier[name], flat, (0, ends[name]))
+            carrier[name] = put_slice(carrier[name], flat, (0, ends[name]))
             ends[name] += flat.shape[1]
         return carrier
 
@@ -121,9 +123,7 @@ class FlatCarrier:
 
     def arrived(self, carrier: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """Writes it back."""
-        return carrier | {
-            name: jax.lax.dynamic_update_slice(carrier[name], flat, (0, 0)) for name, flat in part.items()
-        }
+        return carrier | {name: put_slice(carrier[name], flat, (0, 0)) for name, flat in part.items()}
 
 
 def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: int) -> Carrier:

@@ -21,6 +21,7 @@ from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.stages import Stage, init_key
 from jpipe.steps import given_shapes
+from jpipe.storage import take_row
 from jpipe.tracing import without_mesh
 
 
@@ -39,7 +40,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
         """One stage's part: its buffers `[1, ...]` by collection."""
 
         def index_of(c: int, member: Any, _: Any) -> Any:
-            return jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32)[member]
+            return take_row(jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32), member)
 
         def visit(c: int, member: Any, index: Any, buffers: dict[str, Any]) -> dict[str, Any]:
             kind = plan.model.kinds[homes[c].kind]

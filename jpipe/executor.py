@@ -19,7 +19,7 @@ from jpipe.meshes import AXIS
 from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
 from jpipe.stages import Carry, Stage
-from jpipe.storage import Row, accumulator_dtype
+from jpipe.storage import Row, accumulator_dtype, put_row, take_row
 from jpipe.ticks import SlotTable
 
 
@@ -119,7 +119,7 @@ def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
 
     def tick(carry: Carry, rows: list[dict[str, Any]]) -> tuple[Carry, None]:
         for slot, row in zip(slots, rows, strict=True):
-            cell = {name: entries[stage.device] for name, entries in row.items()}
+            cell = {name: take_row(entries, stage.device) for name, entries in row.items()}
             for kind in slot.kinds:
                 action = partial(_act, program, stage, kind, cell)
                 carry = when(_active(slot, kind, cell), action, carry)
@@ -185,7 +185,7 @@ def _row(buffers: Any, row: Any) -> Any:
     def take(buffer: Any) -> Any:
         if buffer.shape[0] == 0:  # nothing arrives anywhere
             return jnp.zeros(buffer.shape[1:], buffer.dtype)
-        return jax.lax.dynamic_index_in_dim(buffer, jnp.maximum(row, 0), 0, keepdims=False)
+        return take_row(buffer, jnp.maximum(row, 0))
 
     return jax.tree.map(take, buffers)
 
@@ -206,8 +206,8 @@ def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], ca
     place = jnp.maximum(row, 0)
 
     def receive(buffer: Any, leaf: Any) -> Any:
-        old = jax.lax.dynamic_index_in_dim(buffer, place, 0, keepdims=False)
+        old = take_row(buffer, place)
         new = jnp.where(row >= 0, jax.lax.ppermute(leaf, AXIS, pairs), old)
-        return jax.lax.dynamic_update_index_in_dim(buffer, new, place, 0)
+        return put_row(buffer, new, place)
 
     return carry | {buffers: jax.tree.map(receive, carry[buffers], sent)}

@@ -19,7 +19,7 @@ from jpipe.kinds import Kind
 from jpipe.loops import anchor, each
 from jpipe.program import Program
 from jpipe.steps import Given, Outcome, needs_batch
-from jpipe.storage import Row, is_float, look_up
+from jpipe.storage import Row, is_float, look_up, put_row, take_row, take_slice
 
 Carry = dict[str, Any]
 
@@ -70,10 +70,7 @@ class Stage:
             elif "loss" in carry:
                 carry["loss"] = [a + y.astype(a.dtype) for a, y in zip(carry["loss"], outcome.outputs, strict=True)]
             elif "outputs" in carry:
-                carry["outputs"] = [
-                    jax.lax.dynamic_update_index_in_dim(a, y, at, 0)
-                    for a, y in zip(carry["outputs"], outcome.outputs, strict=True)
-                ]
+                carry["outputs"] = [put_row(a, y, at) for a, y in zip(carry["outputs"], outcome.outputs, strict=True)]
             if "updates" in carry:
                 carry["updates"] = self._accumulate(carry["updates"], c, member, at, given, outcome)
             return trip, carry
@@ -123,7 +120,9 @@ class Stage:
             if isinstance(virtual_stage, int):
                 start, stop = route.start[virtual_stage, r].tolist(), route.stop[virtual_stage, r].tolist()
             else:
-                start, stop = jnp.asarray(route.start)[virtual_stage, r], jnp.asarray(route.stop)[virtual_stage, r]
+                table = jnp.asarray([route.start, route.stop])
+                at = (0, virtual_stage, r)
+                start, stop = take_slice(table, at, (2, 1, 1, len(kinds))).reshape(2, len(kinds))
             for c in reversed(range(len(kinds))) if reverse else range(len(kinds)):
                 carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
             return r, carry
@@ -139,7 +138,7 @@ class Stage:
         """The micro-batch, for layers that look at it."""
         if not needs_batch(kind):
             return None
-        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.batch)
+        return jax.tree.map(lambda a: take_row(a, microbatch), self.batch)
 
     def _given(self, c: int, member: Any, microbatch: Any, batch: Any) -> Given:
         kind, step, storages = self.program.model.kinds[c], self.program.steps[c], self.program.storages

@@ -83,11 +83,11 @@ class TypedBank:
 
     def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
         """The leaf at an entry."""
-        return jax.lax.dynamic_slice(array, _start(array, (entry,)), (1, *shape)).reshape(shape)
+        return take_slice(array, (entry,), (1, *shape)).reshape(shape)
 
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf at an entry replaced (in place, in a loop)."""
-        return jax.lax.dynamic_update_slice(array, leaf.astype(array.dtype)[None], _start(array, (entry,)))
+        return put_slice(array, leaf.astype(array.dtype)[None], (entry,))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
@@ -116,12 +116,12 @@ class Pool:
     def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
         """The leaf that begins at an entry."""
         length = int(np.prod(shape)) // self.shards
-        return jax.lax.dynamic_slice(array, _start(array, (0, entry)), (self.shards, length)).reshape(shape)
+        return take_slice(array, (0, entry), (self.shards, length)).reshape(shape)
 
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf that begins at an entry replaced (in place, in a loop)."""
         flat = leaf.reshape(self.shards, -1).astype(array.dtype)
-        return jax.lax.dynamic_update_slice(array, flat, _start(array, (0, entry)))
+        return put_slice(array, flat, (0, entry))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
@@ -228,7 +228,7 @@ class Storage:
             count = look_up([len(row) for row in per_device], device)
 
             def visit(i: Any, carry: Any, c: int = c, table: Any = table) -> tuple[Any, Any]:
-                member = table[device, i]
+                member = take_slice(table, (device, i), (1, 1)).reshape(())
                 (member, values), i = anchor((member, read(c, member, carry)), i)
                 return i, body(c, member, values, carry)
 
@@ -269,7 +269,30 @@ def look_up(table: Sequence[int], index: Any) -> Any:
     if len(set(table)) == 1:
         return first
     # Tables that differ by a constant are looked up once.
-    return first + jnp.asarray(np.asarray(table, np.int32) - np.int32(first))[index]
+    return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
+
+
+# Indices are never negative here, and JAX needn't ask whether they are: that is half of a small program.
+
+
+def take_slice(array: Any, index: tuple, shape: tuple[int, ...]) -> Any:
+    """The slice of a shape that begins at an index, of as many dimensions as are given."""
+    return jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)
+
+
+def put_slice(array: Any, update: Any, index: tuple) -> Any:
+    """The array with a slice replaced (in place, in a loop)."""
+    return jax.lax.dynamic_update_slice(array, update, _start(array, index), allow_negative_indices=False)
+
+
+def take_row(array: Any, row: Any) -> Any:
+    """`array[row]`."""
+    return jax.lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
+
+
+def put_row(array: Any, value: Any, row: Any) -> Any:
+    """The array with a row replaced (in place, in a loop)."""
+    return jax.lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
 
 
 def _start(array: Any, index: tuple) -> list:
