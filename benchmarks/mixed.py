@@ -85,7 +85,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def compile_distinct(layers: list[Any], shapes: Any) -> tuple[int, float]:
-    """(how many distinct layers, the time to compile the forward and the backward of each alone under "layer" remat)."""
+    """(how many distinct layers, the time to compile the forward and the backward of each alone, with remat)."""
     kinds = trace_kinds(layers, shapes["inputs"], shapes).kinds
     total = 0.0
     for kind in kinds:
