@@ -165,7 +165,8 @@ class NnxLayer:
         """A module that has its values already."""
         graphdef, state = nnx.split(module)
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        return cls(type(module).__name__, graphdef, template, None, _collections(state))
+        kind = type(module)
+        return cls(kind.__name__, graphdef, template, None, _collections(state), module_type=kind)
 
     @classmethod
     def from_factory(cls, factory: Callable, index: int) -> NnxLayer:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jpipe
 from helpers import CUTS, assert_close, assert_equal, cut
@@ -66,6 +67,46 @@ def test_equal_to_the_sequential_model(case):
     own = [gradients[i] for i in (0, 1, 2, 3, 4, 7)]
     assert_close(optax.tree.norm(grads), optax.tree.norm(own), "shared parameters count once in a norm")
     assert_equal(pipe.from_layer_variables(trees), variables, "round trip")
+
+
+def table_by_hand():
+    init = lambda key, tokens: {"embedding": jax.random.normal(key, (VOCABULARY, 8), jnp.float32)}
+    return jpipe.Shared(jpipe.Layer(init, lambda params, tokens: params["embedding"][tokens]))
+
+
+def logits(params, x):
+    return x @ params["embedding"].T
+
+
+@pytest.mark.parametrize(
+    ("make", "attend"),
+    [
+        (lambda: jpipe.Shared(lambda rngs: nnx.Embed(VOCABULARY, 8, rngs=rngs)), "attend"),
+        (lambda: jpipe.Shared(nnx.Embed(VOCABULARY, 8, rngs=nnx.Rngs(0))), "attend"),
+        (table_by_hand, logits),
+    ],
+    ids=["nnx factory", "nnx module", "functions"],
+)
+def test_tables_of_other_libraries(make, attend):
+    table = make()
+    pipe = jpipe.Pipeline(
+        [table, Block(), table.using(attend)], loss_fn, num_stages=3, num_microbatches=2, balance="even"
+    )
+    variables = pipe.init(jax.random.key(0), BATCH)
+    embedding = lambda item: item.get("params", item)["embedding"]
+    first, block, last = jax.device_get(pipe.layer_variables(variables))
+    assert_equal(last, first, "both uses show the same table")
+
+    def plain(embedded, block):
+        x = Block().apply(block, embedded[BATCH["inputs"]])
+        return loss_fn(x @ embedded.T, BATCH)
+
+    expected, gradients = jax.value_and_grad(plain, (0, 1))(embedding(first), block)
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH)
+    found = pipe.layer_variables({"params": grads})
+    assert_close(loss, expected, "loss")
+    assert_close(embedding(found[0]), gradients[0], "gradient of the table")
+    assert_close(found[1], gradients[1], "gradient of the block")
 
 
 def test_a_hundred_steps_with_tied_weights():
