@@ -30,23 +30,29 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
         )
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
-    _check_repeats([layer.layer if isinstance(layer, Marked) else layer for layer in opened], opened is not layers)
     marks = [layer if isinstance(layer, Marked) else None for layer in opened]
     plain = [layer.layer if isinstance(layer, Marked) else layer for layer in opened]
+    _check_repeats(plain, opened is not layers)
     return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
 
 
 def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
-    """In Flax an nnx module, or a linen module in a Sequential, that stands in two places has one set of parameters."""
-    seen: dict[int, int] = {}
+    """Refuses modules that stand in several places and look tied, but wouldn't be.
+
+    In Flax an nnx module, or a linen module in a Sequential, that stands in two places has one set of parameters; here
+    only those inside one `Shared` have.
+    """
+    owners: dict[int, tuple[int, Any]] = {}  # by module: its first place, and what it is shared by
     for index, layer in enumerate(layers):
-        if isinstance(layer, nnx.Module) or (in_sequential and isinstance(layer, nn.Module)):
-            if id(layer) in seen:
-                raise ValueError(
-                    f"layers[{index}] is the same {type(layer).__name__} object as layers[{seen[id(layer)]}]; wrap it "
-                    "once in jpipe.Shared to use its parameters in both places, or make two modules"
-                )
-            seen[id(layer)] = index
+        owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
+        module = owner.layer if owner else layer
+        first, other = owners.setdefault(id(module), (index, owner))
+        tied = owner or other or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
+        if first != index and tied and (owner is not other or not owner):
+            raise ValueError(
+                f"layers[{index}] is the same {type(module).__name__} object as layers[{first}]; wrap it once in "
+                "jpipe.Shared, and use that, to have its parameters in both places; or make two modules"
+            )
 
 
 def _as_layer(layer: Any, index: int) -> AnyLayer:
@@ -70,15 +76,28 @@ def _as_layer(layer: Any, index: int) -> AnyLayer:
 
 def _as_use(use: Use, index: int) -> SharedLayer:
     """A use of a shared layer: the layer, called through the use's method."""
+    if isinstance(use.shared.layer, Marked):
+        raise TypeError(
+            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
+            "jpipe.stash(jpipe.Shared(layer), 'name')"
+        )
     inner, method = _as_layer(use.shared.layer, index), use.method
     if method is None:
         return SharedLayer(inner, use.shared)
-    if isinstance(inner, PlainLayer) and callable(method):
+    if isinstance(inner, PlainLayer):
+        if isinstance(method, str):
+            raise TypeError(
+                f"layers[{index}] uses {inner.name} through {method!r}, but functions have no methods; pass a function "
+                "`apply(params, x)`"
+            )
         return SharedLayer(replace(inner, apply_fn=method, parameters=signature_of(method)), use.shared)
-    if isinstance(inner, LinenLayer | NnxLayer):
-        module = inner.module if isinstance(inner, LinenLayer) else inner.module_type
-        if not isinstance(method, str) or hasattr(module, method):
-            return SharedLayer(replace(inner, method=method), use.shared)
-    raise ValueError(
-        f"layers[{index}] uses {inner.name} through {method!r}, which it doesn't have; name one of its methods"
-    )
+    assert isinstance(inner, LinenLayer | NnxLayer)
+    module = type(inner.module) if isinstance(inner, LinenLayer) else inner.module_type
+    if not isinstance(method, str):
+        if isinstance(inner, NnxLayer):
+            raise TypeError(f"layers[{index}] uses {inner.name} through a function; name one of its methods")
+    elif not callable(getattr(module, method, None)):
+        raise ValueError(
+            f"layers[{index}] uses {inner.name} through {method!r}, which it doesn't have; name one of its methods"
+        )
+    return SharedLayer(replace(inner, method=method), use.shared)

@@ -73,6 +73,20 @@ def check_key(model: Sequential, key: Any) -> None:
         )
 
 
+def check_reads_nothing(model: Sequential) -> None:
+    """Checks that no layer has a side input, where there is no batch but only the model's inputs.
+
+    Raises:
+      ValueError: naming the first layer that has one.
+    """
+    for index in range(model.num_layers):
+        if model.kind_at(index).layer.reads_batch:
+            raise ValueError(
+                f"layer {index} ({model.kind_at(index).layer.name}) can't read its side input from the bare inputs; "
+                "pass the whole batch to apply"
+            )
+
+
 def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
     """Checks what a loss function returns for one micro-batch.
 
@@ -90,7 +104,7 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
         ) from error
     parts = loss if isinstance(loss, tuple) else (loss,)
     scalars = [hasattr(part, "shape") and part.shape == () for part in parts]
-    if len(parts) not in (1, 2) or not all(scalars):
+    if (isinstance(loss, tuple) and len(loss) != 2) or not all(scalars):
         raise ValueError(
             f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss) or a pair of scalars "
             "(loss_sum, weight_sum)"
@@ -111,6 +125,27 @@ def check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
     for name, tree in expected.items():
         check_same_structure(f"{what}[{name!r}]", own[name], tree)
         _check_shapes(f"{what}[{name!r}]", own[name], tree)
+
+
+def check_tied(model: Sequential, params: dict[int, list[Any]]) -> None:
+    """Checks that layers which share their parameters were given the same ones.
+
+    Args:
+      model: the layers.
+      params: leaves by layer, the model's ends included in the numbering.
+
+    Raises:
+      ValueError: naming the first two that differ.
+    """
+    for first, *others in (shown for home in model.homes for shown in home.members):
+        for other in others:
+            pairs = zip(params.get(first, []), params.get(other, []), strict=True)
+            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
+                a, b = first - model.first, other - model.first
+                raise ValueError(
+                    f"trees[{a}] and trees[{b}] differ, but layers {a} and {b} ({model.kind_at(a).layer.name}) share "
+                    "their parameters; give both the same, or don't share them"
+                )
 
 
 def _check_shapes(what: str, tree: Any, expected: Any) -> None:

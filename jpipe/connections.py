@@ -1,19 +1,20 @@
 """Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
 
-A skip travels with the activations: between `stash` and `pop` every layer takes and gives `{"kept": {...}, "x": x}`,
-and only touches `x`. What passes through is no residual, costs no copy within a stage, and is freed with the boundary
-that carried it. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
+A skip travels with the activations: between `stash` and `pop` every layer takes and gives `Carried(x, kept)`, and only
+touches `x`. What passes by is no residual, and is freed with the boundary that carried it. Kept values are told apart
+by places, the lowest free one each, and not by their names, so that layers with skips of their own are alike and
+compiled once. A side input doesn't travel at all: every stage reads it from the micro-batch at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.layers import AnyLayer, Context, SideInputError, Variables, Wrapper, positional
+from jpipe.layers import AnyLayer, Context, SideInputError, Variables, Wrapper, positional, same_function
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ def _mark(layer: Any, function: str, **change: Any) -> Marked:
     marked = layer if isinstance(layer, Marked) else Marked(layer)
     ((field, value),) = change.items()
     if getattr(marked, field) is not None:
-        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); apply it once")
+        raise ValueError(
+            f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); apply it once, and for a "
+            f"second one put an identity layer next to it, such as jpipe.{function}(lambda x: x, ...)"
+        )
     return Marked(**{**vars(marked), field: value})
 
 
@@ -86,28 +90,33 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple
     """
     stashed: dict[str, int] = {}
     popped: dict[str, int] = {}
+    places: dict[str, int] = {}
     connected: list[AnyLayer] = []
     for index, (layer, mark) in enumerate(zip(layers, marks, strict=True)):
-        passing = tuple(name for name in stashed if name not in popped)
+        passing = tuple(sorted(places.values()))
         mark = mark or Marked(None)
         where = f"layer {index} ({layer.name})"
+        pops = stashes = None
         if mark.pops is not None:
             if mark.pops not in stashed:
                 raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
             if mark.pops in popped:
                 raise ValueError(
-                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; "
-                    "stash it under two names"
+                    f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; to use it twice, "
+                    "stash it again behind an identity layer: jpipe.stash(lambda x: x, 'another name')"
                 )
             popped[mark.pops] = index
+            pops = places.pop(mark.pops)
         if mark.stashes is not None:
             if mark.stashes in stashed:
                 raise ValueError(
                     f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; use another name"
                 )
             stashed[mark.stashes] = index
-        plain = not passing and mark.stashes is None and mark.pops is None and mark.read is None
-        connected.append(layer if plain else ConnectedLayer(layer, passing, mark.stashes, mark.pops, mark.read))
+            stashes = min(set(range(len(places) + 1)) - set(places.values()))
+            places[mark.stashes] = stashes
+        plain = not passing and stashes is None and pops is None and mark.read is None
+        connected.append(layer if plain else ConnectedLayer(layer, passing, stashes, pops, mark.read))
     for name, index in stashed.items():
         if name not in popped:
             raise ValueError(
@@ -116,18 +125,27 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple
     return tuple(connected)
 
 
+class Carried(NamedTuple):
+    """What passes from layer to layer where values are kept: the activations, and these values by place."""
+
+    x: Any
+    kept: dict[int, Any]
+
+
 @dataclass(frozen=True)
 class ConnectedLayer(Wrapper):
     """A layer that stashes, pops or reads, or that kept values pass by.
 
     Attributes:
-      passing: the names of the values kept before it.
-      stashes, pops, read: as in `Marked`.
+      passing: the places of the values kept before it.
+      stashes: the place where it keeps its output, if it does.
+      pops: the place of the value that it is called with, if it pops one.
+      read: batch -> its side input, if it has one.
     """
 
-    passing: tuple[str, ...]
-    stashes: str | None
-    pops: str | None
+    passing: tuple[int, ...]
+    stashes: int | None
+    pops: int | None
     read: Callable[[Any], Any] | None
 
     @property
@@ -139,8 +157,8 @@ class ConnectedLayer(Wrapper):
         """The same layer with the same connections."""
         if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
             return False
-        parts = lambda c: (c.passing, c.stashes, c.pops, c.read)
-        return parts(self) == parts(other)
+        places = lambda layer: (layer.passing, layer.stashes, layer.pops)
+        return places(self) == places(other) and same_function(self.read, other.read)
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The layer's own, with its own inputs."""
@@ -152,14 +170,14 @@ class ConnectedLayer(Wrapper):
         outputs, updates = self.inner.apply(variables, own, context)
         if self.stashes is not None:
             kept = {**kept, self.stashes: outputs}
-        return ({"kept": kept, "x": outputs} if kept else outputs), updates
+        return (Carried(outputs, kept) if kept else outputs), updates
 
-    def _split(self, inputs: tuple, batch: Any) -> tuple[tuple, dict[str, Any]]:
+    def _split(self, inputs: tuple, batch: Any) -> tuple[tuple, dict[int, Any]]:
         """The layer's own positional inputs, and what is kept after it has popped its own."""
-        kept: dict[str, Any] = {}
+        kept: dict[int, Any] = {}
         if self.passing:
-            kept, x = dict(inputs[0]["kept"]), inputs[0]["x"]
-            inputs = positional(x)
+            ((x, passing),) = inputs
+            inputs, kept = positional(x), dict(passing)
         extra = [] if self.pops is None else [kept.pop(self.pops)]
         extra += [] if self.read is None else [self._side_input(batch)]
         if extra:

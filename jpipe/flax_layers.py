@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
-from jpipe.layers import AnyLayer, Context, MissingKeyError, Variables, mode_arguments, signature_of
+from jpipe.layers import AnyLayer, Context, LayerError, MissingKeyError, Variables, mode_arguments, signature_of
 from jpipe.tracing import no_mesh
 
 
@@ -97,8 +97,8 @@ class LinenLayer:
         for name in mutable:
             new, structure = jax.tree.leaves(changed.get(name, {})), jax.tree.structure(variables[name])
             if len(new) != structure.num_leaves:
-                raise ValueError(
-                    f"{self.name} changes the structure of its collection {name!r} in training, as self.sow does; "
+                raise LayerError(
+                    f"changes the structure of its collection {name!r} in training, as self.sow does; "
                     "give the values back as outputs instead"
                 )
             updates[name] = jax.tree.unflatten(structure, new)
@@ -116,9 +116,12 @@ class LinenLayer:
         """From `nn.with_partitioning` and its like."""
         return {name: _leaf_specs(nn.get_partition_spec(tree)) for name, tree in variables.items()}
 
-    def bind(self, item: Any) -> nn.Module:
-        """The module bound to its variables."""
-        return self.module.bind(item)
+    def bind(self, item: Any) -> Any:
+        """The module bound to its variables, or its method with them."""
+        bound = self.module.bind(item)
+        if self.method is None:
+            return bound
+        return getattr(bound, self.method) if isinstance(self.method, str) else functools.partial(self.method, bound)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -255,11 +258,11 @@ class NnxLayer:
         """From `nnx.with_partitioning` and its like."""
         return {name: _leaf_specs(tree) for name, tree in _collections(nnx.get_partition_spec(self.template)).items()}
 
-    def bind(self, item: Any) -> nnx.Module:
-        """The module itself, in evaluation mode."""
+    def bind(self, item: Any) -> Any:
+        """The module itself, in evaluation mode, or its method."""
         module = nnx.merge(self.graphdef, self._state(self.from_item(item), None))
         module.eval()
-        return module
+        return module if self.method is None else getattr(module, self.method)
 
 
 def _value(variable: Any) -> Any:
@@ -271,6 +274,8 @@ def _dtype(variable: Any) -> Any:
 
 
 def _collection(variable: Any) -> str:
+    if isinstance(variable, nnx.Param):  # of a type of its own too, such as LoRAParam
+        return "params"
     return nnx.variablelib.variable_name_from_type(type(variable), allow_register=True)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.layers import AnyLayer, Context, SideInputError, identity_layer, positional
+from jpipe.layers import AnyLayer, Context, LayerError, SideInputError, identity_layer, positional
 from jpipe.tracing import depends_on, key_shape, without_mesh
 
 
@@ -193,15 +193,15 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
             init = lambda k, x, b: layer.init(k, positional(x), b)
             variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key_shape(), takes, batch)
         variables = jax.eval_shape(lambda v: v, variables)
-        _check_parameters(layer, index, variables)
+        _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
-            raise _BadLayerError(
-                f"layer {index} ({layer.name}) is shared but has the collections {sorted(variables)}; only layers "
-                "without state besides their parameters can be shared"
+            raise LayerError(
+                f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
+                "parameters can be shared"
             )
-        gives, needs_key = _trace_call(layer, index, variables, takes, batch)
-    except _BadLayerError:
-        raise
+        gives, needs_key = _trace_call(layer, variables, takes, batch)
+    except LayerError as error:
+        raise ValueError(f"layer {index} ({layer.name}) {error}") from error
     except SideInputError as error:
         raise ValueError(
             f"layer {index} ({layer.name}) can't read its side input from the batch {describe(batch)}: its function "
@@ -209,46 +209,63 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
         ) from error
     except Exception as error:
         raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gives):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise ValueError(
-                f"layer {index} ({layer.name}) gives {leaf.dtype} at {jax.tree_util.keystr(path)}; "
-                "a boundary carries plain arrays only, such as jax.random.key_data(key)"
-            )
     return _Group(layer, [], takes, gives, variables, needs_key)
 
 
-def _trace_call(layer: AnyLayer, index: int, variables: Any, takes: Any, batch: Any) -> tuple[Any, bool]:
+def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[Any, bool]:
     """(what the layer gives in training, whether it uses its key)."""
 
     def run(key: Any, v: Any, x: Any, b: Any) -> Any:
         outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
         for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
             if not isinstance(leaf, jax.Array | np.ndarray):
-                raise _BadLayerError(
-                    f"layer {index} ({layer.name}) gives a {type(leaf).__name__} at "
-                    f"outputs{jax.tree_util.keystr(path)}; layers pass pytrees of arrays on, so make it an array or "
-                    "leave it out"
+                raise LayerError(
+                    f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
+                    "arrays on, so make it an array or leave it out"
                 )
         return outputs, updates
 
-    program, (gives, _) = jax.make_jaxpr(run, return_shape=True)(key_shape(), variables, takes, batch)
+    program, (gives, updates) = jax.make_jaxpr(run, return_shape=True)(key_shape(), variables, takes, batch)
+    _check_outputs(gives)
+    _check_updates(variables, updates)
     # A weak type says how a Python number was promoted; between layers there are arrays only.
     gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
     return gives, any(depends_on(program, program.jaxpr.invars[:1]))
 
 
-class _BadLayerError(ValueError):
-    """An error that is complete as it is."""
+def _check_outputs(gives: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gives):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise LayerError(
+                f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
+                "jax.random.key_data(key)"
+            )
 
 
-def _check_parameters(layer: AnyLayer, index: int, variables: dict[str, Any]) -> None:
+def _check_parameters(variables: dict[str, Any]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise _BadLayerError(
-                f"layer {index} ({layer.name}) has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; "
-                "parameters have to be floating-point (keep integers out of them)"
+            raise LayerError(
+                f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; parameters have to be "
+                "floating-point (keep integers out of them)"
             )
+
+
+def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
+    """State keeps its structure, shapes and dtypes."""
+    for name, new in updates.items():
+        old = variables[name]
+        if same_type(old, new):
+            continue
+        if jax.tree.structure(old) != jax.tree.structure(new):
+            raise LayerError(
+                f"changes the structure of its collection {name!r} in training: {describe(new)} after "
+                f"{describe(old)}; keep it as it is at init"
+            )
+        raise LayerError(
+            f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
+            "shapes and dtypes (cast what is stored)"
+        )
 
 
 def _mismatch(layers: Sequence[AnyLayer], index: int, takes: Any, variables: Any, error: Exception) -> str:
@@ -258,12 +275,17 @@ def _mismatch(layers: Sequence[AnyLayer], index: int, takes: Any, variables: Any
     return f"{name} can't take what {source}: {describe(takes)}{own}. It raised {type(error).__name__}: {error}"
 
 
-def same_type(a: Any, b: Any) -> bool:
-    """Whether two pytrees of shapes are equal in structure, shapes and dtypes."""
+def same_shapes(a: Any, b: Any) -> bool:
+    """Whether two pytrees are equal in structure and shapes."""
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+    return all(np.shape(x) == np.shape(y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def same_type(a: Any, b: Any) -> bool:
+    """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return same_shapes(a, b) and all(x.dtype == y.dtype for x, y in pairs)
 
 
 def describe(tree: Any) -> str:

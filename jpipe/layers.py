@@ -2,14 +2,17 @@
 
 A model is a sequence of layers of mixed kinds. Everything after this module sees only `AnyLayer`: a name,
 `init`, `apply`, and the translation between the variables jpipe works on (a dict of collections) and the item
-a user knows. Flax itself is known to `flax_layers` alone.
+a user knows. Flax itself is known to `flax_layers` and `adapt` alone.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,6 +32,10 @@ class MissingKeyError(ValueError):
 
 class SideInputError(ValueError):
     """A layer's function of the batch failed."""
+
+
+class LayerError(ValueError):
+    """What a layer does wrong, as the rest of a sentence that begins with its name."""
 
 
 class Context(NamedTuple):
@@ -122,11 +129,40 @@ def mode_arguments(
 
 
 def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of `function` by name; empty for those that Python can't inspect."""
+    """The parameters of `function` by name, but for those fixed by `functools.partial`.
+
+    Empty for functions that Python can't inspect.
+    """
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
     try:
-        return inspect.signature(function).parameters
+        return {name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed}
     except (TypeError, ValueError):
         return {}
+
+
+def same_function(a: Any, b: Any) -> bool:
+    """Whether both are the same function, or made by the same line of code from the same values.
+
+    >>> adders = [lambda x: x + 1 for _ in range(2)]
+    >>> same_function(*adders)
+    True
+    """
+    if a is b or not (isinstance(a, FunctionType) and isinstance(b, FunctionType)):
+        return a is b or a == b
+    values = lambda f: (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(), *_enclosed(f))
+    pairs = list(itertools.zip_longest(values(a), values(b)))
+    plain = (int, float, str, bool, type(None))
+    return (a.__code__, a.__globals__ is b.__globals__) == (b.__code__, True) and all(
+        x is y or (type(x) is type(y) and isinstance(x, plain) and x == y) for x, y in pairs
+    )
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """The values of the variables around a function that it uses."""
+    try:
+        return [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # one isn't set yet
+        return [function]
 
 
 def positional(inputs: Any) -> tuple:
@@ -146,10 +182,11 @@ class Layer:
     Args:
       init: `init(key, x) -> params`, a pytree of floating-point arrays.
       apply: `apply(params, x) -> y`. If its signature has a parameter `key` it is given the layer's own random key
-        (None in evaluation); if it has `train` or `deterministic`, it is told the mode.
+        (None in evaluation); if it has one of those that `Pipeline` knows (`train`, `deterministic`, ...), the mode.
       name: shown in tables and errors.
 
-    `x` and `y` are any pytrees of arrays; a tuple `x` is passed as several positional arguments.
+    `x` and `y` are any pytrees of arrays; a tuple `x` is passed as several positional arguments. With `jpipe.pop` or
+    `jpipe.reads` both functions get the further arguments.
     """
 
     init: Callable[..., Any]
@@ -176,7 +213,11 @@ class PlainLayer:
 
     def is_same(self, other: AnyLayer) -> bool:
         """Same functions."""
-        return isinstance(other, PlainLayer) and (self.init_fn, self.apply_fn) == (other.init_fn, other.apply_fn)
+        return (
+            isinstance(other, PlainLayer)
+            and same_function(self.init_fn, other.init_fn)
+            and same_function(self.apply_fn, other.apply_fn)
+        )
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """Calls the user's `init(key, *inputs)`."""

@@ -12,9 +12,9 @@ mean(u_i^2) / r - mean(u_i)^2 / r: a sum over micro-batches, so that only the av
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,41 @@ import jax.numpy as jnp
 from jpipe.kinds import Kind
 from jpipe.storage import is_float
 
-RULES = ("last", "mean", "moments", "sum")
 DEFAULTS = {"batch_stats": "moments"}
 """Rules by collection; of any other, the mean of floating-point leaves and the last value of others."""
+
+
+class Rule(NamedTuple):
+    """How the values of one leaf become one.
+
+    Attributes:
+      accumulate: (total, old, new, is it the last micro-batch) -> total, zero at first.
+      finish: (total, old, M) -> the new value.
+    """
+
+    accumulate: Callable[[Any, Any, Any, Any], Any]
+    finish: Callable[[Any, Any, Any], Any]
+
+
+def _change(old: Any, new: Any) -> Any:
+    """What a leaf gains: so that what doesn't move stays as it is, to the last bit. From infinity it starts anew."""
+    return jnp.where(jnp.isfinite(old), new - old, new)
+
+
+def _changed(old: Any, change: Any) -> Any:
+    return jnp.where(jnp.isfinite(old), old + change, change)
+
+
+RULES = {
+    "mean": Rule(
+        lambda total, old, new, is_last: total + _change(old, new),
+        lambda total, old, count: _changed(old, total / count),
+    ),
+    "sum": Rule(lambda total, old, new, is_last: total + (new - old), lambda total, old, count: old + total),
+    "last": Rule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),
+}
+CHOICES = (*RULES, "moments")
+"""What users may choose; "moments" is the mean, with the spread of the means in the variances."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +87,18 @@ class Merging:
         old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
         for (mean, variance), rate in zip(self.moments, rates, strict=True):
             new[variance] = new[variance] + _square_over(new[mean] - old[mean], rate)
-        add = {
-            "mean": lambda total, a, b: total + b,
-            "sum": lambda total, a, b: total + (b - a),
-            "last": lambda total, a, b: jnp.where(is_last, b, total),
-        }
-        return [add[rule](*leaves) for rule, *leaves in zip(self.rules, totals, old, new, strict=True)]
+        leaves = zip(self.rules, totals, old, new, strict=True)
+        return [RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(
         self, totals: Sequence[Any], old: Sequence[Any], rates: Sequence[Any], num_microbatches: int
     ) -> list[Any]:
         """The new state of the mini-batch."""
-        end = {
-            "mean": lambda total, a: total / num_microbatches,
-            "sum": lambda total, a: a.astype(total.dtype) + total,
-            "last": lambda total, a: total,
-        }
-        merged = [end[rule](total, a) for rule, total, a in zip(self.rules, totals, old, strict=True)]
+        wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
+        leaves = zip(self.rules, totals, wide, strict=True)
+        merged = [RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
         for (mean, variance), rate in zip(self.moments, rates, strict=True):
-            moved = merged[mean] - old[mean].astype(merged[mean].dtype)
-            merged[variance] = merged[variance] - _square_over(moved, rate)
+            merged[variance] = merged[variance] - _square_over(merged[mean] - wide[mean], rate)
         return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
 
 
@@ -133,8 +157,8 @@ def check_rules(rules: Any) -> dict[str, str]:
     for name, rule in rules.items():
         if name == "params":
             raise ValueError("merge has a rule for 'params', which have gradients; give rules for other collections")
-        if rule not in RULES:
-            raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(RULES)}")
+        if rule not in CHOICES:
+            raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
     return dict(rules)
 
 

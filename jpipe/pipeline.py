@@ -20,6 +20,8 @@ from jpipe.checks import (
     check_item,
     check_key,
     check_optimizer,
+    check_reads_nothing,
+    check_tied,
     check_variables,
 )
 from jpipe.layout import StageTree, take_apart
@@ -184,10 +186,14 @@ class Pipeline:
             check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
             for name in kind.variables:
                 found[name][index + plan.model.first] = jax.tree.leaves(own[name])
+        check_tied(plan.model, found["params"])
         return {name: layout.place(found[name]) for name, layout in plan.layouts.items()}
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
-        """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function."""
+        """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
+
+        It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
+        """
         return [layer.bind(item) for layer, item in zip(self._layers, self.layer_variables(variables), strict=True)]
 
     # --- computing ---
@@ -215,11 +221,14 @@ class Pipeline:
           batch: a batch as for training, or the bare inputs.
         """
         bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
+        if bare:
+            check_reads_nothing(self._planner.known_plan().model)
         self._check_evaluation(variables, batch, bare)
         return self._jit_forward(variables, batch, with_loss=False, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
+        batches.check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
         self._check_evaluation(variables, batch, bare=False)
         return self._jit_forward(variables, batch, with_loss=True, bare=False)
 

@@ -7,12 +7,14 @@ other sizes are only compiled anew.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, layer_costs
@@ -86,8 +88,10 @@ def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
                 "one cost a layer as floats"
             )
         return balance
+    if isinstance(balance, Partition):
+        raise TypeError("balance is a Partition; pass its layer counts: balance=partition.counts")
     values: tuple[Any, ...] = (None,)
-    if isinstance(balance, Iterable):
+    if isinstance(balance, Iterable) and np.ndim(np.asarray(balance, object)) == 1:
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
@@ -163,13 +167,22 @@ def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
     if parts == 1 or cost * parts <= TOLERATED_SHARE * total:
         return
     index = cuts.layer_costs.index(cost)
+    stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
     warnings.warn(
         f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
-        f"than the share of one of {parts} stages ({1 / parts:.0%}): the slowest stage takes {cuts.imbalance:.2f} "
-        "times the mean, and the others wait for it. Split the layer into several, or use fewer stages",
+        f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
+        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}",
         UserWarning,
-        stacklevel=5,  # the caller of init or create_state
+        stacklevel=_users_level(),
     )
+
+
+def _users_level() -> int:
+    """The stack level, as `warnings` counts, of the code that called the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jpipe", "jax", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:

@@ -21,8 +21,8 @@ class Shared:
     `table = jpipe.Shared(nn.Embed(1000, 64)); layers = [table, *blocks, table.using("attend")]`
 
     Args:
-      layer: a linen or nnx module, or a `jpipe.Layer`; without state besides its parameters. The first use in the
-        sequence makes the parameters.
+      layer: a linen or nnx module, a factory of one, or a `jpipe.Layer`; without state besides its parameters. The
+        first use in the sequence makes the parameters.
     """
 
     layer: Any
@@ -35,8 +35,8 @@ class Shared:
         """The same parameters in another place, through another method.
 
         Args:
-          method: the name of a method of the module (or a linen method itself); for a `jpipe.Layer` a function
-            `apply(params, x)`.
+          method: the name of a method of the module; of linen modules also a function of the module and its inputs;
+            for a `jpipe.Layer` a function `apply(params, x)`.
         """
         if not isinstance(method, str) and not callable(method):
             raise TypeError(f"jpipe.Shared.using({method!r}): pass a method's name, or a function")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.kinds import Kind
+from jpipe.kinds import Kind, describe, same_shapes
 from jpipe.layers import Context, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
@@ -99,6 +99,12 @@ class LayerStep:
         if "params" in kind.variables:
             trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
         outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        if not same_shapes(outputs, kind.gives):
+            raise ValueError(
+                f"{kind.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "
+                f"{'training' if self.train else 'evaluation'}, not {describe(kind.gives)} as it was traced; give the "
+                "same structure and shapes in both modes"
+            )
         outputs = jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, kind.gives)
         if kind.final and self.loss_fn is not None:
             outputs = loss_pair(self.loss_fn(outputs, given.batch))

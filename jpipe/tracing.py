@@ -6,17 +6,39 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
 
 def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
     """For each output of a program, whether it depends on any of the given input variables."""
+    return _depends_on(program.jaxpr, inputs)
+
+
+def _depends_on(jaxpr: Jaxpr, inputs: Collection[Any]) -> list[bool]:
     moving = set(inputs)
-    for equation in program.jaxpr.eqns:
-        if any(not isinstance(v, Literal) and v in moving for v in equation.invars):
-            moving.update(equation.outvars)
-    return [not isinstance(v, Literal) and v in moving for v in program.jaxpr.outvars]
+    moves = lambda v: not isinstance(v, Literal) and v in moving
+    for equation in jaxpr.eqns:
+        taken = list(map(moves, equation.invars))
+        if not any(taken):
+            continue
+        given, called = [True] * len(equation.outvars), _called(equation)
+        if called:  # some of what a function is called with may not matter
+            given = _depends_on(called, [v for v, moving in zip(called.invars, taken, strict=True) if moving])
+        moving.update(v for v, depends in zip(equation.outvars, given, strict=True) if depends)
+    return list(map(moves, jaxpr.outvars))
+
+
+_CALLS = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "closed_call")
+
+
+def _called(equation: Any) -> Jaxpr | None:
+    """The program that an equation only calls, with its own inputs."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    called = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+    return called if len(called.invars) == len(equation.invars) else None
 
 
 def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -32,21 +54,35 @@ def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with every `jax.lax.stop_gradient` in it taken away (but for those in loops and branches)."""
+    """A program with every `jax.lax.stop_gradient` in it taken away, in the programs inside of it too."""
+    return ClosedJaxpr(_without_stops(program.jaxpr), program.consts)
+
+
+def _without_stops(jaxpr: Jaxpr) -> Jaxpr:
     names: dict[Any, Any] = {}
     named = lambda v: v if isinstance(v, Literal) else names.get(v, v)
     equations = []
-    for equation in program.jaxpr.eqns:
+    for equation in jaxpr.eqns:
         inputs = list(map(named, equation.invars))
         if equation.primitive.name == "stop_gradient":
             names.update(zip(equation.outvars, inputs, strict=True))
             continue
-        params = equation.params
-        if equation.primitive.name == "jit":
-            params = params | {"jaxpr": without_stops(params["jaxpr"])}
+        params = {name: _stops_inside(value) for name, value in equation.params.items()}
         equations.append(equation.replace(invars=inputs, params=params))
-    outputs = list(map(named, program.jaxpr.outvars))
-    return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=outputs), program.consts)
+    return jaxpr.replace(eqns=equations, outvars=list(map(named, jaxpr.outvars)))
+
+
+def _stops_inside(value: Any) -> Any:
+    """An equation's parameter without stops: a program (of `jit`, `checkpoint`, a loop), several (branches), or not."""
+    if isinstance(value, Jaxpr):
+        return _without_stops(value)
+    if isinstance(value, ClosedJaxpr):
+        return without_stops(value)
+    if isinstance(value, tuple | list):
+        return (
+            type(value)(map(_stops_inside, value)) if any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value) else value
+        )
+    return value
 
 
 def key_shape() -> jax.ShapeDtypeStruct:

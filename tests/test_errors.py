@@ -457,3 +457,51 @@ def test_a_state_in_place_of_variables():
     state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"variables is a TrainState; pass state\.variables"):
         pipe.apply(state, BATCH)
+
+
+class Drifting(nn.Module):
+    """Keeps a value of another type than at first."""
+
+    dtype: jnp.dtype
+    shape: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        kept = self.variable("kept", "value", lambda: jnp.zeros((), jnp.float32))
+        if not self.is_initializing():
+            kept.value = jnp.zeros(self.shape, self.dtype)
+        return x
+
+
+@pytest.mark.parametrize("layer", [Drifting(jnp.int32), Drifting(jnp.float32, (2,))])
+def test_state_that_changes_its_type(layer):
+    pipe = jpipe.Pipeline([nn.Dense(4), layer], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"layer 1 \(Drifting\) changes the type of its collection 'kept' in training"):
+        pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
+
+
+def test_outputs_that_differ_in_evaluation():
+    def auxiliary(x, train):
+        return (x, x) if train else x
+
+    layers = [nn.Dense(4), auxiliary, lambda *x: x[0]]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
+    x = np.ones((2, 4), np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.value_and_grad(variables, x)
+    with pytest.raises(
+        ValueError, match=r"auxiliary gives float32\[2,4\] in evaluation, not \(float32\[2,4\], float32"
+    ):
+        pipe.apply(variables, x)
+
+
+def test_evaluation_of_bare_inputs(ready):
+    pipe, variables, _ = ready
+    with pytest.raises(ValueError, match="batch"):
+        pipe.evaluate(variables, BATCH["inputs"])
+
+
+def test_a_partition_as_balance():
+    with pytest.raises(TypeError, match=r"pass its layer counts: balance=partition\.counts"):
+        cuts = jpipe.partition([1, 1], 2)
+        jpipe.Pipeline([nn.Dense(4)] * 2, jnp.mean, num_stages=2, num_microbatches=1, balance=cuts)

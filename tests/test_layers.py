@@ -1,5 +1,7 @@
 """Adapters: every kind of layer behind one interface."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -100,7 +102,9 @@ SAME = [
     (lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), True),
     (lambda: jpipe.Layer(max, min), True),
     (lambda: nn.relu, True),
-    (lambda: jpipe.Layer(max, lambda params, x: x), False),
+    (lambda: jpipe.Layer(max, lambda params, x: x), True),
+    (lambda: (lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(2), True),
+    (lambda: (lambda scale: jpipe.Layer(max, lambda params, x: scale * x))(np.ones(1)), False),
 ]
 
 
@@ -212,3 +216,26 @@ def test_positional():
     assert positional((1, 2)) == (1, 2)
     assert positional([1, 2]) == ([1, 2],)
     assert positional({"a": 1}) == ({"a": 1},)
+
+
+def test_parameters_of_types_of_their_own_are_parameters():
+    """A regression: LoRA's were state, and never trained."""
+
+    def make(rngs):
+        return nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    (layer,) = as_layers([make])
+    variables = layer.init(jax.random.key(0), (jnp.ones((1, 4), jnp.float32),), None)
+    assert set(variables) == {"params"}
+    assert set(variables["params"]) == {"base_module", "lora_a", "lora_b"}
+    outputs, _ = layer.apply(variables, (jnp.ones((1, 4), jnp.float32),), Context(None, True))
+    expected = make(nnx.Rngs(jax.random.key(0)))(jnp.ones((1, 4), jnp.float32))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-6)
+
+
+def test_what_partial_fixes_stays_fixed():
+    def apply(x, train):
+        return x + 1 if train else x
+
+    (layer,) = as_layers([functools.partial(apply, train=False)])
+    assert layer.apply({}, (1,), Context(None, True))[0] == 1

@@ -146,6 +146,44 @@ def test_moments_of_nnx_modules():
     assert_close(after[0]["batch_stats"], pooled(x, np.float32(0.5)), "running moments")
 
 
+class CheckpointedNorm(nnx.Module):
+    """A BatchNorm inside `nnx.remat`, whose statistics nnx keeps out of gradients."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(4, momentum=0.75, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.remat(lambda norm, x: norm(x))(self.norm, x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda rngs: CheckpointedNorm(rngs), nn.remat(nn.BatchNorm)(use_running_average=False, momentum=0.75)],
+    ids=["nnx", "linen"],
+)
+def test_moments_of_checkpointed_modules(layer):
+    """A regression: how fast an average moves was not seen inside a checkpoint."""
+    x = batch_of_float64(8)["inputs"].astype(np.float32) + np.float32(np.arange(8)[:, None])
+    pipe = jpipe.Pipeline([layer, jnp.sin], lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=4, balance="even")
+    variables = pipe.init(jax.random.key(0), x)
+    (_, updates), _ = pipe.value_and_grad(variables, x)
+    found = pipe.layer_variables(updates)[0]["batch_stats"]
+    assert_close(found.get("norm", found), pooled(x, np.float32(0.75)), "running moments")
+
+
+def test_state_at_rest_stays_as_it_is_to_the_last_bit():
+    """A regression: a mean of equal numbers is not always that number."""
+    layers = [nn.BatchNorm(use_running_average=True), nn.BatchNorm(use_running_average=False, momentum=1.0)]
+    x = batch_of_float64(12)["inputs"].astype(np.float32)
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=6, balance="even")
+    trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), x)))
+    rng = np.random.default_rng(0)
+    for tree in trees:
+        tree["batch_stats"] = jax.tree.map(lambda a: rng.uniform(0.5, 2, a.shape).astype(a.dtype), tree["batch_stats"])
+    (_, updates), _ = pipe.value_and_grad(pipe.from_layer_variables(trees), x)
+    assert_equal(pipe.layer_variables(updates), [{"batch_stats": tree["batch_stats"]} for tree in trees])
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_moments_over_a_data_axis_are_those_of_the_global_batch(x64, explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
@@ -220,7 +258,7 @@ def test_rules_by_collection(rule, total, count, order):
 @pytest.mark.parametrize(
     ("merge", "error", "message"),
     [
-        ({"kept": "median"}, ValueError, r"merge\['kept'\]='median' is unknown; use one of \['last'"),
+        ({"kept": "median"}, ValueError, r"merge\['kept'\]='median' is unknown; use one of \['mean'"),
         ("mean", TypeError, "merge='mean' is no dict"),
         ({"params": "mean"}, ValueError, "merge has a rule for 'params', which have gradients"),
         ({"stats": "mean"}, ValueError, r"merge has a rule for 'stats', a collection that no layer has.*\['kept'\]"),

@@ -126,15 +126,73 @@ def test_a_hundred_steps_with_tied_weights():
     assert_equal(trees[8], trees[0], "one table")
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"layers\[1\] uses Embed through 'transpose', which it doesn't have"):
-        table = jpipe.Shared(nn.Embed(4, 4))
-        jpipe.Pipeline([table, table.using("transpose")], loss_fn, num_stages=1, num_microbatches=1)
-    with pytest.raises(TypeError, match="shared already"):
-        jpipe.Shared(jpipe.Shared(nn.Dense(3)))
-    with pytest.raises(TypeError, match="pass a method's name"):
-        jpipe.Shared(nn.Dense(3)).using(3)
+def test_modules_call_the_method_of_their_place():
+    pipe = cut(layers(), loss_fn, CUTS[0])
+    variables = pipe.init(jax.random.key(0), BATCH)
+    modules, x = pipe.modules(variables), BATCH["inputs"]
+    for module in modules:
+        x = module(x)
+    assert_close(x, pipe.apply(variables, BATCH), "outputs")
+
+
+def test_uses_given_different_parameters():
+    pipe = cut(layers(), loss_fn, CUTS[0])
+    trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), BATCH)))
+    trees[8] = jax.tree.map(lambda a: a + 1, trees[8])
+    with pytest.raises(ValueError, match=r"trees\[0\] and trees\[8\] differ, but layers 0 and 8 \(Embed\) share"):
+        pipe.from_layer_variables(trees)
+
+
+EMBED = nn.Embed(4, 4)
+TWICE = r"layers\[1\] is the same Embed object as layers\[0\]; wrap it once in jpipe.Shared"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: [jpipe.Shared(EMBED), jpipe.Shared(EMBED).using("attend")],
+            ValueError,
+            TWICE,
+        ),
+        (lambda: [EMBED, jpipe.Shared(EMBED).using("attend")], ValueError, TWICE),
+        (
+            lambda: [jpipe.Shared(EMBED).using("transpose")],
+            ValueError,
+            r"layers\[0\] uses Embed through 'transpose', which it doesn't have",
+        ),
+        (
+            lambda: [jpipe.Shared(EMBED).using("features")],
+            ValueError,
+            r"layers\[0\] uses Embed through 'features', which it doesn't have",
+        ),
+        (
+            lambda: [table_by_hand().using("attend")],
+            TypeError,
+            r"layers\[0\] uses Layer through 'attend', but functions have no methods; pass a function",
+        ),
+        (
+            lambda: [jpipe.Shared(lambda rngs: nnx.Embed(4, 4, rngs=rngs)).using(logits)],
+            TypeError,
+            r"layers\[0\] uses Embed through a function; name one of its methods",
+        ),
+        (
+            lambda: [jpipe.Shared(jpipe.stash(EMBED, "a"))],
+            TypeError,
+            r"layers\[0\] shares a layer with connections; mark its uses instead",
+        ),
+        (lambda: [jpipe.Shared(jpipe.Shared(EMBED))], TypeError, "shared already"),
+        (lambda: [jpipe.Shared(EMBED).using(3)], TypeError, "pass a method's name"),
+        (lambda: [jpipe.Shared(3)], TypeError, r"layers\[0\] is a int, which is no layer"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        jpipe.Pipeline(make(), loss_fn, num_stages=1, num_microbatches=1)
+
+
+def test_layers_with_state_cannot_be_shared():
     norm = jpipe.Shared(nn.BatchNorm())
     pipe = jpipe.Pipeline([norm, norm], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1)
-    with pytest.raises(ValueError, match="is shared but has the collections"):
+    with pytest.raises(ValueError, match=r"layer 0 \(BatchNorm\) is shared but has the collections"):
         pipe.init(jax.random.key(0), np.ones((4, 3), np.float32))
