@@ -21,6 +21,9 @@ from jpipe.storage import put_slice
 
 Leaves = Sequence[jax.ShapeDtypeStruct]
 
+OWN_SLOTS, CROSSING_SLOTS = 4, 2
+"""How much larger than flat buffers slots may be, which move nothing: on a device, and in what crosses."""
+
 
 class Carrier(Protocol):
     """One common type for the values at all boundaries."""
@@ -129,7 +132,9 @@ class FlatCarrier:
 def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: int) -> Carrier:
     """The carrier for a model's boundaries.
 
-    Slots are used where they hold at most twice the bytes of the largest boundary, and in a single stage (no cuts).
+    Slots are used in a single stage (no cuts), and where they take little more than a flat buffer would: `OWN_SLOTS`
+    times the largest boundary, of which a device has one, and `CROSSING_SLOTS` times the largest that crosses, of which
+    it has a row for each micro-batch in flight.
 
     Args:
       boundaries: the leaves between each layer and the next.
@@ -140,8 +145,12 @@ def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: i
     slots = _largest(counts)
     crossing = _largest([counts[i] for i in cuts])
     types = [kind for kind, count in slots.items() for _ in range(count)]
-    largest = max((sum(map(_bytes, boundary)) for boundary in boundaries), default=0)
-    if not cuts or sum(map(_bytes, map(_shape, types))) <= 2 * largest:
+    bytes_of = lambda count: sum(_bytes(_shape(kind)) * n for kind, n in count.items())
+    largest = lambda counters: max(map(bytes_of, counters), default=0)
+    if not cuts or (
+        bytes_of(slots) <= OWN_SLOTS * largest(counts)
+        and bytes_of(crossing) <= CROSSING_SLOTS * largest([counts[i] for i in cuts])
+    ):
         crosses = tuple(n < crossing[kind] for kind, count in slots.items() for n in range(count))
         return SlotCarrier(tuple(map(_shape, types)), crosses)
     if any(not leaf.shape or leaf.shape[0] % shards for boundary in boundaries for leaf in boundary):

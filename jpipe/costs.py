@@ -33,9 +33,9 @@ def layer_costs(model: Sequential, steps: tuple[LayerStep, ...], batch: Any, bal
       model: the traced layers.
       steps: their forward and backward, by kind; the final one includes the loss.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
-      balance: "flops" (floating-point operations counted by the compiler), "time" (seconds on a device at hand, the
-        median of several runs), "size" (bytes: `PARAMETER_COPIES` of the parameters, state, and what waits for the
-        backward of a micro-batch), or "even" (1 each).
+      balance: "flops" (floating-point operations counted by the compiler, which takes the body of a loop once), "time"
+        (seconds on a device at hand, the median of several runs), "size" (bytes: `PARAMETER_COPIES` of the parameters,
+        shared ones at every use, state, and the layer's residuals of a micro-batch), or "even" (1 each).
     """
     if balance == "even":
         return [1.0] * model.num_layers

@@ -165,7 +165,9 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     sums = list(accumulate(layer_sizes, initial=0.0))
     least = _smallest_cap(sums, num_parts, [])
     if not limit >= least * (1 - 1e-12):
-        raise ValueError(f"no partition keeps to limit={limit:g} bytes a stage; with these sizes it takes {least:g}")
+        raise ValueError(
+            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:g}"
+        )
     return [(sums, max(limit, least))]
 
 

@@ -52,18 +52,24 @@ def test_a_leaf_that_no_cut_needs_does_not_cross():
 
 
 def test_different_boundaries_share_a_buffer():
-    boundaries = [[leaf((4, n)) for n in sizes] for sizes in ([9], [8, 3], [7], [6], [5], [2, 1])]
+    boundaries = [[leaf((4, n)) for n in sizes] for sizes in ([9], [8, 3], [7], [6], [5], [4], [2, 1])]
     carrier = check(boundaries, [0, 3])
     assert isinstance(carrier, FlatCarrier)
     assert carrier.sizes == (("float32", 44),)
     assert carrier.crossing_sizes == (("float32", 36),)
 
 
+def test_boundaries_that_cross_in_many_types_share_a_buffer():
+    boundaries = [[leaf((4, 9))], [leaf((4, 8))], [leaf((4, 7))]]
+    assert isinstance(check(boundaries, [0, 1]), SlotCarrier)
+    assert isinstance(check(boundaries, [0, 1, 2]), FlatCarrier)
+
+
 def test_shards_are_the_leading_dimension():
-    boundaries = [[leaf((4, n)), leaf((8,), "int32")] for n in range(3, 9)]
+    boundaries = [[leaf((4, n)), leaf((8,), "int32")] for n in range(3, 12)]
     carrier = check(boundaries, [1], shards=2)
     assert isinstance(carrier, FlatCarrier)
-    assert {name: a.shape for name, a in carrier.zeros().items()} == {"float32": (2, 16), "int32": (2, 4)}
+    assert {name: a.shape for name, a in carrier.zeros().items()} == {"float32": (2, 22), "int32": (2, 4)}
     assert make_carrier([*boundaries, [leaf((3, 2))]], [1], shards=2).shards == 1, "a leaf that can't be split"
 
 

@@ -196,7 +196,7 @@ def test_bad_arguments(arguments, error, message):
         (
             {"sizes": [1] * 5, "limit": 2},
             ValueError,
-            "no partition keeps to limit=2 bytes a stage; with these sizes it",
+            "no partition keeps to limit=2 bytes a virtual stage; with these",
         ),
         ({"sizes": [1] * 5, "limit": math.nan}, ValueError, "no partition keeps to limit=nan"),
     ],
