@@ -252,20 +252,19 @@ def _check_parameters(variables: dict[str, Any]) -> None:
 
 
 def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
-    """State keeps its structure, shapes and dtypes."""
+    """State keeps its structure and shapes, and floating-point numbers stay such; wider ones are cast back."""
     for name, new in updates.items():
         old = variables[name]
-        if same_type(old, new):
-            continue
-        if jax.tree.structure(old) != jax.tree.structure(new):
+        kinds = lambda tree: [_kind_of_number(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+        if not same_shapes(old, new) or kinds(old) != kinds(new):
             raise LayerError(
-                f"changes the structure of its collection {name!r} in training: {describe(new)} after "
-                f"{describe(old)}; keep it as it is at init"
+                f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
+                "structure, shapes and dtypes (cast what is stored)"
             )
-        raise LayerError(
-            f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
-            "shapes and dtypes (cast what is stored)"
-        )
+
+
+def _kind_of_number(dtype: Any) -> Any:
+    return next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def _mismatch(layers: Sequence[AnyLayer], index: int, takes: Any, variables: Any, error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -123,13 +123,29 @@ def _counts(values: tuple, num_layers: int, num_parts: int) -> tuple[int, ...]:
     return values
 
 
-def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chunks: int) -> Partition | None:
-    """The partition, where it doesn't depend on shapes."""
+def cut_layers(
+    balance: Balance, num_stages: int, num_chunks: int, measure: Callable[[str], Sequence[float]]
+) -> Partition:
+    """The cuts for a balance: by measured costs, by the user's costs, or where the user wants them.
+
+    Args:
+      balance: as checked by `as_balance`.
+      num_stages: K.
+      num_chunks: V.
+      measure: name of a balance -> cost of each layer.
+    """
     if isinstance(balance, str):
-        return partition([1.0] * num_layers, num_stages, num_chunks=num_chunks) if balance == "even" else None
+        return partition(measure(balance), num_stages, num_chunks=num_chunks)
     if all(isinstance(value, int) for value in balance):
-        return partition_from_counts(list(map(int, balance)), [1.0] * num_layers, num_chunks)
+        return partition_from_counts(list(map(int, balance)), measure("flops"), num_chunks)
     return partition(balance, num_stages, num_chunks=num_chunks)
+
+
+def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chunks: int) -> Partition | None:
+    """The partition, where it doesn't depend on shapes; of unit costs, where they do."""
+    if isinstance(balance, str) and balance != "even":
+        return None
+    return cut_layers(balance, num_stages, num_chunks, lambda _: [1.0] * num_layers)
 
 
 def make_plan(
@@ -148,13 +164,8 @@ def make_plan(
     Warns:
       UserWarning: a layer alone costs more than the share of a stage.
     """
-    cuts = early_partition(balance, model.num_layers, mesh.shape[AXIS], num_chunks)
-    if isinstance(balance, str):
-        cuts = partition(layer_costs(model, tuple(steps), batch, balance), mesh.shape[AXIS], num_chunks=num_chunks)
-    elif all(isinstance(value, int) for value in balance):
-        costs = layer_costs(model, tuple(steps), batch, "flops")
-        cuts = partition_from_counts(list(map(int, balance)), costs, num_chunks)
-    assert cuts is not None
+    measure = lambda name: layer_costs(model, tuple(steps), batch, name)
+    cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
     if cuts.objective != "counts":
         _warn_of_heavy_layers(model, cuts)
     return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh)
