@@ -94,3 +94,17 @@ def test_a_stage_updates_its_own_parameters_only():
     found = loops_around("dot", program)
     assert len(found) == 2 * len(WIDTHS)
     assert [pair for pair in found if pair[1] != 1] == []
+
+
+def test_each_parameter_is_moved_once_forward_and_once_backward():
+    """Out of its bank by one slice an action; its gradient is read and written once."""
+    pipe, batch = unlike(4)
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
+    storage = variables["params"].layout.storage
+    leaves = [name for shelf in storage.shelves for name in shelf.banks]
+    assert len(leaves) == len(WIDTHS)
+    for name, bank in storage.banks.items():
+        operand = rf".*: \(tensor<{'x'.join(map(str, bank.shape))}xf32>"
+        assert len(re.findall("stablehlo.dynamic_slice" + operand, program)) == 3 * leaves.count(name)
+        assert len(re.findall("stablehlo.dynamic_update_slice" + operand, program)) == leaves.count(name)
