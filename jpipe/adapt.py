@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import flax.linen as nn
 from flax import nnx
 
 from jpipe import flax_layers
@@ -37,22 +36,26 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
 
 
 def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
-    """Refuses modules that stand in several places and look tied, but wouldn't be.
+    """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
-    In Flax an nnx module, or a linen module in a Sequential, that stands in two places has one set of parameters; here
-    only those inside one `Shared` have.
+    In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
+    what stands inside one `Shared` has.
     """
-    owners: dict[int, tuple[int, Any]] = {}  # by module: its first place, and what it is shared by
+    owners: dict[
+        int, tuple[int, Any, bool]
+    ] = {}  # by part: its first place, what it is shared by, whether Flax ties it
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
         module = owner.layer if owner else layer
-        first, other = owners.setdefault(id(module), (index, owner))
-        tied = owner or other or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
-        if first != index and tied and (owner is not other or not owner):
-            raise ValueError(
-                f"layers[{index}] is the same {type(module).__name__} object as layers[{first}]; wrap it once in "
-                "jpipe.Shared, and use that, to have its parameters in both places; or make two modules"
-            )
+        ties = bool(owner) or in_sequential or isinstance(module, nnx.Module)
+        for part in flax_layers.parts_of(module):
+            first, other, tied = owners.setdefault(id(part), (index, owner, ties))
+            if first != index and (ties or tied) and (owner is not other or not owner):
+                raise ValueError(
+                    f"layers[{index}] ({type(module).__name__}) is or holds the same {type(part).__name__} object as "
+                    f"layers[{first}]; wrap the layer once in jpipe.Shared, and use that, to have its parameters in "
+                    "both places; or make two modules"
+                )
 
 
 def _as_layer(layer: Any, index: int) -> AnyLayer:

@@ -14,7 +14,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jpipe.batches import check_same_structure
-from jpipe.kinds import Sequential, describe
+from jpipe.kinds import Sequential
+from jpipe.layers import describe
 from jpipe.layout import StageTree
 from jpipe.plan import Plan
 
@@ -26,9 +27,7 @@ def check_variables(plan: Plan, variables: Any) -> None:
       TypeError: they are no dict of `StageTree`s.
       ValueError: an unknown collection, another layout, or a leaf of another shape.
     """
-    if not isinstance(variables, dict) or not variables:
-        what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
-        raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
+    check_is_variables(variables)
     check_alive("variables", variables)
     for name, tree in variables.items():
         if name not in plan.layouts:
@@ -46,6 +45,24 @@ def check_variables(plan: Plan, variables: Any) -> None:
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
         _check_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
+
+
+def check_is_variables(variables: Any) -> None:
+    """Checks that something may be variables, as far as can be told without a plan.
+
+    Raises:
+      TypeError: it is no dict by collection; the likely remedy is named.
+    """
+    if isinstance(variables, StageTree):
+        raise TypeError('variables is a single collection; pass them by collection, such as {"params": grads}')
+    if isinstance(variables, list | tuple):
+        raise TypeError(
+            f"variables is a {type(variables).__name__}; lay out trees of layers by "
+            "pipe.from_layer_variables(trees, batch)"
+        )
+    if not isinstance(variables, dict) or not variables:
+        what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
+        raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
 
 
 def check_complete(plan: Plan, variables: dict[str, Any]) -> None:

@@ -13,8 +13,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jpipe.layers import AnyLayer, Context, SideInputError, Variables, Wrapper, positional, same_function
+from jpipe.layers import (
+    AnyLayer,
+    CallError,
+    Context,
+    LayerError,
+    MissingKeyError,
+    SideInputError,
+    Variables,
+    Wrapper,
+    describe,
+    positional,
+    same_function,
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,9 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple
     return tuple(connected)
 
 
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
+
+
 class Carried(NamedTuple):
     """What passes from layer to layer where values are kept: the activations, and these values by place."""
 
@@ -162,12 +178,13 @@ class ConnectedLayer(Wrapper):
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The layer's own, with its own inputs."""
-        return self.inner.init(key, self._split(inputs, batch)[0], batch)
+        own = self._split(inputs, batch)[0]
+        return self._call(own, lambda: self.inner.init(key, own, batch))
 
     def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """Calls the layer with its own inputs; passes on what is kept."""
         own, kept = self._split(inputs, context.batch)
-        outputs, updates = self.inner.apply(variables, own, context)
+        outputs, updates = self._call(own, lambda: self.inner.apply(variables, own, context))
         if self.stashes is not None:
             kept = {**kept, self.stashes: outputs}
         return (Carried(outputs, kept) if kept else outputs), updates
@@ -184,9 +201,23 @@ class ConnectedLayer(Wrapper):
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, kept
 
+    def _call(self, own: tuple, function: Callable[[], Any]) -> Any:
+        """What `function` returns, which calls the layer with its own inputs."""
+        try:
+            return function()
+        except (LayerError, MissingKeyError):
+            raise
+        except Exception as error:
+            names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
+            shown = f"({', '.join(names)}) = {describe(own)}" if len(names) > 1 else describe(own)
+            raise CallError(f"{shown}. It raised {type(error).__name__}: {error}") from error
+
     def _side_input(self, batch: Any) -> Any:
         assert self.read is not None
         try:
-            return self.read(batch)
+            side = self.read(batch)
         except Exception as error:
             raise SideInputError(f"{type(error).__name__}: {error}") from error
+        if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
+            raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
+        return side

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,22 @@ def open_sequential(layers: Any) -> Any:
     if isinstance(layers, nn.Sequential | nnx.Sequential):
         return list(layers.layers)
     return layers
+
+
+def parts_of(layer: Any) -> list[Any]:
+    """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
+
+    Anything else is its own only part; an nnx module without Variables has none.
+    """
+    if isinstance(layer, nnx.Module):
+        variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
+        return [variable for variable in variables if not isinstance(variable, nnx.RngState)]
+    if not isinstance(layer, nn.Module):
+        return [layer]
+    is_module = lambda x: isinstance(x, nn.Module)
+    fields = [getattr(layer, f.name, None) for f in dataclasses.fields(layer) if f.name not in ("parent", "name")]
+    inner = filter(is_module, jax.tree.leaves(fields, is_leaf=is_module))
+    return [layer, *(part for module in inner for part in parts_of(module))]
 
 
 def adapt(layer: Any, index: int) -> AnyLayer | None:
@@ -110,7 +126,7 @@ class LinenLayer:
 
     def from_item(self, item: Any) -> Variables:
         """As it is."""
-        return dict(item)
+        return as_collections(item)
 
     def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
         """From `nn.with_partitioning` and its like."""
@@ -122,6 +138,13 @@ class LinenLayer:
         if self.method is None:
             return bound
         return getattr(bound, self.method) if isinstance(self.method, str) else functools.partial(self.method, bound)
+
+
+def as_collections(item: Any) -> Variables:
+    """A copy of a user's dict by collection."""
+    if not isinstance(item, Mapping):
+        raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
+    return dict(item)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -252,7 +275,7 @@ class NnxLayer:
 
     def from_item(self, item: Any) -> Variables:
         """As it is."""
-        return dict(item)
+        return as_collections(item)
 
     def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
         """From `nnx.with_partitioning` and its like."""

@@ -8,7 +8,7 @@ unless they share their kind with others; then an identity layer does it for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.layers import AnyLayer, Context, LayerError, SideInputError, identity_layer, positional
+from jpipe.layers import (
+    AnyLayer,
+    CallError,
+    Context,
+    LayerError,
+    SideInputError,
+    describe,
+    identity_layer,
+    positional,
+)
 from jpipe.tracing import depends_on, key_shape, without_mesh
 
 
@@ -202,6 +211,8 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
         gives, needs_key = _trace_call(layer, variables, takes, batch)
     except LayerError as error:
         raise ValueError(f"layer {index} ({layer.name}) {error}") from error
+    except CallError as error:
+        raise ValueError(f"layer {index} ({layer.name}) can't take what it is called with, {error}") from error
     except SideInputError as error:
         raise ValueError(
             f"layer {index} ({layer.name}) can't read its side input from the batch {describe(batch)}: its function "
@@ -285,20 +296,3 @@ def same_type(a: Any, b: Any) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
     return same_shapes(a, b) and all(x.dtype == y.dtype for x, y in pairs)
-
-
-def describe(tree: Any) -> str:
-    """A pytree of arrays as text: `float32[8,16]`, or `{'a': float32[8], ...}`.
-
-    >>> describe({"a": jnp.zeros((2, 3)), "b": (jnp.zeros(4), jnp.zeros(4))})
-    "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
-    """
-    short: Callable[[Any], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
-    return str(jax.tree.map(short, tree))
-
-
-class _Text(str):
-    """A string that prints without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -55,6 +55,10 @@ class Context(NamedTuple):
 EVALUATION = Context(key=None, train=False)
 
 
+class CallError(ValueError):
+    """A layer with connections can't take what it is called with: that, and the error."""
+
+
 class AnyLayer(Protocol):
     """What the rest of the package knows of a layer."""
 
@@ -163,6 +167,23 @@ def _enclosed(function: FunctionType) -> list[Any]:
         return [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # one isn't set yet
         return [function]
+
+
+def describe(tree: Any) -> str:
+    """A pytree of arrays as text: `float32[8,16]`, or `{'a': float32[8], ...}`.
+
+    >>> describe({"a": jax.numpy.zeros((2, 3)), "b": (jax.numpy.zeros(4), jax.numpy.zeros(4))})
+    "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
+    """
+    short: Callable[[Any], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+    return str(jax.tree.map(short, tree))
+
+
+class _Text(str):
+    """A string that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def positional(inputs: Any) -> tuple:

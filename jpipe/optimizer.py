@@ -64,8 +64,10 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
       A transformation of parameters that a `jpipe.Pipeline` made. Its state lies where the layers do.
 
     Raises:
-      TypeError: in `init`, if the parameters are not a pipeline's.
+      TypeError: if `tx` is no transformation; in `init`, if the parameters are not a pipeline's.
     """
+    if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
+        raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> StageTree:

@@ -10,7 +10,7 @@ found by bisection, the sum by dynamic programming. N is the number of layers, K
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import SupportsFloat, SupportsIndex
@@ -163,6 +163,8 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     if len(layer_sizes) != num_layers:
         raise ValueError(f"sizes has {len(layer_sizes)} entries but there are {num_layers} layers; give one a layer")
     sums = list(accumulate(layer_sizes, initial=0.0))
+    if isinstance(limit, bool) or not isinstance(limit, int | float | np.number):
+        raise TypeError(f"limit={limit!r} is no number; give the most bytes of a virtual stage, such as 16e9")
     least = _smallest_cap(sums, num_parts, [])
     if not limit >= least * (1 - 1e-12):
         raise ValueError(
@@ -211,6 +213,8 @@ def _cuts(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_costs(costs: Sequence[SupportsFloat], name: str = "costs") -> tuple[float, ...]:
+    if not isinstance(costs, Iterable) or isinstance(costs, str):
+        raise TypeError(f"{name}={costs!r} is no sequence; give one number for each layer")
     checked = []
     for layer, cost in enumerate(costs):
         try:

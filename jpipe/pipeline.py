@@ -17,6 +17,7 @@ from jpipe.adapt import as_layers
 from jpipe.checks import (
     check_alive,
     check_complete,
+    check_is_variables,
     check_item,
     check_key,
     check_optimizer,
@@ -24,6 +25,7 @@ from jpipe.checks import (
     check_tied,
     check_variables,
 )
+from jpipe.layers import LayerError
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_rules
 from jpipe.meshes import as_mesh
@@ -177,12 +179,17 @@ class Pipeline:
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
+        if not isinstance(trees, list | tuple):
+            raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
         if len(trees) != len(self._layers):
             raise ValueError(f"there are {len(trees)} trees but {len(self._layers)} layers; give one a layer")
         found: dict[str, dict[int, list[Any]]] = {name: {} for name in plan.layouts}
         for index, tree in enumerate(trees):
             kind = plan.model.kind_at(index)
-            own = kind.layer.from_item(tree)
+            try:
+                own = kind.layer.from_item(tree)
+            except LayerError as error:
+                raise TypeError(f"trees[{index}]: {kind.layer.name} {error}") from error
             check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
             for name in kind.variables:
                 found[name][index + plan.model.first] = jax.tree.leaves(own[name])
@@ -220,6 +227,7 @@ class Pipeline:
           variables: the variables by collection.
           batch: a batch as for training, or the bare inputs.
         """
+        check_is_variables(variables)
         bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
         if bare:
             check_reads_nothing(self._planner.known_plan().model)

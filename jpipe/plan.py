@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, layer_costs
-from jpipe.kinds import Sequential, describe, same_type
+from jpipe.kinds import Sequential, same_type
+from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
 from jpipe.partition import Partition, partition, partition_from_counts

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jpipe.batches import microbatch_shapes
 from jpipe.checks import check_loss
 from jpipe.kinds import Sequential, trace_kinds
-from jpipe.layers import AnyLayer
+from jpipe.layers import AnyLayer, describe
 from jpipe.merging import check_collections
 from jpipe.meshes import check_context, num_shards, shapes_only
 from jpipe.orders import make_schedule
@@ -92,13 +92,23 @@ class Planner:
         cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
         if cache not in self._models:
             with shapes_only(self.mesh):
-                model = trace_kinds(self.layers, shapes if bare else jax.eval_shape(self.read_inputs, shapes), shapes)
+                model = trace_kinds(self.layers, shapes if bare else self._inputs(shapes), shapes)
                 if not bare and self._plan is None:
                     check_loss(model, self.loss_fn, shapes)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
         return self._models[cache]
+
+    def _inputs(self, shapes: Any) -> Any:
+        """What the first layer takes."""
+        try:
+            return jax.eval_shape(self.read_inputs, shapes)
+        except (LookupError, AttributeError) as error:
+            raise ValueError(
+                f"inputs raised {type(error).__name__}: {error} for the batch {describe(shapes)}; it has to return "
+                "what the first layer takes"
+            ) from error
 
     def program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
         """The program for a batch's shapes, for training or forward only."""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.kinds import Kind, describe, same_shapes
-from jpipe.layers import Context, positional
+from jpipe.kinds import Kind, same_shapes
+from jpipe.layers import Context, describe, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
 from jpipe.tape import Tape, make_tape

@@ -227,6 +227,23 @@ def test_side_inputs_that_are_not_there():
         pipe.apply(variables, BATCH["inputs"])
 
 
+def test_layers_that_cannot_take_what_they_are_called_with():
+    """What is shown is what the layer itself is called with."""
+    sizes = {"num_stages": 1, "num_microbatches": 1, "balance": "even"}
+
+    def init(*layers):
+        return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes).init(jax.random.key(0), BATCH)
+
+    popped = r"layer 1 \(Dense\) can't take what it is called with, \(x, kept\) = \(float32\[8,4\], float32\[8,4\]\)\."
+    with pytest.raises(ValueError, match=popped):
+        init(jpipe.stash(nn.Dense(4), "a"), jpipe.pop(nn.Dense(4), "a"))
+    side = r"layer 0 \(Add\) can't take what it is called with, \(x, side\) = \(float32\[8,5\], float32\[8,3\]\)\."
+    with pytest.raises(ValueError, match=side):
+        init(jpipe.reads(Add(), lambda batch: batch["targets"]))
+    with pytest.raises(ValueError, match=r"layer 0 \(Add\) reads 'mask' from the batch; its function has to return"):
+        init(jpipe.reads(Add(), lambda batch: "mask"))
+
+
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="name has to be a non-empty string"):
         jpipe.stash(nn.Dense(4), 3)

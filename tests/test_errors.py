@@ -336,7 +336,7 @@ class TestVariables:
         pipe, variables, _ = ready
         with pytest.raises(TypeError, match="variables is a list"):
             pipe.apply([variables], BATCH)
-        with pytest.raises(ValueError, match=r"unknown collection .*; expected \['params'\]"):
+        with pytest.raises(TypeError, match="variables is a single collection; pass them by collection"):
             pipe.apply(variables["params"], BATCH)
         with pytest.raises(TypeError, match=r"variables\['params'\] is a list"):
             pipe.apply({"params": [1]}, BATCH)
@@ -505,3 +505,29 @@ def test_a_partition_as_balance():
     with pytest.raises(TypeError, match=r"pass its layer counts: balance=partition\.counts"):
         cuts = jpipe.partition([1, 1], 2)
         jpipe.Pipeline([nn.Dense(4)] * 2, jnp.mean, num_stages=2, num_microbatches=1, balance=cuts)
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_other_things_in_place_of_variables(ready):
+    pipe, variables, _ = ready
+    with pytest.raises(TypeError, match=r"variables is a single collection; pass them by collection"):
+        pipe.value_and_grad(variables["params"], BATCH)
+    with pytest.raises(TypeError, match=r"variables is a ndarray; pass what pipe\.init returned"):
+        pipe.apply(BATCH["inputs"], variables)
+    with pytest.raises(TypeError, match=r"variables is a list; lay out trees of layers by pipe\.from_layer_variables"):
+        pipe.apply([{}], BATCH)
+    with pytest.raises(TypeError, match=r"trees is a NoneType; pass a list"):
+        pipe.from_layer_variables(None)
+    with pytest.raises(TypeError, match=r"trees\[0\]: .* has its variables in a dict by collection.*, not None"):
+        pipe.from_layer_variables([None] * 4)
+
+
+def test_inputs_that_are_not_there(key):
+    pipe = jpipe.Pipeline([nn.Dense(4)], jnp.mean, num_stages=1, num_microbatches=1, inputs=lambda batch: batch["x"])
+    with pytest.raises(ValueError, match=r"inputs raised KeyError: 'x' for the batch {'inputs': "):
+        pipe.init(key, BATCH)
+
+
+def test_a_transformation_that_was_not_called():
+    with pytest.raises(TypeError, match=r"jpipe\.per_layer: tx is a function; pass one of optax's"):
+        jpipe.per_layer(optax.adamw)

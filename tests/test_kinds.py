@@ -9,7 +9,8 @@ from flax import nnx
 
 import jpipe
 from jpipe.adapt import as_layers
-from jpipe.kinds import describe, same_type, trace_kinds
+from jpipe.kinds import same_type, trace_kinds
+from jpipe.layers import describe
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)

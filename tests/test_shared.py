@@ -144,7 +144,31 @@ def test_uses_given_different_parameters():
 
 
 EMBED = nn.Embed(4, 4)
-TWICE = r"layers\[1\] is the same Embed object as layers\[0\]; wrap it once in jpipe.Shared"
+TWICE = r"layers\[1\] \(Embed\) is or holds the same Embed object as layers\[0\]; wrap the layer once in jpipe.Shared"
+
+
+class Tied(nn.Module):
+    """A head that holds another layer."""
+
+    table: nn.Module
+
+    def __call__(self, x):
+        return self.table.attend(x)
+
+
+class NnxTied(nnx.Module):
+    """The same of nnx."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, x):
+        return self.table.attend(x)
+
+
+def nnx_tied():
+    table = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+    return [table, NnxTied(table)]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +180,12 @@ TWICE = r"layers\[1\] is the same Embed object as layers\[0\]; wrap it once in j
             TWICE,
         ),
         (lambda: [EMBED, jpipe.Shared(EMBED).using("attend")], ValueError, TWICE),
+        (
+            lambda: nn.Sequential([EMBED, Tied(EMBED)]),
+            ValueError,
+            r"layers\[1\] \(Tied\) is or holds the same Embed object as layers\[0\]",
+        ),
+        (nnx_tied, ValueError, r"layers\[1\] \(NnxTied\) is or holds the same Param object as layers\[0\]"),
         (
             lambda: [jpipe.Shared(EMBED).using("transpose")],
             ValueError,
