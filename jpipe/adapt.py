@@ -11,7 +11,8 @@ from flax import nnx
 from jpipe import flax_layers
 from jpipe.connections import Marked, connect
 from jpipe.flax_layers import LinenLayer, NnxLayer
-from jpipe.layers import AnyLayer, Layer, PlainLayer, signature_of
+from jpipe.functions import signature_of
+from jpipe.layers import AnyLayer, Layer, PlainLayer
 from jpipe.shared import Shared, SharedLayer, Use
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.storage import put_slice
+from jpipe.indexing import put_slice
 
 Leaves = Sequence[jax.ShapeDtypeStruct]
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
+from jpipe.indexing import take_row
 from jpipe.layers import positional
 from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
 from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
@@ -21,7 +22,6 @@ from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.stages import Stage, init_key
 from jpipe.steps import given_shapes
-from jpipe.storage import take_row
 from jpipe.tracing import without_mesh
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.functions import same_function
 from jpipe.layers import (
     AnyLayer,
     CallError,
@@ -26,7 +27,6 @@ from jpipe.layers import (
     Wrapper,
     describe,
     positional,
-    same_function,
 )
 
 

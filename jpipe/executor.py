@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe.indexing import put_row, take_row
 from jpipe.loops import anchor, when
 from jpipe.meshes import AXIS
 from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
 from jpipe.stages import Carry, Stage
-from jpipe.storage import Row, accumulator_dtype, put_row, take_row
+from jpipe.storage import Row, accumulator_dtype
 from jpipe.ticks import SlotTable
 
 

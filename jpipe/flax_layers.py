@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
-from jpipe.layers import AnyLayer, Context, LayerError, MissingKeyError, Variables, mode_arguments, signature_of
+from jpipe.functions import mode_arguments, signature_of
+from jpipe.layers import AnyLayer, Context, LayerError, MissingKeyError, Variables
 from jpipe.tracing import no_mesh
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe.indexing import look_up, put_row, take_row, take_slice
 from jpipe.kinds import Kind
 from jpipe.loops import anchor, each
 from jpipe.program import Program
 from jpipe.steps import Given, Outcome, needs_batch
-from jpipe.storage import Row, is_float, look_up, put_row, take_row, take_slice
+from jpipe.storage import Row, is_float
 
 Carry = dict[str, Any]
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 import jpipe
 from helpers import assert_close, assert_equal
 from jpipe.adapt import as_layers
-from jpipe.layers import Context, MissingKeyError, mode_arguments, positional
+from jpipe.functions import mode_arguments
+from jpipe.layers import Context, MissingKeyError, positional
 
 X = np.ones((2, 4), np.float32)
 

@@ -7,7 +7,8 @@ import pytest
 
 import jpipe.storage
 from helpers import assert_equal
-from jpipe.storage import Row, build_storage, look_up
+from jpipe.indexing import look_up
+from jpipe.storage import Row, build_storage
 
 
 def leaf(*shape, dtype="float32"):
