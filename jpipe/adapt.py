@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import flax.linen as nn
 from flax import nnx
 
 from jpipe import flax_layers
@@ -48,7 +49,7 @@ def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
         module = owner.layer if owner else layer
-        ties = bool(owner) or in_sequential or isinstance(module, nnx.Module)
+        ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         for part in flax_layers.parts_of(module):
             first, other, tied = owners.setdefault(id(part), (index, owner, ties))
             if first != index and (ties or tied) and (owner is not other or not owner):
