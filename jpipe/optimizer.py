@@ -71,6 +71,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> StageTree:
+        """Calls `inner.init` for each layer on the stage where it lies."""
         layout = _layout_of(params)
         states = _state_layout(inner, layout)
 
