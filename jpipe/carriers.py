@@ -91,45 +91,44 @@ class SlotCarrier:
 
 @dataclass(frozen=True)
 class FlatCarrier:
-    """`{dtype: [shards, size]}`, leaves end to end; `shards` are split over the data axes of the mesh."""
+    """`{dtype: [size]}`, leaves end to end."""
 
     sizes: tuple[tuple[str, int], ...]
     crossing_sizes: tuple[tuple[str, int], ...]
-    shards: int
 
     def zeros(self) -> dict[str, Any]:
         """Zeros of each dtype."""
-        return {name: jnp.zeros((self.shards, size), name) for name, size in self.sizes}
+        return {name: jnp.zeros((size,), name) for name, size in self.sizes}
 
     def pack(self, carrier: dict[str, Any], leaves: list[Any]) -> dict[str, Any]:
         """Writes each leaf at its offset."""
         carrier, ends = dict(carrier), dict.fromkeys(carrier, 0)
         for leaf in leaves:
-            name, flat = leaf.dtype.name, leaf.reshape(self.shards, -1)
-            carrier[name] = put_slice(carrier[name], flat, (0, ends[name]))
-            ends[name] += flat.shape[1]
+            name, flat = leaf.dtype.name, leaf.reshape(-1)
+            carrier[name] = put_slice(carrier[name], flat, (ends[name],))
+            ends[name] += flat.size
         return carrier
 
     def unpack(self, carrier: dict[str, Any], leaves: Leaves) -> list[Any]:
         """Reads each leaf from its offset."""
         ends, result = dict.fromkeys(carrier, 0), []
         for leaf in leaves:
-            name, size = leaf.dtype.name, int(np.prod(leaf.shape)) // self.shards
+            name, size = leaf.dtype.name, int(np.prod(leaf.shape))
             start = ends[name]
-            result.append(carrier[name][:, start : start + size].reshape(leaf.shape))
+            result.append(carrier[name][start : start + size].reshape(leaf.shape))
             ends[name] = start + size
         return result
 
     def crossing(self, carrier: dict[str, Any]) -> dict[str, Any]:
         """As much of each buffer as the largest cut needs."""
-        return {name: carrier[name][:, :size] for name, size in self.crossing_sizes}
+        return {name: carrier[name][:size] for name, size in self.crossing_sizes}
 
     def arrived(self, carrier: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         """Writes it back."""
-        return carrier | {name: put_slice(carrier[name], flat, (0, 0)) for name, flat in part.items()}
+        return carrier | {name: put_slice(carrier[name], flat, (0,)) for name, flat in part.items()}
 
 
-def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: int) -> Carrier:
+def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int]) -> Carrier:
     """The carrier for a model's boundaries.
 
     Slots are used in a single stage (no cuts), and where they take little more than a flat buffer would: `OWN_SLOTS`
@@ -137,9 +136,8 @@ def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: i
     it has a row for each micro-batch in flight.
 
     Args:
-      boundaries: the leaves between each layer and the next.
+      boundaries: the leaves between each layer and the next, as one device has them.
       cuts: the indices of the boundaries between two stages.
-      shards: how many devices a micro-batch is split over.
     """
     counts = [Counter(map(_type, boundary)) for boundary in boundaries]
     slots = _largest(counts)
@@ -153,12 +151,8 @@ def make_carrier(boundaries: Sequence[Leaves], cuts: Sequence[int], *, shards: i
     ):
         crosses = tuple(n < crossing[kind] for kind, count in slots.items() for n in range(count))
         return SlotCarrier(tuple(map(_shape, types)), crosses)
-    if any(not leaf.shape or leaf.shape[0] % shards for boundary in boundaries for leaf in boundary):
-        shards = 1
-    used = [_sizes(boundary, shards) for boundary in boundaries]
-    return FlatCarrier(
-        tuple(sorted(_largest(used).items())), tuple(sorted(_largest([used[i] for i in cuts]).items())), shards
-    )
+    used = list(map(_sizes, boundaries))
+    return FlatCarrier(tuple(sorted(_largest(used).items())), tuple(sorted(_largest([used[i] for i in cuts]).items())))
 
 
 def _largest(counters: Sequence[Counter]) -> Counter:
@@ -169,10 +163,10 @@ def _largest(counters: Sequence[Counter]) -> Counter:
     return result
 
 
-def _sizes(leaves: Leaves, shards: int) -> Counter:
+def _sizes(leaves: Leaves) -> Counter:
     sizes: Counter = Counter()
     for leaf in leaves:
-        sizes[leaf.dtype.name] += int(np.prod(leaf.shape)) // shards
+        sizes[leaf.dtype.name] += int(np.prod(leaf.shape))
     return sizes
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jpipe.layers import (
@@ -27,7 +28,10 @@ from jpipe.layers import (
     identity_layer,
     positional,
 )
-from jpipe.tracing import depends_on, key_shape, without_mesh
+from jpipe.shardings import Axis, Sharding, local_structs, replicated, settled
+from jpipe.splits import Splits
+from jpipe.spmd import partition_program
+from jpipe.tracing import depends_on, key_shape, trace, without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +44,9 @@ class Kind:
       takes: what they are called with, a pytree of ShapeDtypeStructs at the micro-batch's shapes.
       gives: what they return.
       variables: their variables by collection, a pytree of ShapeDtypeStructs.
-      specs: the mesh axes of each leaf, by collection.
+      specs: the mesh axes that each leaf is split over at rest, by collection.
+      takes_at: how the leaves of `takes` lie on a stage's devices.
+      gives_at: how those of `gives` lie.
       entry: this layer reads the model's inputs from the batch (and has one member).
       final: this layer's outputs are the model's (and it has one member).
       needs_key: it draws random numbers in training.
@@ -52,6 +58,8 @@ class Kind:
     gives: Any
     variables: dict[str, Any]
     specs: dict[str, list[PartitionSpec]]
+    takes_at: list[Sharding]
+    gives_at: list[Sharding]
     entry: bool
     final: bool
     needs_key: bool
@@ -76,12 +84,14 @@ class Sequential:
       kind_of: the kind's index, for each layer (ends included).
       first: index of the user's layer 0 in that numbering (1 if an identity layer reads the inputs, else 0).
       num_layers: the number of the user's layers.
+      axes: what a stage's arrays are split over.
     """
 
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     first: int
     num_layers: int
+    axes: tuple[Axis, ...]
 
     def kind_at(self, layer: int) -> Kind:
         """The kind of a layer in the user's numbering."""
@@ -108,8 +118,8 @@ class Sequential:
 
     @property
     def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """The leaves between each layer and the next."""
-        return [jax.tree.leaves(self.kinds[c].gives) for c in self.kind_of[:-1]]
+        """The leaves between each layer and the next, as one device has them."""
+        return [local_structs(self.kinds[c].gives, self.kinds[c].gives_at, self.axes) for c in self.kind_of[:-1]]
 
 
 @dataclass(frozen=True)
@@ -132,16 +142,27 @@ class _Group:
     takes: Any
     gives: Any
     variables: dict[str, Any]
+    specs: dict[str, list[PartitionSpec]]
+    takes_at: list[Sharding]
+    gives_at: list[Sharding]
     needs_key: bool
 
 
-def trace_kinds(layers: Sequence[AnyLayer], inputs: Any, batch: Any) -> Sequential:
+def trace_kinds(
+    layers: Sequence[AnyLayer],
+    inputs: Any,
+    batch: Any,
+    splits: Splits = Splits(),  # noqa: B008
+    inputs_at: list[Sharding] | None = None,
+) -> Sequential:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.
 
     Args:
       layers: the adapted layers.
       inputs: what the first one takes, a pytree of ShapeDtypeStructs.
       batch: the whole micro-batch, for layers that read it.
+      splits: what arrays are split over.
+      inputs_at: how the leaves of `inputs` lie (default: on all devices of the stage).
 
     Raises:
       ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
@@ -149,31 +170,30 @@ def trace_kinds(layers: Sequence[AnyLayer], inputs: Any, batch: Any) -> Sequenti
     """
     groups: list[_Group] = []
     group_of: list[int] = []
-    value = inputs
+    value, value_at = inputs, [replicated(splits.axes)] * len(jax.tree.leaves(inputs)) if inputs_at is None else inputs_at
     for index, layer in enumerate(layers):
-        c = next((c for c, g in enumerate(groups) if same_type(g.takes, value) and g.layer.is_same(layer)), None)
+        same = lambda g, x=value, at=value_at, layer=layer: (
+            same_type(g.takes, x) and g.takes_at == at and g.layer.is_same(layer)
+        )
+        c = next((c for c, g in enumerate(groups) if same(g)), None)
         if c is None:
             c = len(groups)
             twin = next((g for g in groups if layer.shared is not None and g.layer.shared is layer.shared), None)
-            groups.append(_trace_layer(layers, index, value, batch, twin.variables if twin else None))
+            groups.append(_trace_layer(layers, index, value, value_at, batch, twin.variables if twin else None, splits))
         groups[c].members.append(index)
         group_of.append(c)
-        value = groups[c].gives
-    return _with_ends(groups, group_of, inputs)
+        value, value_at = groups[c].gives, groups[c].gives_at
+    return _with_ends(groups, group_of, splits.axes)
 
 
-def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequential:
-    load = len(groups[group_of[0]].members) > 1
-    lose = len(groups[group_of[-1]].members) > 1
-    outputs = groups[group_of[-1]].gives
+def _with_ends(groups: list[_Group], group_of: list[int], axes: tuple[Axis, ...]) -> Sequential:
+    first, last = groups[group_of[0]], groups[group_of[-1]]
+    load, lose = len(first.members) > 1, len(last.members) > 1
     if load:
-        groups = [_Group(identity_layer("inputs", inputs), [-1], inputs, inputs, {}, False), *groups]
+        groups = [_identity("inputs", -1, first.takes, first.takes_at), *groups]
         group_of = [0, *(c + 1 for c in group_of)]
     if lose:
-        groups = [
-            *groups,
-            _Group(identity_layer("outputs", outputs), [len(group_of) - load], outputs, outputs, {}, False),
-        ]
+        groups = [*groups, _identity("outputs", len(group_of) - load, last.gives, last.gives_at)]
         group_of = [*group_of, len(groups) - 1]
     kinds = tuple(
         Kind(
@@ -182,17 +202,31 @@ def _with_ends(groups: list[_Group], group_of: list[int], inputs: Any) -> Sequen
             takes=g.takes,
             gives=g.gives,
             variables=g.variables,
-            specs=g.layer.partition_specs(g.variables),
+            specs=g.specs,
+            takes_at=g.takes_at,
+            gives_at=g.gives_at,
             entry=c == group_of[0],
             final=c == group_of[-1],
             needs_key=g.needs_key,
         )
         for c, g in enumerate(groups)
     )
-    return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose)
+    return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose, axes)
 
 
-def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any, variables: Any) -> _Group:
+def _identity(name: str, index: int, takes: Any, takes_at: list[Sharding]) -> _Group:
+    return _Group(identity_layer(name, takes), [index], takes, takes, {}, {}, takes_at, takes_at, False)
+
+
+def _trace_layer(
+    layers: Sequence[AnyLayer],
+    index: int,
+    takes: Any,
+    takes_at: list[Sharding],
+    batch: Any,
+    variables: Any,
+    splits: Splits,
+) -> _Group:
     """The group of a layer, given its variables' shapes if another layer shares them."""
     layer = layers[index]
     if variables is None:
@@ -208,7 +242,7 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        gives, needs_key = _trace_call(layer, variables, takes, batch)
+        program, gives, needs_key = _trace_call(layer, variables, takes, batch)
     except LayerError as error:
         raise ValueError(f"layer {index} ({layer.name}) {error}") from error
     except CallError as error:
@@ -220,11 +254,34 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
         ) from error
     except Exception as error:
         raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
-    return _Group(layer, [], takes, gives, variables, needs_key)
+    specs = splits.at_rest(f"layer {index} ({layer.name})", variables, layer.partition_specs(variables))
+    gives_at = _outputs_at(program, variables, specs, takes_at, batch, len(jax.tree.leaves(gives)), splits)
+    return _Group(layer, [], takes, gives, variables, specs, takes_at, gives_at, needs_key)
 
 
-def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[Any, bool]:
-    """(what the layer gives in training, whether it uses its key)."""
+def _outputs_at(
+    program: ClosedJaxpr,
+    variables: Any,
+    specs: dict[str, list[PartitionSpec]],
+    takes_at: list[Sharding],
+    batch: Any,
+    num_outputs: int,
+    splits: Splits,
+) -> list[Sharding]:
+    """How a layer's outputs lie in training, if nothing but its weights and inputs decides it."""
+    weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
+    given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
+    wanted = [settled] * len(program.jaxpr.outvars)
+    return partition_program(program, splits.axes, given, wanted).shardings[:num_outputs]
+
+
+def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
+    """How the leaves `[b, ...]` of a micro-batch lie."""
+    return [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
+
+
+def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any, bool]:
+    """(its program in training, what it gives, whether it uses its key)."""
 
     def run(key: Any, v: Any, x: Any, b: Any) -> Any:
         outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
@@ -236,12 +293,12 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
                 )
         return outputs, updates
 
-    program, (gives, updates) = jax.make_jaxpr(run, return_shape=True)(key_shape(), variables, takes, batch)
+    program, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
     _check_outputs(gives)
     _check_updates(variables, updates)
     # A weak type says how a Python number was promoted; between layers there are arrays only.
     gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
-    return gives, any(depends_on(program, program.jaxpr.invars[:1]))
+    return program, gives, any(depends_on(program, program.jaxpr.invars[:1]))
 
 
 def _check_outputs(gives: Any) -> None:

@@ -1,19 +1,22 @@
-"""Meshes: the `stage` axis is jpipe's, all others are left to the compiler.
+"""Meshes: programs are manual over every axis, so that no compiler adds a collective to them.
 
-Programs run in a `shard_map` that is manual over `stage` alone. Over the other axes, arrays are split as their
-owners ask (layers by their metadata, batches over the data axes) and the compiler adds the collectives. A mesh may
-have Auto or Explicit axes; inside, all are Auto.
+`stage` is where layers lie; the others split what a stage has: `replica`, `data` and `fsdp` the examples of a
+micro-batch, any of them the weights, as layers ask by their metadata. What a device does with its parts is decided by
+`jpipe.spmd`. A mesh may have Auto or Explicit axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jpipe.shardings import Axis, names_in
 
 AXIS = "stage"
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -85,22 +88,28 @@ def known_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*map(keep, spec))
 
 
-def constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Fixes how arrays inside of a program are split over the axes other than `stage`."""
-    if mesh.axis_names == (AXIS,):
-        return tree
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, specs)
+def stage_axes(mesh: Mesh) -> tuple[Axis, ...]:
+    """What a stage's arrays are split over while it computes: the data axes jointly, and each other axis."""
+    sized = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
+    examples, others = sized(batch_axes(mesh)), sized(n for n in mesh.axis_names if n not in (AXIS, *BATCH_AXES))
+    first = [Axis(examples, tuple(mesh.shape[n] for n in examples), of_examples=True)] if examples else []
+    return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
 
 
-def pin_batch(leaves: list[Any], mesh: Mesh) -> list[Any]:
-    """Splits each leaf's first dimension over the data axes, and nothing else.
+def rest_axes(mesh: Mesh) -> tuple[Axis, ...]:
+    """What a stage's arrays are split over at rest: each axis for itself."""
+    return tuple(Axis((n,), (mesh.shape[n],)) for n in mesh.axis_names if n != AXIS and mesh.shape[n] > 1)
 
-    Pinned at every boundary: else the compiler may choose to move data between devices in the middle of a stage's work,
-    with collectives in which stages that idle would have to take part.
-    """
-    axes, shards = batch_axes(mesh), num_shards(mesh)
-    spec = lambda a: PartitionSpec(axes) if axes and a.ndim and a.shape[0] % shards == 0 else PartitionSpec()
-    return constrain(leaves, [spec(leaf) for leaf in leaves], mesh)
+
+def is_batch_axis(name: str) -> bool:
+    """Whether micro-batches are split over a mesh axis of this name."""
+    return name in BATCH_AXES
+
+
+def part_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, over: Callable[[str], bool]) -> tuple[int, ...]:
+    """The shape of a device's part of an array that is split over those axes of its spec that `over` picks."""
+    sizes = [math.prod(mesh.shape[name] for name in names_in(entry) if over(name)) for entry in spec]
+    return tuple(n // s for n, s in zip(shape, [*sizes, *[1] * (len(shape) - len(sizes))], strict=True))
 
 
 def shapes_only(mesh: Mesh) -> AbstractContextManager:
@@ -112,36 +121,35 @@ def shapes_only(mesh: Mesh) -> AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types))
 
 
-def on_stages(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` as one program on all stages, to be called under `jax.jit`.
+def on_stages(
+    function: Callable,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    before: Callable = lambda *arguments: arguments,
+    after: Callable = lambda results: results,
+    result_specs: Any = None,
+) -> Callable:
+    """`function` as one program on all devices, to be called under `jax.jit`.
 
     Args:
-      function: takes and returns pytrees of arrays as one stage sees them.
+      function: takes and returns pytrees of arrays as one device has them.
       mesh: the user's mesh.
-      in_specs: PartitionSpecs of the arguments; those over `stage` are split, other axes are only documented.
-      out_specs: PartitionSpecs of the results, exactly as they are split over all axes.
+      in_specs: PartitionSpecs of the arguments.
+      out_specs: PartitionSpecs of the results.
+      before: the caller's arguments -> those of `function`, as whole arrays.
+      after: the results of `function` -> those for the caller, as whole arrays.
+      result_specs: PartitionSpecs of the latter (default: `out_specs`).
     """
-    manual = lambda specs: jax.tree.map(_stage_only, specs, is_leaf=_is_spec)
-    options: dict[str, Any] = {
-        "in_specs": manual(in_specs),
-        "out_specs": manual(out_specs),
-        "axis_names": {AXIS},
-        "check_vma": False,  # loop bounds vary from stage to stage, and users' layers know nothing of varying types
-    }
+    # Loop bounds vary from stage to stage, and users' layers know nothing of varying types.
+    options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     if AxisType.Explicit not in mesh.axis_types:
-        return jax.shard_map(function, mesh=mesh, **options)
+        return lambda *arguments: after(jax.shard_map(function, mesh=mesh, **options)(*before(*arguments)))
 
     def call(*arguments: Any) -> Any:
-        inner = jax.sharding.auto_axes(jax.shard_map(function, **options), axes=mesh.axis_names, out_sharding=out_specs)
+        run = lambda *arguments: after(jax.shard_map(function, **options)(*before(*arguments)))
+        specs = out_specs if result_specs is None else result_specs
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return inner(*arguments)
+            return jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)(*arguments)
 
     return call
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _stage_only(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(AXIS if entry == AXIS else None for entry in spec))

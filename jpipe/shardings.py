@@ -90,6 +90,11 @@ def local_struct(leaf: Any, sharding: Sharding, axes: Sequence[Axis]) -> jax.Sha
     return jax.ShapeDtypeStruct(local_shape(leaf.shape, sharding, axes), leaf.dtype)
 
 
+def local_structs(tree: Any, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:
+    """The types of a device's parts of the leaves of a pytree."""
+    return [local_struct(leaf, s, axes) for leaf, s in zip(jax.tree.leaves(tree), shardings, strict=True)]
+
+
 def is_possible(shape: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) -> bool:
     """Whether an array of a shape can be sharded so: blocks divide dimensions, and lie within one another."""
     pairs = [(p, axis.size) for p, axis in zip(sharding, axes, strict=True) if isinstance(p, Shard)]

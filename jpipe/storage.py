@@ -5,7 +5,7 @@ array, in which leaves of many layers lie one after the other:
 
 - a typed bank, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many as
   the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on;
-- a pool, `[shards, size]`, holds leaves of one dtype end to end, as many bytes as the fullest stage needs: it suits
+- a pool, `[size]`, holds leaves of one dtype end to end, as many bytes as the fullest stage needs: it suits
   types that few stages have. A leaf has to be flattened for it, which moves it on an accelerator.
 
 A `Storage` is the address book of them all, plain data. The same class keeps parameters, gradients, state collections,
@@ -69,7 +69,7 @@ class TypedBank:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array on one device."""
+        """Of the array on one stage."""
         return (self.size, *self.type.shape)
 
     @property
@@ -83,8 +83,9 @@ class TypedBank:
         return jnp.dtype(self.type.dtype)
 
     def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
-        """The leaf at an entry."""
-        return take_slice(array, (entry,), (1, *shape)).reshape(shape)
+        """The leaf at an entry; of a device's part of the array, its part of the leaf."""
+        del shape  # as the array has it
+        return take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
 
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf at an entry replaced (in place, in a loop)."""
@@ -97,17 +98,16 @@ class TypedBank:
 
 @dataclass(frozen=True)
 class Pool:
-    """Leaves of one dtype, flattened, end to end, `[shards, size]`; an entry is an element of a shard."""
+    """Leaves of one dtype, flattened, end to end, `[size]`; an entry is an element."""
 
     dtype: Any
-    shards: int
     strides: tuple[int, ...]
     size: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array on one device."""
-        return (self.shards, self.size)
+        return (self.size,)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -116,18 +116,16 @@ class Pool:
 
     def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
         """The leaf that begins at an entry."""
-        length = int(np.prod(shape)) // self.shards
-        return take_slice(array, (0, entry), (self.shards, length)).reshape(shape)
+        return take_slice(array, (entry,), (int(np.prod(shape)),)).reshape(shape)
 
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf that begins at an entry replaced (in place, in a loop)."""
-        flat = leaf.reshape(self.shards, -1).astype(array.dtype)
-        return put_slice(array, flat, (0, entry))
+        return put_slice(array, leaf.reshape(-1).astype(array.dtype), (entry,))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
-        flat = np.asarray(leaf).reshape(self.shards, -1)
-        array[:, entry : entry + flat.shape[1]] = flat
+        flat = np.asarray(leaf).reshape(-1)
+        array[entry : entry + flat.size] = flat
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class Storage:
         return dict(self.named_banks)
 
     def zeros(self, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Buffers:
-        """Buffers of one device, zero; `dtype_of` maps a bank's dtype to that of its buffer."""
+        """Buffers of one stage, zero; `dtype_of` maps a bank's dtype to that of its buffer."""
         return {name: jnp.zeros(bank.shape, dtype_of(bank.dtype)) for name, bank in self.named_banks}
 
     def shapes(self) -> Buffers:
@@ -269,7 +267,6 @@ def build_storage(
     num_devices: int,
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
-    shards: int = 1,
 ) -> Storage:
     """Gives every layer its place.
 
@@ -279,7 +276,6 @@ def build_storage(
       num_devices: K.
       specs: for each kind and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
-      shards: leading dimension of the pools; used only if it divides every pooled leaf's.
     """
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
     types = [
@@ -293,21 +289,19 @@ def build_storage(
     rows = rows or (1,) * num_devices
     own = _own_banks(counts, num_devices, rows)
     pooled = [kind for kind in counts if kind not in own]
-    if any(not kind.shape or kind.shape[0] % shards for kind in pooled):
-        shards = 1
-    shelves = _shelve(leaves, specs, types, cells, own, shards)
+    shelves = _shelve(leaves, specs, types, cells, own)
     banks: dict[str, TypedBank | Pool] = {}
     for kind in sorted(own, key=lambda kind: kind.name):
         strides = _strides(counts[kind], num_devices)
         banks[kind.name] = TypedBank(kind, strides, _size(strides, rows))
     for dtype in sorted({kind.dtype for kind in pooled}):
-        strides = _strides(_pooled(counts, [kind for kind in pooled if kind.dtype == dtype], shards), num_devices)
-        banks[dtype] = Pool(jnp.dtype(dtype), shards, strides, _size(strides, rows))
+        strides = _strides(_pooled(counts, [kind for kind in pooled if kind.dtype == dtype]), num_devices)
+        banks[dtype] = Pool(jnp.dtype(dtype), strides, _size(strides, rows))
     return Storage(shelves, tuple(banks.items()), num_devices)
 
 
 def _shelve(
-    leaves: Sequence, specs: Sequence, types: Sequence[Sequence[LeafType]], cells: Sequence, own: set, shards: int
+    leaves: Sequence, specs: Sequence, types: Sequence[Sequence[LeafType]], cells: Sequence, own: set
 ) -> tuple[Shelf, ...]:
     """Places leaves one after the other in their banks, cell by cell."""
     ends: Counter = Counter()
@@ -318,7 +312,7 @@ def _shelve(
         for member, cell in enumerate(cells[c]):
             for i, kind in enumerate(group):
                 entries[i][member] = ends[names[i], cell]
-                ends[names[i], cell] += 1 if kind in own else kind.elements // shards
+                ends[names[i], cell] += 1 if kind in own else kind.elements
         used = (tuple(leaves[c]), tuple(specs[c]), names) if cells[c] else ((), (), ())
         shelves.append(Shelf(*used, tuple(cells[c]), tuple(map(tuple, entries))))
     return tuple(shelves)
@@ -340,7 +334,7 @@ def _own_banks(counts: dict[LeafType, Counter], num_devices: int, rows: Sequence
             if kind not in own:
                 dtypes.setdefault(kind.dtype, []).append(kind)
         pools = [
-            jnp.dtype(dtype).itemsize * _size(_strides(_pooled(counts, group, 1), num_devices), rows)
+            jnp.dtype(dtype).itemsize * _size(_strides(_pooled(counts, group), num_devices), rows)
             for dtype, group in dtypes.items()
         ]
         return sum(size(kind) * kind.elements * kind.itemsize for kind in own) + sum(pools)
@@ -358,11 +352,11 @@ def _own_banks(counts: dict[LeafType, Counter], num_devices: int, rows: Sequence
     return own
 
 
-def _pooled(counts: dict[LeafType, Counter], kinds: Sequence[LeafType], shards: int) -> Counter:
-    """Elements of a shard that leaves of these types take, by cell."""
+def _pooled(counts: dict[LeafType, Counter], kinds: Sequence[LeafType]) -> Counter:
+    """Elements that leaves of these types take, by cell."""
     total: Counter = Counter()
     for kind in kinds:
-        total.update({cell: n * (kind.elements // shards) for cell, n in counts[kind].items()})
+        total.update({cell: n * kind.elements for cell, n in counts[kind].items()})
     return total
 
 
