@@ -27,7 +27,7 @@ from jpipe.layers import (
     identity_layer,
     positional,
 )
-from jpipe.tracing import depends_on, key_shape, without_mesh
+from jpipe.tracing import key_shape, uses, without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ def _trace_layer(layers: Sequence[AnyLayer], index: int, takes: Any, batch: Any,
         if variables is None:
             init = lambda k, x, b: layer.init(k, positional(x), b)
             variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key_shape(), takes, batch)
-        variables = jax.eval_shape(lambda v: v, variables)
+        variables = _strong(jax.eval_shape(lambda v: v, variables))
         _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
             raise LayerError(
@@ -239,9 +239,12 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
     program, (gives, updates) = jax.make_jaxpr(run, return_shape=True)(key_shape(), variables, takes, batch)
     _check_outputs(gives)
     _check_updates(variables, updates)
-    # A weak type says how a Python number was promoted; between layers there are arrays only.
-    gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
-    return gives, any(depends_on(program, program.jaxpr.invars[:1]))
+    return _strong(gives), uses(program)[0]
+
+
+def _strong(shapes: Any) -> Any:
+    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
 def _check_outputs(gives: Any) -> None:

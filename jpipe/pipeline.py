@@ -264,7 +264,7 @@ class Pipeline:
         step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
         return TrainState(step, variables, opt_state, key, tx)
 
-    def abstract_state(self, batch: Any, tx: optax.GradientTransformation) -> TrainState:
+    def abstract_state(self, batch: Any, tx: optax.GradientTransformation, key: Any = None) -> TrainState:
         """Shapes, dtypes and shardings of `create_state`'s result; computes and allocates nothing.
 
         For restoring a checkpoint, and for compiling ahead of time, on a mesh of devices that need not be there:
@@ -273,6 +273,7 @@ class Pipeline:
         Args:
           batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
           tx: any optax transformation.
+          key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
         if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
             raise TypeError(
@@ -288,7 +289,7 @@ class Pipeline:
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
             variables=variables,
             opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
-            key=place(key_shape(), everywhere),
+            key=place(key_shape(key), everywhere),
             tx=tx,
         )
 
@@ -333,7 +334,7 @@ class Pipeline:
     # --- traced ---
 
     def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
-        program = self._planner.program(batch, train=True, with_loss=True)
+        program = self._planner.program(batch, train=True, with_loss=True, key=key)
         return compiled.value_and_grad(self._planner.known_plan(), program, variables, batch, key)
 
     def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:

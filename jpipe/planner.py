@@ -26,6 +26,7 @@ from jpipe.program import Program, Purpose, build_program
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
 from jpipe.steps import LayerStep
+from jpipe.tracing import key_shape
 
 
 @dataclass(eq=False, kw_only=True)
@@ -80,7 +81,8 @@ class Planner:
             shapes = self.shapes(batch)
             model = self.model(shapes)
             check_collections(self.merge, model.kinds)
-            steps = [LayerStep(kind, True, self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
+            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
+            steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
             with shapes_only(self.mesh):
                 self._plan = make_plan(
                     model, steps, shapes, balance=self.balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
@@ -110,8 +112,8 @@ class Planner:
                 "what the first layer takes"
             ) from error
 
-    def program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
-        """The program for a batch's shapes, for training or forward only."""
+    def program(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Program:
+        """The program for a batch's shapes and a type of key, for training or forward only."""
         plan, shapes = self.known_plan(), self.shapes(batch)
         schedule = self.schedule
         if not train:
@@ -119,7 +121,7 @@ class Planner:
             names = ("num_stages", "num_microbatches", "num_chunks")
             schedule = make_schedule("forward", **dict(zip(names, sizes, strict=True)))
         purpose = Purpose(
-            train=train,
+            key=key_shape(key) if train else None,
             read_inputs=_itself if bare else self.read_inputs,
             loss_fn=self.loss_fn if with_loss else None,
             remat=self.remat,

@@ -116,7 +116,7 @@ class Purpose:
     """What a step is compiled for.
 
     Attributes:
-      train: training mode, with gradients if the schedule has backward actions.
+      key: the type of the step's random key in training, None in evaluation.
       read_inputs: batch -> the model's inputs.
       loss_fn: the user's loss; None to return the model's outputs.
       remat: the rematerialisation mode.
@@ -124,7 +124,7 @@ class Purpose:
       merge: the rules by collection that the user set.
     """
 
-    train: bool
+    key: jax.ShapeDtypeStruct | None
     read_inputs: Callable[[Any], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
@@ -152,7 +152,7 @@ def build_program(
       shards: the number of devices that each micro-batch is split over.
     """
     schedule, remat = purpose.schedule, purpose.remat
-    steps = tuple(LayerStep(kind, purpose.train, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
+    steps = tuple(LayerStep(kind, purpose.key, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
     tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if schedule.trains else ()
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in model.boundaries]

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from jpipe.kinds import Kind, same_shapes
 from jpipe.layers import Context, describe, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
 from jpipe.tape import Tape, make_tape
-from jpipe.tracing import key_shape, without_stops
+from jpipe.tracing import example_key, replay, without_stops
 
 
 class Given(NamedTuple):
@@ -44,17 +43,22 @@ class LayerStep:
 
     Attributes:
       kind: the layers.
-      train: training or evaluation mode.
+      key: the type of its random key for a micro-batch in training; None in evaluation.
       read_inputs: batch -> the model's inputs, for the entry layer.
       loss_fn: (outputs, batch) -> loss or (loss_sum, weight_sum), for the final layer; None returns the outputs.
       remat: the policy for the residuals.
     """
 
     kind: Kind
-    train: bool
+    key: jax.ShapeDtypeStruct | None
     read_inputs: Callable[[Any], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
+
+    @property
+    def train(self) -> bool:
+        """Training or evaluation mode."""
+        return self.key is not None
 
     def forward(self, given: Given, x: list[Any]) -> Outcome:
         """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
@@ -68,7 +72,7 @@ class LayerStep:
         if not leaves:
             return []
         zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-        given = zeros(shapes._replace(key=None))._replace(key=jax.random.key(0))
+        given = zeros(shapes._replace(key=None))._replace(key=example_key(shapes.key))
 
         def update(*averages: Any) -> list[Any]:
             state = list(given.state)
@@ -79,7 +83,7 @@ class LayerStep:
 
         averages = [given.state[i] for i in leaves]
         program = without_stops(jax.make_jaxpr(update)(*averages))  # nnx stops the gradients of what it keeps
-        return [1 - slope for slope in jax.jvp(jaxpr_as_fun(program), averages, list(map(jnp.ones_like, averages)))[1]]
+        return [1 - slope for slope in jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]]
 
     def tape(self, given: Given) -> Tape:
         """The layer's forward and backward, traced at these shapes."""
@@ -137,7 +141,7 @@ def given_shapes(step: LayerStep, batch: Any) -> Given:
     return Given(
         params=jax.tree.leaves(kind.variables.get("params")),
         state=[leaf for name in kind.state_names for leaf in jax.tree.leaves(kind.variables[name])],
-        key=key_shape() if step.train else None,
+        key=step.key,
         batch=batch if needs_batch(kind) else None,
     )
 

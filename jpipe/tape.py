@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
-from jpipe.tracing import depends_on, only_needed
+from jpipe.tracing import depends_on, only_needed, replay
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,15 @@ def make_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given:
     transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[0], leaves)(cotangents)
     transposed, result = jax.make_jaxpr(transpose, return_shape=True)(leaves, outputs)
     return Tape(
-        forwards=_replay(program, (outcome, leaves)),
-        derive=_replay(only_needed(ClosedJaxpr(again, program.consts)), [leaves[i] for i in derived_at]),
-        backwards=_replay(transposed, result),
+        forwards=replay(program, (outcome, leaves)),
+        derive=replay(only_needed(ClosedJaxpr(again, program.consts)), [leaves[i] for i in derived_at]),
+        backwards=replay(transposed, result),
         sources=sources,
         stored_at=stored_at,
         stored=tuple(jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in stored_at),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
     )
-
-
-def _replay(program: ClosedJaxpr, result: Any) -> Callable[..., Any]:
-    """A program as a function of pytrees that returns one like `result`."""
-    structure = jax.tree.structure(result)
-    return lambda *arguments: jax.tree.unflatten(structure, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
 
 
 def _sort(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh
 
 
@@ -85,9 +87,47 @@ def _stops_inside(value: Any) -> Any:
     return value
 
 
-def key_shape() -> jax.ShapeDtypeStruct:
-    """The type of a random key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
+def uses(program: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """For each input of a program, whether one of the wanted outputs (all by default) needs it.
+
+    Unlike `depends_on` it looks into loops.
+    """
+    return dce_jaxpr(program.jaxpr, wanted or [True] * len(program.jaxpr.outvars))[1]
+
+
+def replay(program: ClosedJaxpr, result: Any) -> Callable[..., Any]:
+    """A program as a function of pytrees.
+
+    Args:
+      program: what `jax.make_jaxpr` made.
+      result: what the function returns, or its shapes.
+
+    Returns:
+      The function, which returns arrays alone: a program hands its literals back as Python scalars.
+    """
+    structure, run = jax.tree.structure(result), jaxpr_as_fun(program)
+
+    def call(*arguments: Any) -> Any:
+        found = zip(run(*jax.tree.leaves(arguments)), program.out_avals, strict=True)
+        return jax.tree.unflatten(structure, [_as_array(value, aval) for value, aval in found])
+
+    return call
+
+
+def _as_array(value: Any, aval: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+
+
+def key_shape(key: Any = None) -> jax.ShapeDtypeStruct:
+    """The type of a random key, or of JAX's default implementation's."""
+    return jax.eval_shape(lambda: jax.random.key(0)) if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+
+def example_key(kind: jax.ShapeDtypeStruct) -> jax.Array:
+    """A key of a type, always the same."""
+    found: list[Any] = []  # JAX tells the implementation of keys alone, not of their types
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
+    return jax.random.key(0, impl=found[0])
 
 
 def no_mesh() -> Any:
@@ -103,4 +143,4 @@ def without_mesh(function: Callable, *arguments: Any) -> Any:
     shapes = jax.eval_shape(lambda x: x, arguments)
     with no_mesh():
         program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+    return replay(program, result)(*arguments)
