@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.kinds import Kind, same_shapes
-from jpipe.layers import Context, describe, positional
+from jpipe.layers import Context, LayerError, describe, positional
 from jpipe.remat import Remat
 from jpipe.storage import accumulator_dtype, is_float
 from jpipe.tape import Tape, make_tape
@@ -83,7 +83,8 @@ class LayerStep:
 
         averages = [given.state[i] for i in leaves]
         program = without_stops(jax.make_jaxpr(update)(*averages))  # nnx stops the gradients of what it keeps
-        return [1 - slope for slope in jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]]
+        slopes = jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]
+        return [1 - slope for slope in slopes]
 
     def tape(self, given: Given) -> Tape:
         """The layer's forward and backward, traced at these shapes."""
@@ -102,7 +103,10 @@ class LayerStep:
         trees = {n: jax.tree.map(lambda _: next(leaves), kind.variables[n]) for n in names}
         if "params" in kind.variables:
             trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
-        outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        try:
+            outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        except LayerError as error:
+            raise ValueError(f"{kind.layer.name} {error}") from error
         if not same_shapes(outputs, kind.gives):
             raise ValueError(
                 f"{kind.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "

@@ -47,7 +47,8 @@ def test_a_replay_gives_arrays():
     program, shapes = jax.make_jaxpr(made, return_shape=True)(1)
     for found in (replay(program, shapes)(1), without_mesh(made, 1)):
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
-        assert_equal(found, {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)})
+        expected = {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)}
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
