@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,12 +71,17 @@ def _as_layer(layer: Any, index: int) -> AnyLayer:
         return adapted
     if isinstance(layer, Layer):
         return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
-    if callable(layer) and not isinstance(layer, type):
-        return PlainLayer(getattr(layer, "__name__", type(layer).__name__), None, layer)
+    kind = layer.func if isinstance(layer, functools.partial) else layer
+    if isinstance(kind, type):
+        raise TypeError(
+            f"layers[{index}] is the class {kind.__name__}, which makes layers and is none; call it, as in "
+            f"{kind.__name__}(...), or for a class of nnx pass `lambda rngs: {kind.__name__}(..., rngs=rngs)`"
+        )
+    if callable(layer):
+        return PlainLayer(getattr(kind, "__name__", type(kind).__name__), None, layer)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
-        + (" (a class: did you mean to call it?)" if isinstance(layer, type) else "")
     )
 
 

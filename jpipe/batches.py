@@ -154,5 +154,22 @@ def as_key(key: Any) -> jax.Array:
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
             return key
         if key.dtype == np.uint32 and key.ndim == 1:
-            return jax.random.wrap_key_data(key)
+            return _wrapped(key)
     raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
+
+
+def _wrapped(key: Any) -> jax.Array:
+    """A raw key as one of JAX's default implementation: nothing in it says which it is of.
+
+    Raises:
+      TypeError: it has another length.
+    """
+    default = jax.config.jax_default_prng_impl
+    expected = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    if key.shape != expected:
+        raise TypeError(
+            f"key is a raw key of shape {key.shape}, but those of JAX's default implementation ({default!r}) have "
+            f"{expected}; pass a key with a type, as jax.random.key(0, impl='rbg') or "
+            "jax.random.wrap_key_data(key, impl='rbg')"
+        )
+    return jax.random.wrap_key_data(key)

@@ -120,14 +120,41 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
             "sees has to be a whole one, not its inputs alone)"
         ) from error
     parts = loss if isinstance(loss, tuple) else (loss,)
-    scalars = [hasattr(part, "shape") and part.shape == () for part in parts]
-    if (isinstance(loss, tuple) and len(loss) != 2) or not all(scalars):
+    sums, metrics = parts[:2], parts[2] if len(parts) == 3 else {}
+    if len(parts) > 3 or not all(map(_is_scalar, sums)):
         raise ValueError(
-            f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss) or a pair of scalars "
-            "(loss_sum, weight_sum)"
+            f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss), a pair of scalars "
+            "(loss_sum, weight_sum), or (loss_sum, weight_sum, metrics)"
         )
     if not jnp.issubdtype(parts[0].dtype, jnp.floating):
         raise ValueError(f"loss_fn returned a loss of dtype {parts[0].dtype}; it has to be floating-point")
+    _check_metrics(metrics)
+
+
+def _is_scalar(value: Any) -> bool:
+    return hasattr(value, "shape") and value.shape == ()
+
+
+OWN_METRICS = ("loss", "grad_norm")
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Checks the metrics that a loss function returned.
+
+    Raises:
+      ValueError: no dict, a name that jpipe's own metrics have, or a value that is neither a scalar nor a pair of them.
+    """
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(f"loss_fn returned the metrics {describe(metrics)}; they have to be a dict with names as keys")
+    for name, value in metrics.items():
+        if name in OWN_METRICS:
+            raise ValueError(f"loss_fn returned a metric called {name!r}, as one of jpipe's own is; use another name")
+        pair = value if isinstance(value, tuple) else (value, value)
+        if len(pair) != 2 or not all(map(_is_scalar, pair)):
+            raise ValueError(
+                f"loss_fn returned {describe(value)} as the metric {name!r}; it has to be a scalar (the mean of the "
+                "micro-batch) or a pair of scalars (sum, weight)"
+            )
 
 
 def check_item(what: str, own: Any, expected: dict[str, Any]) -> None:

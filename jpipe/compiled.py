@@ -6,23 +6,28 @@ traceable: they run inside a user's own `jax.jit`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.indexing import take_row
+from jpipe.kinds import Kind
 from jpipe.layers import positional
-from jpipe.layout import StageTree, constrain_buffers, device_index, local, stacked
-from jpipe.meshes import batch_axes, constrain, on_stages, pin_batch
+from jpipe.layout import StageTree, device_index, local, stacked
+from jpipe.meshes import on_stages, rest_axes
 from jpipe.plan import Plan
 from jpipe.program import Program
-from jpipe.stages import Stage, init_key
+from jpipe.shardings import of_spec, replicated, to_spec
+from jpipe.spmd import partition_program
+from jpipe.stages import Gather, Stage, init_key
 from jpipe.steps import given_shapes
-from jpipe.tracing import without_mesh
+from jpipe.storage import accumulator_dtype
+from jpipe.tracing import key_shape, no_mesh, replay
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
@@ -37,7 +42,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
     layouts, mesh, homes = plan.layouts, plan.mesh, plan.model.homes
 
     def body(key: Any, ready: Any) -> Any:
-        """One stage's part: its buffers `[1, ...]` by collection."""
+        """One device's part: its buffers `[1, ...]` by collection."""
 
         def index_of(c: int, member: Any, _: Any) -> Any:
             return take_row(jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32), member)
@@ -46,53 +51,92 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
             kind = plan.model.kinds[homes[c].kind]
             if kind.layer.ready is not None or not kind.variables:
                 return buffers
-            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
-            init = lambda k, x, b: kind.layer.init(k, positional(x), b)
-            made = without_mesh(init, init_key(key, index), *zeros)
+            made = _init_layer(plan, kind)(init_key(key, index))
             return buffers | {
-                name: layouts[name].storage.write(buffers[name], c, member, jax.tree.leaves(tree))
-                for name, tree in made.items()
+                name: layouts[name].storage.write(buffers[name], c, member, leaves) for name, leaves in made.items()
             }
 
-        empty = {name: layout.storage.zeros() for name, layout in layouts.items()} | local(ready)
-        buffers = {name: constrain_buffers(tree, layouts[name].storage, mesh) for name, tree in empty.items()}
+        buffers = {name: layout.zeros() for name, layout in layouts.items()} | local(ready)
         return stacked(layouts["params"].storage.for_each_local(index_of, visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
 
 
+def _init_layer(plan: Plan, kind: Kind) -> Callable[[Any], dict[str, list[Any]]]:
+    """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
+    axes, sizes = rest_axes(plan.mesh), plan.mesh.shape
+
+    def init(key: Any) -> dict[str, list[Any]]:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
+        made = kind.layer.init(key, positional(zeros[0]), zeros[1])
+        return {name: jax.tree.leaves(tree) for name, tree in made.items()}
+
+    def run(key: Any) -> dict[str, list[Any]]:
+        with no_mesh():
+            program, made = jax.make_jaxpr(init, return_shape=True)(key_shape(key))
+        wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in kind.specs[name]]
+        local = partition_program(program, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+        return replay(local.program, made)(key)
+
+    return run
+
+
 def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
-    """`((loss, updates), grads)` of a batch `[B, ...]`."""
+    """`((loss, updates, metrics), grads)` of a batch `[B, ...]`."""
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, mesh = plan.layouts, plan.mesh
+    layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
 
     def body(variables: Any, batch: Any, key: Any) -> Any:
-        constrain_grads = lambda buffers: constrain_buffers(buffers, layouts["params"].storage, mesh)
-        loss, updates, grads = run_training(program, _stage(program, mesh, variables, batch, key), constrain_grads)
-        return loss, stacked(updates), stacked(grads)
+        variables = local(variables)
+        stage = _stage(plan, program, variables, batch, key)
+        sums, updates, grads = run_training(program, stage, params.zeros(accumulator_dtype, at_work=True))
+        divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
+        grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
+        return sums, stacked(updates), stacked(grads)
 
     specs = _specs(plan)
     state_specs = {name: tree for name, tree in specs.items() if name != "params"}
     run = on_stages(
-        body, mesh, (specs, _everywhere(batch), _everywhere(key)), (PartitionSpec(), state_specs, specs["params"])
+        body,
+        mesh,
+        (specs, _microbatch_specs(plan, program), PartitionSpec()),
+        ([PartitionSpec()] * len(program.outputs), state_specs, specs["params"]),
+        before=lambda variables, batch, key: (variables, _split(program, batch), key),
     )
-    loss, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
+    sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
-    return (loss, updates), StageTree(grads, layouts["params"])
+    loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
+    return (loss, updates, dict(zip(program.metrics, metrics, strict=True))), StageTree(grads, params)
 
 
 def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any) -> Any:
     """The outputs of a batch `[B, ...]`, or its loss if the program has one."""
 
     def body(variables: Any, batch: Any) -> Any:
-        return run_forward(program, _stage(program, plan.mesh, variables, batch, None))
+        return run_forward(program, _stage(plan, program, local(variables), batch, None))
 
-    run = on_stages(body, plan.mesh, (_specs(plan), _everywhere(batch)), _everywhere(list(program.outputs)))
+    loses = program.final.loss_fn is not None
+    out = list(zip(program.outputs_at, program.outputs, strict=True))
+    specs = [_stacked_spec(PartitionSpec() if loses else to_spec(s, plan.splits.axes, leaf.ndim)) for s, leaf in out]
+    joined = [PartitionSpec(*spec[1:]) if len(spec) > 1 else PartitionSpec() for spec in specs]
+    run = on_stages(
+        body,
+        plan.mesh,
+        (_specs(plan), _microbatch_specs(plan, program)),
+        [PartitionSpec()] * len(specs) if loses else specs,
+        before=lambda variables, batch: (variables, _split(program, batch)),
+        after=(lambda leaves: leaves) if loses else lambda leaves: list(map(join_microbatches, leaves)),
+        result_specs=[PartitionSpec()] * len(specs) if loses else joined,
+    )
     leaves = _forward_only(run)({name: dict(variables[name]) for name in plan.layouts}, batch)
-    if program.final.loss_fn is not None:
+    if loses:
         return leaves[0] / leaves[1]
-    return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), list(map(join_microbatches, leaves)))
+    return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), leaves)
+
+
+def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(None, *spec)
 
 
 def _forward_only(function: Any) -> Any:
@@ -109,15 +153,15 @@ def _forward_only(function: Any) -> Any:
     return wrapped
 
 
-def _stage(program: Program, mesh: Mesh, variables: Any, batch: Any, key: Any) -> Stage:
-    micro = split_microbatches(batch, program.schedule.num_microbatches)
-    axes = batch_axes(mesh)
-    spec = PartitionSpec(None, axes) if axes else PartitionSpec()
-    micro = constrain(micro, jax.tree.map(lambda _: spec, micro), mesh)
-    variables, device = local(variables), device_index(mesh)
-    shared = send_shared(program, variables, device)
+def _stage(plan: Plan, program: Program, variables: Any, batch: Any, key: Any) -> Stage:
+    """One device at the start of a step, its variables and micro-batches at hand."""
+    params, device = plan.layouts["params"], device_index(plan.mesh)
+    gather: Gather = params.gathered_leaves
+    if plan.gather == "step":
+        variables, gather = variables | {"params": params.gathered(variables["params"])}, lambda home, leaves: leaves
+    shared = send_shared(program, variables, device, gather)
     rates = [] if key is None else _state_rates(program)
-    return Stage(program, variables, micro, key, shared, rates, device, lambda leaves: pin_batch(leaves, mesh))
+    return Stage(program, variables, batch, key, shared, rates, device, gather)
 
 
 def _state_rates(program: Program) -> list[list[Any]]:
@@ -132,5 +176,11 @@ def _specs(plan: Plan) -> dict[str, Any]:
     return {name: dict(layout.specs) for name, layout in plan.layouts.items()}
 
 
-def _everywhere(tree: Any) -> Any:
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
+def _split(program: Program, batch: Any) -> Any:
+    return split_microbatches(batch, program.schedule.num_microbatches)
+
+
+def _microbatch_specs(plan: Plan, program: Program) -> Any:
+    """How all micro-batches `[M, b, ...]` are split."""
+    spec = lambda a: _stacked_spec(to_spec(plan.splits.of_examples(a.shape[0]), plan.splits.axes, a.ndim))
+    return jax.tree.map(spec, program.batch)

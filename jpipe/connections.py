@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jpipe.functions import same_function
+from jpipe.functions import same_value
 from jpipe.layers import (
     AnyLayer,
     CallError,
@@ -174,7 +174,7 @@ class ConnectedLayer(Wrapper):
         if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
             return False
         places = lambda layer: (layer.passing, layer.stashes, layer.pops)
-        return places(self) == places(other) and same_function(self.read, other.read)
+        return places(self) == places(other) and same_value(self.read, other.read)
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The layer's own, with its own inputs."""

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jpipe.kinds import Sequential
 from jpipe.steps import LayerStep, given_shapes
-from jpipe.tracing import no_mesh
+from jpipe.tracing import example_key, no_mesh
 
 BALANCES = ("flops", "time", "size", "even")
 
@@ -96,7 +96,7 @@ def _median_seconds(run: Callable[[], Any]) -> float:
 def _example(leaf: Any) -> Any:
     """Values of a type: random numbers, since zeros may take less time; zeros where they may be indices."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key(0)
+        return example_key(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return jnp.zeros(leaf.shape, leaf.dtype)
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)

@@ -1,13 +1,13 @@
 """The executor: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the
-table says, or nothing; then boundaries cross by `ppermute`, the only collective inside of the loop, and are written
-into the rows that the table gives them.
+table says, or nothing; then boundaries cross by `ppermute`, the only collective between stages inside of the loop, and
+are written into the rows that the table gives them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from jpipe.loops import anchor, when
 from jpipe.meshes import AXIS
 from jpipe.program import Program
 from jpipe.schedule import ACTION_KINDS
-from jpipe.stages import Carry, Stage
+from jpipe.shardings import PARTIAL
+from jpipe.stages import Carry, Gather, Stage
 from jpipe.storage import Row, accumulator_dtype
 from jpipe.ticks import SlotTable
 
@@ -28,35 +29,34 @@ def run_forward(program: Program, stage: Stage) -> list[Any]:
     """Forward only, on one device of a `shard_map`.
 
     Returns:
-      The leaves of the outputs, `[M, ...]`, or [loss_sum, weight_sum], on all stages.
+      The leaves of the outputs, `[M, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
     carry = _initial(program)
     if program.final.loss_fn is None:
         shape = (program.schedule.num_microbatches,)
         carry["outputs"] = [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in program.outputs]
-    else:
-        carry["loss"] = _no_loss(program)
-    carry = _run_ticks(program, stage, carry)
-    return [_from_last_stage(leaf) for leaf in carry["outputs" if program.final.loss_fn is None else "loss"]]
+        return list(map(_from_last_stage, _run_ticks(program, stage, carry)["outputs"]))
+    carry["loss"] = _no_loss(program)
+    return _total_loss(program, _run_ticks(program, stage, carry)["loss"])
 
 
-def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]) -> tuple[Any, dict[str, Any], Any]:
+def run_training(program: Program, stage: Stage, grads: Any) -> tuple[list[Any], dict[str, Any], Any]:
     """Forward and backward, on one device of a `shard_map`.
 
     Args:
       program: a program with backward actions.
       stage: this device.
-      constrain: fixes how the gradient buffers are split over the other mesh axes.
+      grads: zero buffers to add up gradients in.
 
     Returns:
-      (loss, new state by collection, gradients): the loss on all stages, the rest this stage's own buffers.
+      (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
+      gradients as sums over the device's own examples, not divided by the weight yet.
     """
     assert program.residuals is not None
-    storages = program.storages
     carry = _initial(program)
     carry["loss"] = _no_loss(program)
-    carry["grads"] = constrain(storages["params"].zeros(accumulator_dtype))
-    carry["updates"] = {name: storages[name].zeros(accumulator_dtype) for name in storages if name != "params"}
+    carry["grads"] = grads
+    carry["updates"] = {name: _accumulators(stage.variables[name]) for name in program.storages if name != "params"}
     carry["residuals"] = program.residuals.zeros()
     carry["dx"] = program.cotangents.zeros()
     carry["shared"] = {
@@ -65,20 +65,29 @@ def run_training(program: Program, stage: Stage, constrain: Callable[[Any], Any]
     }
     carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), max(program.table.gradient_rows))
     carry = _run_ticks(program, stage, carry)
-    carry["grads"] = _gather_shared(program, stage, carry["grads"], carry["shared"])
-    loss, weight = (_from_last_stage(leaf) for leaf in carry["loss"])
-    divide = lambda leaf, old: (leaf / weight.astype(leaf.dtype)).astype(old.dtype)
-    grads = jax.tree.map(divide, carry["grads"], stage.variables["params"])
-    return loss / weight, stage.merged_state(carry["updates"]), grads
+    grads = _gather_shared(program, stage, carry["grads"], carry["shared"])
+    return _total_loss(program, carry["loss"]), stage.merged_state(carry["updates"]), grads
 
 
-def send_shared(program: Program, variables: dict[str, Any], device: Any) -> dict[int, list[Any]]:
-    """Shared parameters from their homes to all stages, by home."""
+def _accumulators(buffers: Any) -> Any:
+    """Zeros to sum up values like these in."""
+    return {name: jnp.zeros(array.shape, accumulator_dtype(array.dtype)) for name, array in buffers.items()}
+
+
+def _total_loss(program: Program, sums: list[Any]) -> list[Any]:
+    """The sums of the last stage's devices, on all devices."""
+    at = zip(sums, program.outputs_at, strict=True)
+    partial_over = lambda s: [axis.names for p, axis in zip(s, program.model.axes, strict=True) if p == PARTIAL]
+    return [jax.lax.psum(leaf, (AXIS, *itertools.chain(*partial_over(sharding)))) for leaf, sharding in at]
+
+
+def send_shared(program: Program, variables: dict[str, Any], device: Any, gather: Gather) -> dict[int, list[Any]]:
+    """Shared parameters from their homes to all stages, by home; with the data axes gathered."""
     storage = program.storages["params"]
     found = {}
     for home in range(len(program.model.kinds), len(storage.shelves)):
         mine = storage.shelves[home].cells[0] == device
-        leaves = storage.read(variables["params"], home, 0)
+        leaves = gather(home, storage.read(variables["params"], home, 0))
         found[home] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
     return found
 

@@ -18,10 +18,14 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from jax.core import Tracer
 
-from jpipe.functions import mode_arguments, signature_of
+from jpipe.functions import mode_arguments, same_value, signature_of, values_within
 from jpipe.layers import AnyLayer, Context, LayerError, MissingKeyError, Variables
 from jpipe.tracing import no_mesh
+
+ARRAYS = "arrays"
+"""The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
 
 
 def open_sequential(layers: Any) -> Any:
@@ -77,10 +81,11 @@ class LinenLayer:
 
     def is_same(self, other: AnyLayer) -> bool:
         """Equal modules, whatever they are called."""
-        if not isinstance(other, LinenLayer) or (type(self.module), self.method) != (type(other.module), other.method):
+        if not isinstance(other, LinenLayer) or type(self.module) is not type(other.module):
             return False
         names = [f.name for f in dataclasses.fields(self.module) if f.name not in ("name", "parent")]
-        return all(_equal(getattr(self.module, name), getattr(other.module, name)) for name in names)
+        parts = lambda layer: [layer.method, *(getattr(layer.module, name) for name in names)]
+        return same_value(parts(self), parts(other))
 
     def _mode(self, train: bool) -> dict[str, bool]:
         fixed = lambda name: getattr(self.module, name, None) is not None
@@ -110,6 +115,13 @@ class LinenLayer:
             if key is None:
                 raise MissingKeyError(self.name) from error
             raise
+        except flax.errors.ModifyScopeVariableError as error:
+            if train:
+                raise
+            raise LayerError(
+                "writes its state in evaluation, where nothing is kept; write it only where the layer is told that it "
+                f"trains, or where self.is_mutable_collection(...) holds. Flax says: {error}"
+            ) from error
         updates = {}
         for name in mutable:
             new, structure = jax.tree.leaves(changed.get(name, {})), jax.tree.structure(variables[name])
@@ -146,14 +158,6 @@ def as_collections(item: Any) -> Variables:
     if not isinstance(item, Mapping):
         raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
     return dict(item)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two fields are of one type and equal; not known to be if they can't be compared, as arrays."""
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:
-        return False
 
 
 def _is_box(x: Any) -> bool:
@@ -202,7 +206,7 @@ class NnxLayer:
 
         def make(key: jax.Array) -> Any:
             with nnx.use_eager_sharding(False):  # the layout splits variables, not their creation
-                module = factory(rngs=nnx.Rngs(key))
+                module = _mark_arrays(factory(rngs=nnx.Rngs(key)))
             modules.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
             return nnx.state(module) if isinstance(module, nnx.Module) else None
 
@@ -213,6 +217,11 @@ class NnxLayer:
             raise TypeError(
                 f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {type(module).__name__}"
             )
+        if any(isinstance(value, Tracer) for value in values_within(module)):
+            raise TypeError(
+                f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
+                "make the array an attribute of the module, or make it in __call__"
+            )
         constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in program.consts]
         kind = type(nnx.merge(module, state))
         return cls(kind.__name__, module, state, factory, module_type=kind, init_program=f"{program} {constants}")
@@ -222,7 +231,7 @@ class NnxLayer:
         if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
             return False
         parts = lambda layer: (layer.graphdef, layer.init_program, layer.method, _shapes(layer.template))
-        return parts(self) == parts(other)
+        return same_value(parts(self), parts(other))
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
         """The factory's values under this key; a ready module's own values."""
@@ -231,7 +240,7 @@ class NnxLayer:
             assert self.ready is not None
             return self.ready
         with nnx.use_eager_sharding(False):
-            return _collections(nnx.state(self.factory(rngs=nnx.Rngs(key))))
+            return _collections(nnx.state(_mark_arrays(self.factory(rngs=nnx.Rngs(key)))))
 
     def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
@@ -243,7 +252,7 @@ class NnxLayer:
         described = type(module).__call__ if self.method is None else function
         drawn = _counts(state)
         outputs = function(*inputs, **mode_arguments(described, train))
-        after = nnx.state(module)
+        after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise MissingKeyError(self.name)
         new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
@@ -267,7 +276,7 @@ class NnxLayer:
                 value = jax.numpy.zeros(_value(variable).shape, _dtype(variable))
             else:
                 value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
-            filled.append((path, variable.replace(value)))
+            filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
         return nnx.from_flat_state(filled)
 
     def to_item(self, variables: Variables) -> Any:
@@ -289,6 +298,19 @@ class NnxLayer:
         return module if self.method is None else getattr(module, self.method)
 
 
+def _mark_arrays(module: Any) -> Any:
+    """The module, with the arrays among its attributes marked as data, which nnx does by itself only where it can.
+
+    An array that is being traced is no data to nnx, but a part of the graph definition, where it outlives its trace.
+    """
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+    for node in nodes:
+        for name, value in vars(node).items():
+            if not nnx.is_data(value) and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+                setattr(node, name, nnx.data(value))
+    return module
+
+
 def _value(variable: Any) -> Any:
     return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
@@ -298,6 +320,8 @@ def _dtype(variable: Any) -> Any:
 
 
 def _collection(variable: Any) -> str:
+    if not isinstance(variable, nnx.Variable):
+        return ARRAYS
     if isinstance(variable, nnx.Param):  # of a type of its own too, such as LoRAParam
         return "params"
     return nnx.variablelib.variable_name_from_type(type(variable), allow_register=True)
@@ -309,11 +333,6 @@ def _collections(state: Any) -> Variables:
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.RngState):
             continue
-        if not isinstance(variable, nnx.Variable):
-            raise TypeError(
-                f"an nnx module holds a bare array at {'.'.join(map(str, path))}; wrap it in nnx.Variable(...), or "
-                "make it in __call__"
-            )
         tree = variables.setdefault(_collection(variable), {})
         for name in path[:-1]:
             tree = tree.setdefault(name, {})

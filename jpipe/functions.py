@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
+
+import numpy as np
 
 
 def mode_arguments(
@@ -32,37 +34,98 @@ def mode_arguments(
 
 
 def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of `function` by name, but for those fixed by `functools.partial`.
+    """The parameters of `function` by name, but for those fixed by `functools.partial`; a class's are its `__init__`'s.
 
     Empty for functions that Python can't inspect.
     """
     fixed = function.keywords if isinstance(function, functools.partial) else {}
+    inner = function.func if isinstance(function, functools.partial) else function
     try:
-        return {name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed}
+        described = inspect.signature(inner.__init__ if isinstance(inner, type) else function)
     except (TypeError, ValueError):
         return {}
+    return {name: p for name, p in described.parameters.items() if name not in fixed}
 
 
-def same_function(a: Any, b: Any) -> bool:
-    """Whether both are the same function, or made by the same line of code from the same values.
+def same_value(a: Any, b: Any, pending: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two Python values are of the same types and bits all the way down, so that code can't tell them apart.
 
-    >>> adders = [lambda x: x + 1 for _ in range(2)]
-    >>> same_function(*adders)
+    Unlike `==`, which takes 0.0 for -0.0, 1 for True, and nan for another value than itself. Arrays are the same only
+    if they are one object.
+
+    >>> same_value((1, {"a": float("nan")}), (1, {"a": float("nan")})), same_value((0.0,), (-0.0,)), same_value(1, True)
+    (True, False, False)
+
+    Functions are the same if the same line of code made them from the same values.
+
+    >>> same_value(*[lambda x: x + 1 for _ in range(2)])
     True
+
+    Args:
+      a: one value.
+      b: the other.
+      pending: the pairs, by identity, that are being compared, for functions and containers that hold themselves.
     """
-    if a is b or not (isinstance(a, FunctionType) and isinstance(b, FunctionType)):
-        return a is b or a == b
-    values = lambda f: (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values(), *_enclosed(f))
-    pairs = list(itertools.zip_longest(values(a), values(b)))
-    plain = (int, float, str, bool, type(None))
-    return (a.__code__, a.__globals__ is b.__globals__) == (b.__code__, True) and all(
-        x is y or (type(x) is type(y) and isinstance(x, plain) and x == y) for x, y in pairs
-    )
+    if a is b or (id(a), id(b)) in pending:
+        return True
+    if type(a) is not type(b):
+        return False
+    parts = _parts(a), _parts(b)
+    if parts[0] is None or parts[1] is None:
+        return _equal(a, b)
+    pending |= {(id(a), id(b))}
+    pairs = zip(*parts, strict=False)
+    return len(parts[0]) == len(parts[1]) and all(same_value(x, y, pending) for x, y in pairs)
 
 
-def _enclosed(function: FunctionType) -> list[Any]:
-    """The values of the variables around a function that it uses."""
+def values_within(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """The value, and all that it consists of, as `same_value` compares them."""
+    seen = set() if seen is None else seen
+    yield value
+    if id(value) not in seen:
+        seen.add(id(value))
+        for part in _parts(value) or ():
+            yield from values_within(part, seen)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values of one type are equal; not known to be if they can't be compared, as arrays."""
     try:
-        return [cell.cell_contents for cell in function.__closure__ or ()]
+        return (a == b) is True
+    except Exception:
+        return False
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """What a value consists of, to be compared part by part; None if it is compared as a whole."""
+    match value:
+        case float() | complex() | np.generic():
+            return [str(np.asarray(value).dtype), np.asarray(value).tobytes()]
+        case tuple() | list():
+            return list(value)
+        case Mapping():
+            return [part for item in value.items() for part in item]
+        case set() | frozenset():
+            return sorted(map(_with_type, value))
+        case functools.partial():
+            return [value.func, value.args, value.keywords]
+        case FunctionType():
+            return _parts_of_function(value)
+    if dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
+        # Linen modules among them: where they hang in another module is no part of them.
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value) if field.name != "parent"]
+    return None
+
+
+def _with_type(value: Any) -> str:
+    return f"{type(value)} {value!r}"
+
+
+def _parts_of_function(function: FunctionType) -> list[Any]:
+    """The code of a function, and all the values that it finds outside of its arguments."""
+    try:
+        enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # one isn't set yet
-        return [function]
+        enclosed = [object()]
+    defaults = [function.__defaults__, function.__kwdefaults__]
+    return [function.__code__, id(function.__globals__), *defaults, enclosed, function.__dict__]

@@ -31,7 +31,7 @@ from jpipe.layers import (
 from jpipe.shardings import Axis, Sharding, local_structs, replicated, settled
 from jpipe.splits import Splits
 from jpipe.spmd import partition_program
-from jpipe.tracing import depends_on, key_shape, trace, without_mesh
+from jpipe.tracing import key_shape, trace, uses, without_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,10 @@ def trace_kinds(
     """
     groups: list[_Group] = []
     group_of: list[int] = []
-    value, value_at = inputs, [replicated(splits.axes)] * len(jax.tree.leaves(inputs)) if inputs_at is None else inputs_at
+    value, value_at = (
+        inputs,
+        [replicated(splits.axes)] * len(jax.tree.leaves(inputs)) if inputs_at is None else inputs_at,
+    )
     for index, layer in enumerate(layers):
         same = lambda g, x=value, at=value_at, layer=layer: (
             same_type(g.takes, x) and g.takes_at == at and g.layer.is_same(layer)
@@ -235,7 +238,7 @@ def _trace_layer(
         if variables is None:
             init = lambda k, x, b: layer.init(k, positional(x), b)
             variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key_shape(), takes, batch)
-        variables = jax.eval_shape(lambda v: v, variables)
+        variables = _strong(jax.eval_shape(lambda v: v, variables))
         _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
             raise LayerError(
@@ -296,9 +299,12 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
     program, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
     _check_outputs(gives)
     _check_updates(variables, updates)
-    # A weak type says how a Python number was promoted; between layers there are arrays only.
-    gives = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gives)
-    return program, gives, any(depends_on(program, program.jaxpr.invars[:1]))
+    return program, _strong(gives), uses(program)[0]
+
+
+def _strong(shapes: Any) -> Any:
+    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
 def _check_outputs(gives: Any) -> None:

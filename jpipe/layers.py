@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jpipe.functions import mode_arguments, same_function
+from jpipe.functions import mode_arguments, same_value
 
 Variables = dict[str, Any]
 """One layer's variables by collection: `{"params": tree, "batch_stats": tree}`; a collection may be missing."""
@@ -177,8 +177,8 @@ class PlainLayer:
         """Same functions."""
         return (
             isinstance(other, PlainLayer)
-            and same_function(self.init_fn, other.init_fn)
-            and same_function(self.apply_fn, other.apply_fn)
+            and same_value(self.init_fn, other.init_fn)
+            and same_value(self.apply_fn, other.apply_fn)
         )
 
     def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:

@@ -6,8 +6,7 @@ its `Layout`. The layout translates to and from the layers' trees without ever p
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.kinds import Kind, Sequential
-from jpipe.meshes import AXIS, constrain, known_axes, on_stages
+from jpipe.kinds import Sequential
+from jpipe.meshes import AXIS, batch_axes, is_batch_axis, on_stages, part_shape
+from jpipe.shardings import gather_axes, names_in, scatter_axes
 from jpipe.storage import Buffers, Storage, build_storage
 
 
@@ -55,6 +55,36 @@ class Layout:
             (self.num_stages, *leaf.shape), leaf.dtype, sharding=NamedSharding(self.mesh, spec)
         )
         return jax.tree.map(sharded, StageTree(self.storage.shapes(), self), self.specs)
+
+    def zeros(self, dtype_of: Callable[[Any], Any] = lambda dtype: dtype, *, at_work: bool = False) -> Buffers:
+        """A device's own part of zero buffers, inside of a program on all devices.
+
+        Args:
+          dtype_of: a bank's dtype -> that of its buffer.
+          at_work: with the data axes gathered.
+        """
+        over = (lambda name: not is_batch_axis(name)) if at_work else (lambda name: True)
+        shape = lambda bank: part_shape(bank.shape, bank.spec, self.mesh, over)
+        return {name: jnp.zeros(shape(bank), dtype_of(bank.dtype)) for name, bank in self.storage.named_banks}
+
+    def gathered(self, buffers: Buffers) -> Buffers:
+        """A device's buffers with the data axes gathered."""
+        return {n: gather_axes(buffers[n], bank.spec, is_batch_axis) for n, bank in self.storage.named_banks}
+
+    def gathered_leaves(self, home: int, leaves: list[Any]) -> list[Any]:
+        """`gathered` of the leaves of one layer."""
+        specs = self.storage.shelves[home].specs
+        return [gather_axes(leaf, spec, is_batch_axis) for leaf, spec in zip(leaves, specs, strict=True)]
+
+    def reduced(self, buffers: Buffers) -> Buffers:
+        """The inverse of `gathered` for sums over a device's own examples: over all examples, at rest."""
+        return {n: self._reduced(buffers[n], bank.spec) for n, bank in self.storage.named_banks}
+
+    def _reduced(self, array: Any, spec: PartitionSpec) -> Any:
+        scattered = {name for entry in spec for name in names_in(entry)}
+        whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
+        array = scatter_axes(array, spec, is_batch_axis)
+        return jax.lax.psum(array, whole) if whole else array
 
     def place(self, leaves: dict[int, list[Any]]) -> StageTree:
         """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
@@ -117,9 +147,6 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
     homes = model.homes
     kinds = [model.kinds[home.kind] for home in homes]
     cells = [[stage_of[shown[0]] for shown in home.members] for home in homes]
-    specs = [{name: [known_axes(s, mesh) for s in group] for name, group in kind.specs.items()} for kind in kinds]
-    for kind, found in zip(kinds, specs, strict=True):
-        _check_splits(kind, kind.members[0] - model.first, found, mesh)
     layouts = {}
     for name in ["params", *sorted({n for kind in model.kinds for n in kind.variables} - {"params"})]:
         trees = [kind.variables.get(name, {}) if home.members else {} for kind, home in zip(kinds, homes, strict=True)]
@@ -127,30 +154,11 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
             [jax.tree.leaves(tree) for tree in trees],
             cells,
             num_devices=num_stages,
-            specs=[found.get(name, []) if home.members else [] for found, home in zip(specs, homes, strict=True)],
+            specs=[kind.specs.get(name, []) if home.members else [] for kind, home in zip(kinds, homes, strict=True)],
         )
         members = tuple(home.members for home in homes)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), members, mesh)
     return layouts
-
-
-def _check_splits(kind: Kind, index: int, specs: dict[str, list[PartitionSpec]], mesh: Mesh) -> None:
-    """Checks that the mesh axes that a layer's metadata names divide its arrays.
-
-    Raises:
-      ValueError: naming the layer, the leaf and the axes.
-    """
-    for name, group in specs.items():
-        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(kind.variables[name]), group, strict=True):
-            for size, entry in zip(leaf.shape, spec, strict=False):
-                axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-                shards = math.prod(mesh.shape[axis] for axis in axes)
-                if size % shards:
-                    raise ValueError(
-                        f"layer {index} ({kind.layer.name}) asks for {name}{jax.tree_util.keystr(path)} of shape "
-                        f"{leaf.shape} to be split over the mesh axes {axes} of {shards} devices, which don't divide "
-                        f"{size}; change the layer's partitioning or its size"
-                    )
 
 
 def local(tree: Any) -> Any:
@@ -168,11 +176,6 @@ def device_index(mesh: Mesh) -> Any:
     return 0 if mesh.shape[AXIS] == 1 else jax.lax.axis_index(AXIS)
 
 
-def constrain_buffers(buffers: Buffers, storage: Storage, mesh: Mesh) -> Buffers:
-    """Splits a stage's buffers over the other axes as their layers ask."""
-    return constrain(buffers, storage.specs(), mesh)
-
-
 def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
     """Each layer's own tree by collection, in the order of `members` (ends included). To be called under `jax.jit`.
 
@@ -183,35 +186,46 @@ def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
     layout = next(iter(layouts.values()))
     num_stages = layout.num_stages
     places = sorted((i, h, j) for h, group in enumerate(layout.members) for j, shown in enumerate(group) for i in shown)
-    split = lambda leaf: next(
-        (d for d, n in enumerate(leaf.shape) if n and n % num_stages == 0 and num_stages > 1), None
-    )
-    spec = lambda d: PartitionSpec() if d is None else PartitionSpec(*[None] * d, AXIS)
-    specs = [
-        {name: [spec(split(leaf)) for leaf in lay.storage.shelves[c].leaves] for name, lay in layouts.items()}
-        for _, c, _ in places
-    ]
+    mesh = layout.mesh
 
-    def share(leaf: Any, mine: Any) -> Any:
+    def split(leaf: Any, spec: PartitionSpec) -> int | None:
+        """The dimension along which a leaf is split over the stages, besides its other splits."""
+        parts = part_shape(leaf.shape, spec, mesh, lambda name: True)
+        return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
+
+    def spec_of(leaf: Any, spec: PartitionSpec) -> PartitionSpec:
+        entries = [list(names_in(entry)) for entry in spec] + [[] for _ in leaf.shape[len(spec) :]]
+        dimension = split(leaf, spec)
+        if dimension is not None:
+            entries[dimension].append(AXIS)
+        return PartitionSpec(*map(tuple, entries))
+
+    def on_shelf(name: str, c: int) -> list[tuple[Any, PartitionSpec]]:
+        shelf = layouts[name].storage.shelves[c]
+        return list(zip(shelf.leaves, shelf.specs, strict=True))
+
+    def share(leaf: Any, dimension: int | None, mine: Any) -> Any:
         if leaf.dtype == jnp.bool_:
-            return share(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
+            return share(leaf.astype(jnp.int8), dimension, mine).astype(jnp.bool_)
         leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
-        dimension = split(leaf)
         if dimension is not None:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
 
     def body(trees: dict[str, Any]) -> list[dict[str, Any]]:
-        buffers, device = local(trees), device_index(layout.mesh)
-        read = lambda name, c, j: [
-            share(leaf, layout.storage.shelves[c].cells[j] % num_stages == device)
-            for leaf in layouts[name].storage.read(buffers[name], c, j)
-        ]
+        buffers, device = local(trees), device_index(mesh)
+
+        def read(name: str, c: int, j: int) -> list[Any]:
+            mine = layout.storage.shelves[c].cells[j] % num_stages == device
+            leaves = layouts[name].storage.read(buffers[name], c, j)
+            return [share(leaf, split(*known), mine) for leaf, known in zip(leaves, on_shelf(name, c), strict=True)]
+
         return [{name: read(name, c, j) for name in layouts} for _, c, j in places]
 
     plain = {name: dict(tree) for name, tree in trees.items()}
     in_specs = {name: lay.storage.specs((AXIS,)) for name, lay in layouts.items()}
-    found = on_stages(body, layout.mesh, (in_specs,), specs)(plain)
+    specs = [{name: [spec_of(*known) for known in on_shelf(name, c)] for name in layouts} for _, c, _ in places]
+    found = on_stages(body, mesh, (in_specs,), specs)(plain)
     return [
         {name: jax.tree.unflatten(layouts[name].treedefs[c], leaves) for name, leaves in item.items()}
         for (_, c, _), item in zip(places, found, strict=True)

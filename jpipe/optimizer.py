@@ -7,6 +7,7 @@ the device where it lies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +17,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
-from jpipe.meshes import AXIS, on_stages
+from jpipe.meshes import AXIS, on_stages, rest_axes
+from jpipe.shardings import of_spec, replicated
+from jpipe.spmd import partition_program
 from jpipe.storage import accumulator_dtype, build_storage
+from jpipe.tracing import no_mesh, replay
 
 
 @jax.tree_util.register_dataclass
@@ -77,14 +81,15 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
         def body(params: Any) -> Any:
             params, device = local(params), device_index(layout.mesh)
+            read = lambda c, member, _: {"params": layout.storage.read(params, c, member)}
 
-            def read(c: int, member: Any, _: Any) -> Any:
-                return jax.tree.unflatten(layout.treedefs[c], layout.storage.read(params, c, member))
+            def visit(c: int, member: Any, own: dict[str, Any], buffers: Any) -> Any:
+                made = _on_device(
+                    lambda params: {"state": inner.init(params)}, c, own, {"params": layout, "state": states}
+                )
+                return states.storage.write(buffers, c, member, made["state"])
 
-            def visit(c: int, member: Any, tree: Any, buffers: Any) -> Any:
-                return states.storage.write(buffers, c, member, jax.tree.leaves(inner.init(tree)))
-
-            return stacked(states.storage.for_each_local(read, visit, device, states.storage.zeros()))
+            return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
 
         run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
         return StageTree(jax.jit(run)(dict(params)), states)
@@ -95,18 +100,19 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         places = {"updates": layout, "state": states, "params": layout}
         given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
 
+        def new(updates: Any, state: Any, params: Any = None, extra: Any = None) -> dict[str, Any]:
+            return dict(zip(("updates", "state"), inner.update(updates, state, params, **extra), strict=True))
+
         def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
             given, device = local(given), device_index(layout.mesh)
 
             def read(c: int, member: Any, carry: dict[str, Any]) -> dict[str, Any]:
-                leaves = {name: places[name].storage.read(carry[name], c, member) for name in carry}
-                return {name: jax.tree.unflatten(places[name].treedefs[c], found) for name, found in leaves.items()}
+                return {name: places[name].storage.read(carry[name], c, member) for name in carry}
 
             def visit(c: int, member: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
-                new, state = inner.update(own["updates"], own["state"], own.get("params"), **extra)
+                done = _on_device(new, c, own, places, extra=extra)
                 return carry | {
-                    name: places[name].storage.write(carry[name], c, member, jax.tree.leaves(tree))
-                    for name, tree in {"updates": new, "state": state}.items()
+                    name: places[name].storage.write(carry[name], c, member, leaves) for name, leaves in done.items()
                 }
 
             done = layout.storage.for_each_local(read, visit, device, given)
@@ -119,10 +125,40 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             ({name: specs[name] for name in given}, jax.tree.map(lambda _: PartitionSpec(), extra)),
             (specs["updates"], specs["state"]),
         )
-        new, state = jax.jit(run)(given, extra)
-        return StageTree(new, layout), StageTree(state, states)
+        done, state = jax.jit(run)(given, extra)
+        return StageTree(done, layout), StageTree(state, states)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _on_device(
+    function: Callable[..., dict[str, Any]], c: int, own: dict[str, Any], places: dict[str, Layout], **extra: Any
+) -> dict[str, Any]:
+    """What a device does of `function` for one layer.
+
+    Args:
+      function: from the layer's whole trees, by keyword, to others by name.
+      c: the layer's home.
+      own: the device's parts of the leaves of these trees.
+      places: the layout of each tree, of those returned too.
+      extra: what all devices have.
+
+    Returns:
+      The device's parts of the leaves of what `function` returns.
+    """
+    mesh = next(iter(places.values())).mesh
+    axes = rest_axes(mesh)
+    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in places[name].storage.shelves[c].specs]
+    whole = {n: jax.tree.unflatten(places[n].treedefs[c], places[n].storage.shelves[c].leaves) for n in own}
+    names = sorted(own)
+    with no_mesh():
+        program, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
+            whole, jax.eval_shape(lambda x: x, extra)
+        )
+    given = [s for name in names for s in at(name)] + [replicated(axes)] * len(jax.tree.leaves(extra))
+    wanted = [s for name in sorted(found) for s in at(name)]
+    done = partition_program(program, axes, given, [lambda _, s=s: s for s in wanted])
+    return replay(done.program, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
 
 
 def _layout_of(tree: Any) -> Layout:
@@ -135,13 +171,12 @@ def _layout_of(tree: Any) -> Layout:
 
 
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
-    """Where the optimiser's state for each layer lies: with the layer, split as the parameter of the same shape."""
+    """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
     trees, specs = [], []
     for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
-        tree = jax.eval_shape(tx.init, jax.tree.unflatten(treedef, list(shelf.leaves)))
-        by_shape = {leaf.shape: spec for leaf, spec in zip(shelf.leaves, shelf.specs, strict=True)}
-        trees.append(tree)
-        specs.append([by_shape.get(leaf.shape, PartitionSpec()) for leaf in jax.tree.leaves(tree)])
+        params = jax.tree.unflatten(treedef, list(shelf.leaves))
+        trees.append(jax.eval_shape(tx.init, params))
+        specs.append(_state_specs(tx, trees[-1], params, list(zip(shelf.leaves, shelf.specs, strict=True))))
     shelves = layout.storage.shelves
     storage = build_storage(
         [jax.tree.leaves(tree) for tree in trees],
@@ -150,6 +185,32 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
         specs=specs,
     )
     return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.members, layout.mesh)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a parameter, or a leaf of an optimiser's state, is split."""
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+def _state_specs(
+    tx: optax.GradientTransformation, state: Any, params: Any, leaves: list[tuple[Any, PartitionSpec]]
+) -> list[PartitionSpec]:
+    """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape."""
+    splits = [_Split(leaf.shape, spec) for leaf, spec in leaves]
+    own = lambda leaf, split: _Split(leaf.shape, split.spec if leaf.shape == split.shape else PartitionSpec())
+    other = lambda leaf: _Split(leaf.shape, PartitionSpec())
+    try:
+        found = optax.tree_utils.tree_map_params(
+            tx, own, state, jax.tree.unflatten(jax.tree.structure(params), splits), transform_non_params=other
+        )
+    except Exception:  # a state that optax can't take apart: by shape, where that leaves no doubt
+        by_shape = {shape: {s.spec for s in splits if s.shape == shape} for shape in {s.shape for s in splits}}
+        only = lambda leaf: next(iter(found)) if len(found := by_shape.get(leaf.shape, ())) == 1 else PartitionSpec()
+        return [only(leaf) for leaf in jax.tree.leaves(state)]
+    return [split.spec for split in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, _Split))]
 
 
 def state_shardings(opt_state: Any, params: StageTree) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from jpipe.plan import Plan, as_balance
 from jpipe.planner import Planner
 from jpipe.remat import as_remat
 from jpipe.schedule import Schedule
+from jpipe.splits import Splits, check_gather, check_shard_over
 from jpipe.tracing import key_shape
 
 Variables = dict[str, StageTree]
@@ -86,6 +87,8 @@ class Pipeline:
         mesh: Mesh | None = None,
         inputs: Callable[[Any], Any] | None = None,
         merge: Mapping[str, str] | None = None,
+        shard_over: Sequence[str] = (),
+        gather: str = "step",
     ):
         self._layers = as_layers(layers)
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
@@ -110,9 +113,11 @@ class Pipeline:
             balance=as_balance(balance, len(self._layers), num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
+            splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
+            gather=check_gather(gather),
         )
         self._jit_train_steps: dict[Any, Any] = {}
-        self._jit_value_and_grad = jax.jit(self._trace_value_and_grad)
+        self._jit_value_and_grad = jax.jit(self._trace_gradients)
         self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
 
@@ -264,7 +269,7 @@ class Pipeline:
         step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
         return TrainState(step, variables, opt_state, key, tx)
 
-    def abstract_state(self, batch: Any, tx: optax.GradientTransformation) -> TrainState:
+    def abstract_state(self, batch: Any, tx: optax.GradientTransformation, key: Any = None) -> TrainState:
         """Shapes, dtypes and shardings of `create_state`'s result; computes and allocates nothing.
 
         For restoring a checkpoint, and for compiling ahead of time, on a mesh of devices that need not be there:
@@ -273,6 +278,7 @@ class Pipeline:
         Args:
           batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
           tx: any optax transformation.
+          key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
         if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
             raise TypeError(
@@ -288,7 +294,7 @@ class Pipeline:
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
             variables=variables,
             opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
-            key=place(key_shape(), everywhere),
+            key=place(key_shape(key), everywhere),
             tx=tx,
         )
 
@@ -333,8 +339,12 @@ class Pipeline:
     # --- traced ---
 
     def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
-        program = self._planner.program(batch, train=True, with_loss=True)
+        program = self._planner.program(batch, train=True, with_loss=True, key=key)
         return compiled.value_and_grad(self._planner.known_plan(), program, variables, batch, key)
+
+    def _trace_gradients(self, variables: Variables, batch: Any, key: Any) -> Any:
+        (loss, updates, _), grads = self._trace_value_and_grad(variables, batch, key)
+        return (loss, updates), grads
 
     def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:
         program = self._planner.program(batch, train=False, with_loss=with_loss, bare=bare)
@@ -342,12 +352,12 @@ class Pipeline:
 
     def _trace_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
-        (loss, updates), grads = self._trace_value_and_grad(state.variables, batch, key)
+        (loss, updates, metrics), grads = self._trace_value_and_grad(state.variables, batch, key)
         params = state.variables["params"]
         tx = optax.with_extra_args_support(state.tx)
         changes, opt_state = tx.update(grads, state.opt_state, params, value=loss)
         variables = {"params": optax.apply_updates(params, changes), **updates}
-        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}
         return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
     @cached_property

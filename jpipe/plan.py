@@ -23,6 +23,7 @@ from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
 from jpipe.partition import Partition, partition, partition_from_counts
+from jpipe.splits import Splits
 from jpipe.steps import LayerStep
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
@@ -41,6 +42,8 @@ class Plan:
       layouts: where the variables lie, by collection.
       batch: structure of the first batch (a pytree of ShapeDtypeStructs).
       mesh: the devices.
+      splits: what a stage's arrays are split over.
+      gather: whether parameters that are split over data axes are gathered once a "step" or at each "use".
     """
 
     model: Sequential
@@ -48,6 +51,8 @@ class Plan:
     layouts: dict[str, Layout]
     batch: Any
     mesh: Mesh
+    splits: Splits
+    gather: str
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -150,7 +155,15 @@ def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chun
 
 
 def make_plan(
-    model: Sequential, steps: Sequence[LayerStep], batch: Any, *, balance: Balance, num_chunks: int, mesh: Mesh
+    model: Sequential,
+    steps: Sequence[LayerStep],
+    batch: Any,
+    *,
+    balance: Balance,
+    num_chunks: int,
+    mesh: Mesh,
+    splits: Splits,
+    gather: str,
 ) -> Plan:
     """Measures the layers, cuts the model and lays out its variables.
 
@@ -161,6 +174,8 @@ def make_plan(
       balance: as checked by `as_balance`.
       num_chunks: V.
       mesh: the devices, K of them along `stage`.
+      splits: what a stage's arrays are split over.
+      gather: as in `Plan`.
 
     Warns:
       UserWarning: a layer alone costs more than the share of a stage.
@@ -169,7 +184,7 @@ def make_plan(
     cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
     if cuts.objective != "counts":
         _warn_of_heavy_layers(model, cuts)
-    return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh)
+    return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh, splits, gather)
 
 
 def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jpipe.batches import microbatch_shapes
 from jpipe.checks import check_loss
-from jpipe.kinds import Sequential, trace_kinds
+from jpipe.kinds import Sequential, batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
 from jpipe.merging import check_collections
 from jpipe.meshes import check_context, num_shards, shapes_only
@@ -25,7 +25,11 @@ from jpipe.plan import Balance, Plan, early_partition, make_plan
 from jpipe.program import Program, Purpose, build_program
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
+from jpipe.shardings import Sharding, settled
+from jpipe.splits import Splits
+from jpipe.spmd import partition_program
 from jpipe.steps import LayerStep
+from jpipe.tracing import key_shape, trace
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,6 +44,8 @@ class Planner:
     balance: Balance
     schedule: Schedule
     mesh: Mesh
+    splits: Splits
+    gather: str
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
 
@@ -80,10 +86,18 @@ class Planner:
             shapes = self.shapes(batch)
             model = self.model(shapes)
             check_collections(self.merge, model.kinds)
-            steps = [LayerStep(kind, True, self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
+            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
+            steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
             with shapes_only(self.mesh):
                 self._plan = make_plan(
-                    model, steps, shapes, balance=self.balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
+                    model,
+                    steps,
+                    shapes,
+                    balance=self.balance,
+                    num_chunks=self.schedule.num_chunks,
+                    mesh=self.mesh,
+                    splits=self.splits,
+                    gather=self.gather,
                 )
         return self._plan
 
@@ -92,7 +106,8 @@ class Planner:
         cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
         if cache not in self._models:
             with shapes_only(self.mesh):
-                model = trace_kinds(self.layers, shapes if bare else self._inputs(shapes), shapes)
+                read = _itself if bare else self.read_inputs
+                model = trace_kinds(self.layers, *self._inputs(read, shapes))
                 if not bare and self._plan is None:
                     check_loss(model, self.loss_fn, shapes)
             if self._plan is not None:
@@ -100,18 +115,21 @@ class Planner:
             self._models[cache] = model
         return self._models[cache]
 
-    def _inputs(self, shapes: Any) -> Any:
-        """What the first layer takes."""
+    def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any, Splits, list[Sharding]]:
+        """What the first layer takes, the batch, what arrays are split over, and how what it takes lies."""
         try:
-            return jax.eval_shape(self.read_inputs, shapes)
+            program, inputs = trace(read_inputs, shapes)
         except (LookupError, AttributeError) as error:
             raise ValueError(
                 f"inputs raised {type(error).__name__}: {error} for the batch {describe(shapes)}; it has to return "
                 "what the first layer takes"
             ) from error
+        at = batch_shardings(shapes, self.splits)
+        found = partition_program(program, self.splits.axes, at, [settled] * len(program.jaxpr.outvars))
+        return inputs, shapes, self.splits, found.shardings
 
-    def program(self, batch: Any, *, train: bool, with_loss: bool, bare: bool = False) -> Program:
-        """The program for a batch's shapes, for training or forward only."""
+    def program(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Program:
+        """The program for a batch's shapes and a type of key, for training or forward only."""
         plan, shapes = self.known_plan(), self.shapes(batch)
         schedule = self.schedule
         if not train:
@@ -119,7 +137,7 @@ class Planner:
             names = ("num_stages", "num_microbatches", "num_chunks")
             schedule = make_schedule("forward", **dict(zip(names, sizes, strict=True)))
         purpose = Purpose(
-            train=train,
+            key=key_shape(key) if train else None,
             read_inputs=_itself if bare else self.read_inputs,
             loss_fn=self.loss_fn if with_loss else None,
             remat=self.remat,
@@ -133,7 +151,7 @@ class Planner:
                 shapes,
                 bounds=plan.bounds,
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
-                shards=num_shards(self.mesh),
+                splits=self.splits,
             )
 
 

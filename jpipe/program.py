@@ -18,8 +18,11 @@ from jpipe.kinds import Sequential
 from jpipe.merging import Merging, make_merging
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
-from jpipe.steps import LayerStep, Tape, given_shapes
+from jpipe.shardings import Sharding
+from jpipe.splits import Splits
+from jpipe.steps import LayerStep, given_shapes, metric_names
 from jpipe.storage import Storage, build_storage, is_float
+from jpipe.tape import Forward, Tape
 from jpipe.ticks import TickTable, lower
 
 
@@ -76,7 +79,8 @@ class Program:
     Attributes:
       model: the layers.
       steps: forward and backward of each kind.
-      tapes: the residuals of each kind; empty in a forward-only program.
+      forwards: the forward of each kind, as one device runs it.
+      tapes: forward, residuals and backward of each kind; empty in a forward-only program.
       mergings: how each kind's state is merged over micro-batches.
       storages: the places of the variables, by collection.
       residuals: the places of the residuals; None in a forward-only program.
@@ -86,12 +90,15 @@ class Program:
       table: when.
       schedule: what `table` was lowered from.
       remat: what waits between forward and backward.
-      outputs: the leaves of the final layer's outputs, or of the loss and its weight.
+      outputs: the leaves of the final layer's outputs, or of the sums of the loss, as one device has them.
+      outputs_at: how they lie on the devices of the last stage.
+      metrics: the names of what the loss function gives besides the loss.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
     """
 
     model: Sequential
     steps: tuple[LayerStep, ...]
+    forwards: tuple[Forward, ...]
     tapes: tuple[Tape, ...]
     mergings: tuple[Merging, ...]
     storages: dict[str, Storage]
@@ -102,7 +109,9 @@ class Program:
     table: TickTable
     schedule: Schedule
     remat: Remat
-    outputs: Any
+    outputs: list[jax.ShapeDtypeStruct]
+    outputs_at: list[Sharding]
+    metrics: tuple[str, ...]
     batch: Any
 
     @property
@@ -116,7 +125,7 @@ class Purpose:
     """What a step is compiled for.
 
     Attributes:
-      train: training mode, with gradients if the schedule has backward actions.
+      key: the type of the step's random key in training, None in evaluation.
       read_inputs: batch -> the model's inputs.
       loss_fn: the user's loss; None to return the model's outputs.
       remat: the rematerialisation mode.
@@ -124,7 +133,7 @@ class Purpose:
       merge: the rules by collection that the user set.
     """
 
-    train: bool
+    key: jax.ShapeDtypeStruct | None
     read_inputs: Callable[[Any], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
@@ -139,7 +148,7 @@ def build_program(
     *,
     bounds: Sequence[tuple[int, int]],
     storages: dict[str, Storage],
-    shards: int,
+    splits: Splits,
 ) -> Program:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -149,13 +158,18 @@ def build_program(
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
       bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
       storages: the places of the variables, by collection.
-      shards: the number of devices that each micro-batch is split over.
+      splits: what arrays are split over.
     """
     schedule, remat = purpose.schedule, purpose.remat
-    steps = tuple(LayerStep(kind, purpose.train, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
-    tapes = tuple(step.tape(given_shapes(step, batch)) for step in steps) if schedule.trains else ()
+    steps = tuple(LayerStep(kind, purpose.key, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
+    given = [given_shapes(step, batch) for step in steps]
+    tapes = tuple(map(lambda step, g: step.tape(g, splits), steps, given)) if schedule.trains else ()
+    forwards = tuple(tape.forward for tape in tapes) or tuple(
+        step.traced(g, splits) for step, g in zip(steps, given, strict=True)
+    )
     table = lower(schedule, keep_inputs=remat.keep_inputs)
-    floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in model.boundaries]
+    boundaries = model.boundaries
+    floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in boundaries]
     cuts = [stop - 1 for _, stop in bounds[:-1]]
     residuals = None
     if schedule.trains:
@@ -165,26 +179,24 @@ def build_program(
             [[stage_of[i] for i in kind.members] for kind in model.kinds],
             num_devices=schedule.num_stages,
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
-            shards=shards,
         )
-    final = steps[model.kind_of[-1]]
+    final = forwards[model.kind_of[-1]]
     return Program(
         model=model,
         steps=steps,
+        forwards=forwards,
         tapes=tapes,
         mergings=tuple(make_merging(kind, purpose.merge) for kind in model.kinds),
         storages=storages,
         residuals=residuals,
-        carrier=make_carrier(model.boundaries, cuts, shards=shards),
-        cotangents=make_carrier(floats, cuts, shards=shards),
+        carrier=make_carrier(boundaries, cuts),
+        cotangents=make_carrier(floats, cuts),
         route=make_route(model, bounds),
         table=table,
         schedule=schedule,
         remat=remat,
-        outputs=jax.eval_shape(
-            lambda given, x: final.forward(given, x).outputs,
-            given_shapes(final, batch),
-            jax.tree.leaves(final.kind.takes),
-        ),
+        outputs=final.outcome.outputs,
+        outputs_at=final.outcome_at[: len(final.outcome.outputs)],
+        metrics=metric_names(purpose.loss_fn, model.kinds[model.kind_of[-1]].gives, batch),
         batch=batch,
     )

@@ -470,7 +470,9 @@ def local_params(equation: Any, operands: Sequence[Any], results: Sequence[tuple
       operands: a device's parts.
       results: the shapes of the device's parts of the results.
     """
-    name, params = equation.primitive.name, equation.params
+    # What tells a compiler how to split results is of no use to a device.
+    told = {name: None for name in ("sharding", "out_sharding") if name in equation.params}
+    name, params = equation.primitive.name, equation.params | told
     if name == "broadcast_in_dim":
         return params | {"shape": results[0]}
     if name == "reshape":

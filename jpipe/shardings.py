@@ -76,6 +76,11 @@ def settled(sharding: Sharding) -> Sharding:
     return tuple(REPLICATED if p == PARTIAL else p for p in sharding)
 
 
+def in_runs(sharding: Sharding) -> Sharding:
+    """The sharding without those shards that aren't one run of elements, which no PartitionSpec may describe."""
+    return tuple(REPLICATED if isinstance(p, Shard) and p.outer > 1 else p for p in sharding)
+
+
 def local_shape(shape: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) -> tuple[int, ...]:
     """The shape of a device's part of an array."""
     result = list(shape)

@@ -1,7 +1,7 @@
 """What a stage's arrays are split over: weights at rest and at work, and the examples of a micro-batch.
 
-At rest a weight is split as its layer's metadata says, and over the axes that the pipeline was told to split all of them
-over (`shard_over`). At work the data axes are gathered, and what remains is how the layer's program finds it.
+At rest a weight is split as its layer's metadata says, and over the axes that the pipeline was told to split all of
+them over (`shard_over`). At work the data axes are gathered, and what remains is how the layer's program finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jpipe.meshes import AXIS, is_batch_axis, stage_axes
 from jpipe.shardings import Axis, Shard, Sharding, names_in, of_spec, replicated
 
 SMALLEST = 1024
-"""Elements from which on a weight is split over `shard_over`: for smaller ones a collective costs more than they take."""
+"""Elements from which on a weight is split over `shard_over`: a collective for a smaller one costs more than it takes."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,16 @@ class Splits:
         """A spec without the axes that the mesh lacks or that split nothing."""
         if self.mesh is None:
             return PartitionSpec()
-        keep = lambda name: name != AXIS and self.mesh.shape.get(name, 1) > 1
+        sizes = self.mesh.shape
+        keep = lambda name: name != AXIS and sizes.get(name, 1) > 1
         return _spec([list(filter(keep, names_in(entry))) for entry in spec])
 
     def _check(self, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
         seen: set[str] = set()
         if len(spec) > len(shape):
-            raise ValueError(f"{what} to be split by {spec}, which has more dimensions; change the layer's partitioning")
+            raise ValueError(
+                f"{what} to be split by {spec}, which has more dimensions; change the layer's partitioning"
+            )
         for size, entry in zip(shape, spec, strict=False):
             names = names_in(entry)
             twice = [name for name in names if name in seen or names.count(name) > 1]
@@ -128,3 +131,17 @@ def check_shard_over(mesh: Mesh, names: Any) -> tuple[str, ...]:
             known = [n for n in mesh.axis_names if is_batch_axis(n)]
             raise ValueError(f"shard_over={names!r} names {name!r}; this mesh has the data axes {known}")
     return names
+
+
+GATHER = ("step", "use")
+
+
+def check_gather(gather: Any) -> str:
+    """The user's choice of when parameters that are split over data axes are gathered.
+
+    Raises:
+      ValueError: neither once a step nor at each use.
+    """
+    if gather not in GATHER:
+        raise ValueError(f"gather={gather!r} is unknown; use one of {list(GATHER)}")
+    return gather

@@ -10,13 +10,15 @@ across examples stays exact, since only where arrays lie is decided here, never 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AxisType
 
 from jpipe.sharding_rules import RULES, Step, local_params
 from jpipe.shardings import (
@@ -76,7 +78,14 @@ def partition_program(
     sizes = [pair for axis in axes for pair in zip(axis.names, axis.sizes, strict=True)]
     pairs = zip(program.jaxpr.invars, shardings, strict=True)
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
-    return LocalProgram(jax.make_jaxpr(run, axis_env=sizes)(*local), found)
+    with _on_one_device():
+        return LocalProgram(jax.make_jaxpr(run, axis_env=sizes)(*local), found)
+
+
+def _on_one_device() -> AbstractContextManager:
+    """The context of a program that is manual over all axes of the mesh at hand."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))
 
 
 class Value:
@@ -104,7 +113,7 @@ class Partitioner:
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
         """The results of a program."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-        read = lambda v: self.whole(v.val) if isinstance(v, Literal) else known[v]
+        read = lambda v: self.whole(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else known[v]
         for equation in jaxpr.eqns:
             results = self.carry_out(equation, list(map(read, equation.invars)))
             known.update(zip(equation.outvars, results, strict=True))
@@ -178,9 +187,16 @@ def _run(equation: Any, shapes: list[tuple[int, ...]], *operands: Any) -> list[A
     """An equation, carried out on a device's own operands."""
     params = local_params(equation, operands, shapes)
     names = _names(len(operands))  # what they are called doesn't matter, nor of which shape they once were
-    single = equation.replace(invars=names, params=params)
+    single = equation.replace(invars=names, params=params, ctx=_context(equation.ctx, jax.sharding.get_abstract_mesh()))
     jaxpr = _NOTHING.jaxpr.replace(invars=names, outvars=equation.outvars, eqns=[single], effects=equation.effects)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
+
+
+@cache
+def _context(context: Any, mesh: Any) -> Any:
+    """The context of an equation (compute type and the like), but with another mesh."""
+    with context.manager, jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
 
 
 _NOTHING = jax.make_jaxpr(lambda: ())()

@@ -19,10 +19,13 @@ from jpipe.indexing import look_up, put_row, take_row, take_slice
 from jpipe.kinds import Kind
 from jpipe.loops import anchor, each
 from jpipe.program import Program
+from jpipe.shardings import local_structs
 from jpipe.steps import Given, Outcome, needs_batch
 from jpipe.storage import Row, is_float
 
 Carry = dict[str, Any]
+Gather = Callable[[int, list[Any]], list[Any]]
+"""(home, parameters as they lie at rest or gathered for the step) -> as a layer takes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +35,12 @@ class Stage:
     Attributes:
       program: the step.
       variables: the device's buffers, by collection.
-      batch: all micro-batches, `[M, b, ...]`.
+      batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
       shared: the leaves of shared parameters, by home.
       rates: how fast running averages move, by kind; see `jpipe.merging`.
       device: the stage index k, a Python integer if there is one stage only.
-      pin: fixes how the leaves of a boundary are split over the other mesh axes.
+      gather: (home, a layer's parameters as they lie in `variables`) -> as its forward and backward take them.
     """
 
     program: Program
@@ -47,7 +50,7 @@ class Stage:
     shared: dict[int, list[Any]]
     rates: list[list[Any]]
     device: Any
-    pin: Callable[[list[Any]], list[Any]]
+    gather: Gather
 
     def forward(self, virtual_stage: Any, microbatch: Any, carry: Carry, save: Row | None) -> Carry:
         """Runs the stage's layers on `carry["x"]`.
@@ -58,16 +61,16 @@ class Stage:
 
         def visit(c: int, member: Any, trip: Any, carry: Carry) -> tuple[Any, Carry]:
             """One layer forward: reads its input from the carrier and puts its output there."""
-            carry, kind, step = dict(carry), self.program.model.kinds[c], self.program.steps[c]
-            x = [] if kind.entry else self.pin(self.program.carrier.unpack(carry["x"], jax.tree.leaves(kind.takes)))
+            carry, kind = dict(carry), self.program.model.kinds[c]
+            x = [] if kind.entry else self.program.carrier.unpack(carry["x"], self._local(kind.takes, kind.takes_at))
             (at, batch, x), trip = anchor((microbatch, self._batch_of(kind, microbatch), x), trip)
             given = self._given(c, member, at, batch)
-            outcome, stored = self.program.tapes[c].forward(given, x) if step.train else (step.forward(given, x), [])
+            outcome, stored = self.program.forwards[c](given, x)
             if save is not None:
                 assert self.program.residuals is not None
                 carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, save)
             if not kind.final:
-                carry["x"] = self.program.carrier.pack(carry["x"], self.pin(outcome.outputs))
+                carry["x"] = self.program.carrier.pack(carry["x"], outcome.outputs)
             elif "loss" in carry:
                 carry["loss"] = [a + y.astype(a.dtype) for a, y in zip(carry["loss"], outcome.outputs, strict=True)]
             elif "outputs" in carry:
@@ -87,10 +90,10 @@ class Stage:
             """One layer backward: the same with cotangents."""
             carry, kind, tape = dict(carry), self.program.model.kinds[c], self.program.tapes[c]
             stored = places.read(residuals, c, member, saved)
-            shapes = [leaf for leaf in jax.tree.leaves(kind.gives) if is_float(leaf)]
+            shapes = [leaf for leaf in self._local(kind.gives, kind.gives_at) if is_float(leaf)]
             dy = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]  # of the loss
             if not kind.final:
-                dy = self.pin(self.program.cotangents.unpack(carry["dx"], shapes))
+                dy = self.program.cotangents.unpack(carry["dx"], shapes)
             values, trip = anchor((microbatch, self._batch_of(kind, microbatch), stored, dy), trip)
             at, batch, stored, dy = values
             given = self._given(c, member, at, batch)
@@ -102,7 +105,7 @@ class Stage:
             else:
                 carry["grads"] = self.program.storages["params"].add(carry["grads"], c, member, gradients)
             if not kind.entry:
-                carry["dx"] = self.program.cotangents.pack(carry["dx"], self.pin(dx))
+                carry["dx"] = self.program.cotangents.pack(carry["dx"], dx)
             return trip, carry
 
         return self._sweep(virtual_stage, visit, carry, reverse=True)
@@ -135,6 +138,10 @@ class Stage:
             return carry
         return each(0, look_up(route.num_rounds.tolist(), virtual_stage), one_round, carry, reverse=reverse)
 
+    def _local(self, tree: Any, shardings: list[Any]) -> list[Any]:
+        """The types of a device's parts of the leaves at a boundary."""
+        return local_structs(tree, shardings, self.program.model.axes)
+
     def _batch_of(self, kind: Kind, microbatch: Any) -> Any:
         """The micro-batch, for layers that look at it."""
         if not needs_batch(kind):
@@ -149,7 +156,7 @@ class Stage:
         home = self.program.model.home_of(c)
         params = self.shared.get(home)
         if params is None:
-            params = storages["params"].read(self.variables["params"], c, member)
+            params = self.gather(home, storages["params"].read(self.variables["params"], c, member))
         return Given(params, self._read_state(self.variables, c, member), key, batch)
 
     def _accumulate(
@@ -177,7 +184,7 @@ class Stage:
             totals, old = values
             return self._write_state(buffers, c, member, mergings[c].finish(totals, old, self.rates[c], count))
 
-        empty = {name: self.program.storages[name].zeros() for name in updates}
+        empty = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in updates}
         return self.program.storages["params"].for_each_local(read, visit, self.device, empty)
 
     def _read_state(self, buffers: dict[str, Any], c: int, member: Any) -> list[Any]:

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from jpipe.kinds import Kind, same_shapes
-from jpipe.layers import Context, describe, positional
+from jpipe.layers import Context, LayerError, describe, positional
 from jpipe.remat import Remat
+from jpipe.shardings import PARTIAL, Axis, Sharding, in_runs, replicated
+from jpipe.splits import Splits
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tape import Tape, make_tape
-from jpipe.tracing import key_shape, without_stops
+from jpipe.tape import Choose, Forward, Lies, Tape, make_forward, make_tape
+from jpipe.tracing import example_key, replay, trace, without_stops
 
 
 class Given(NamedTuple):
@@ -44,17 +45,22 @@ class LayerStep:
 
     Attributes:
       kind: the layers.
-      train: training or evaluation mode.
+      key: the type of its random key for a micro-batch in training; None in evaluation.
       read_inputs: batch -> the model's inputs, for the entry layer.
       loss_fn: (outputs, batch) -> loss or (loss_sum, weight_sum), for the final layer; None returns the outputs.
       remat: the policy for the residuals.
     """
 
     kind: Kind
-    train: bool
+    key: jax.ShapeDtypeStruct | None
     read_inputs: Callable[[Any], Any]
     loss_fn: Callable[[Any, Any], Any] | None
     remat: Remat
+
+    @property
+    def train(self) -> bool:
+        """Training or evaluation mode."""
+        return self.key is not None
 
     def forward(self, given: Given, x: list[Any]) -> Outcome:
         """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
@@ -68,7 +74,7 @@ class LayerStep:
         if not leaves:
             return []
         zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-        given = zeros(shapes._replace(key=None))._replace(key=jax.random.key(0))
+        given = zeros(shapes._replace(key=None))._replace(key=example_key(shapes.key))
 
         def update(*averages: Any) -> list[Any]:
             state = list(given.state)
@@ -78,14 +84,54 @@ class LayerStep:
             return [new[i] for i in leaves]
 
         averages = [given.state[i] for i in leaves]
-        program = without_stops(jax.make_jaxpr(update)(*averages))  # nnx stops the gradients of what it keeps
-        return [1 - slope for slope in jax.jvp(jaxpr_as_fun(program), averages, list(map(jnp.ones_like, averages)))[1]]
+        program = without_stops(trace(update, *averages)[0])  # nnx stops the gradients of what it keeps
+        slopes = jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]
+        return [1 - slope for slope in slopes]
 
-    def tape(self, given: Given) -> Tape:
-        """The layer's forward and backward, traced at these shapes."""
+    def traced(self, given: Given, splits: Splits = Splits()) -> Forward:  # noqa: B008
+        """The layer's forward, traced at these shapes, for one of the devices of a stage."""
+        return make_forward(self.forward, given, self._takes, self._lies(given, splits))
+
+    def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
+        """The layer's forward and backward, traced at these shapes, for one of the devices of a stage."""
         has_cotangent = lambda outcome: self._differentiable(outcome.outputs)
-        inputs = [] if self.kind.entry else jax.tree.leaves(self.kind.takes)
-        return make_tape(self.differentiate, has_cotangent, given, inputs)
+        return make_tape(self.differentiate, has_cotangent, given, self._takes, self._lies(given, splits))
+
+    @property
+    def _takes(self) -> list[Any]:
+        """The shapes of the inputs; the entry layer has none, but reads them from its batch."""
+        return [] if self.kind.entry else jax.tree.leaves(self.kind.takes)
+
+    def _lies(self, given: Given, splits: Splits) -> Lies:
+        """How all that the layer works on lies."""
+        kind, axes = self.kind, splits.axes
+        if not axes:
+            return Lies()
+        at_work = lambda name: [splits.at_work(spec) for spec in kind.specs.get(name, [])]
+        params, state = at_work("params"), [s for name in kind.state_names for s in at_work(name)]
+        batch = [] if given.batch is None else [splits.of_examples(a.shape[0]) for a in jax.tree.leaves(given.batch)]
+        outputs_at = list(map(in_runs, kind.gives_at)) if kind.final else kind.gives_at
+        loses = kind.final and self.loss_fn is not None  # sums of a micro-batch may be left partial
+
+        def outcome(found: Outcome) -> list[Choose]:
+            outputs = [lambda s: s] * len(found.outputs) if loses else list(map(_as, outputs_at))
+            return [*outputs, *[_as(s) for s, _ in zip(state, found.updates, strict=False)]]
+
+        moving = lambda tree, shardings: [
+            s for a, s in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(a)
+        ]
+        cotangents = [replicated(axes)] if kind.final else moving(kind.gives, kind.gives_at)
+        return Lies(
+            axes=axes,
+            given=[*params, *state, *[replicated(axes)] * (given.key is not None), *batch],
+            inputs=[] if kind.entry else kind.takes_at,
+            outcome=outcome,
+            cotangents=cotangents,
+            gradients=[
+                *[_as(_unreduced(s, axes)) for s in params],
+                *[_as(s) for s in ([] if kind.entry else moving(kind.takes, kind.takes_at))],
+            ],
+        )
 
     def _inputs(self, given: Given, x: list[Any]) -> Any:
         if self.kind.entry:
@@ -98,7 +144,10 @@ class LayerStep:
         trees = {n: jax.tree.map(lambda _: next(leaves), kind.variables[n]) for n in names}
         if "params" in kind.variables:
             trees["params"] = jax.tree.unflatten(jax.tree.structure(kind.variables["params"]), given.params)
-        outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        try:
+            outputs, updates = kind.layer.apply(trees, positional(inputs), Context(given.key, self.train, given.batch))
+        except LayerError as error:
+            raise ValueError(f"{kind.layer.name} {error}") from error
         if not same_shapes(outputs, kind.gives):
             raise ValueError(
                 f"{kind.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "
@@ -107,7 +156,7 @@ class LayerStep:
             )
         outputs = jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, kind.gives)
         if kind.final and self.loss_fn is not None:
-            outputs = loss_pair(self.loss_fn(outputs, given.batch))
+            outputs = loss_sums(self.loss_fn(outputs, given.batch))
         return Outcome(
             jax.tree.leaves(outputs), [u for n in names if n in updates for u in jax.tree.leaves(updates[n])]
         )
@@ -131,13 +180,23 @@ class LayerStep:
         return outputs[:1] if self.kind.final else [leaf for leaf in outputs if is_float(leaf)]
 
 
+def _as(sharding: Sharding) -> Choose:
+    """However a result lies by itself, it has to lie like this."""
+    return lambda _: sharding
+
+
+def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:
+    """How the gradient of a micro-batch lies: over the data axes it stays a sum to be taken, once a step."""
+    return tuple(PARTIAL if axis.of_examples else p for p, axis in zip(sharding, axes, strict=True))
+
+
 def given_shapes(step: LayerStep, batch: Any) -> Given:
     """The shapes of what a layer is given."""
     kind = step.kind
     return Given(
         params=jax.tree.leaves(kind.variables.get("params")),
         state=[leaf for name in kind.state_names for leaf in jax.tree.leaves(kind.variables[name])],
-        key=key_shape() if step.train else None,
+        key=step.key,
         batch=batch if needs_batch(kind) else None,
     )
 
@@ -147,10 +206,22 @@ def needs_batch(kind: Kind) -> bool:
     return kind.entry or kind.final or kind.layer.reads_batch
 
 
-def loss_pair(loss: Any) -> tuple[Any, Any]:
-    """(loss_sum, weight_sum) of what a loss function returned; a mean loss has weight 1."""
-    loss_sum, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
-    loss_sum = jnp.asarray(loss_sum)
-    # In the dtype of the sums: a count of tokens may be too large or too fine for a narrow loss.
-    weight = jax.lax.stop_gradient(jnp.asarray(weight)).astype(accumulator_dtype(loss_sum.dtype))
-    return loss_sum, weight
+def loss_sums(loss: Any) -> list[Any]:
+    """What a loss function returned as sums over examples: [loss_sum, weight_sum, and the same of each metric].
+
+    A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
+    narrow loss.
+    """
+    parts = loss if isinstance(loss, tuple) else (loss, 1.0)
+    loss, weight, metrics = parts if len(parts) == 3 else (*parts, {})
+    loss_sum = jnp.asarray(loss)
+    dtype = accumulator_dtype(loss_sum.dtype)
+    constant = lambda value: jax.lax.stop_gradient(jnp.asarray(value)).astype(dtype)
+    pairs = [value if isinstance(value, tuple) else (value, 1.0) for _, value in sorted(metrics.items())]
+    return [loss_sum, constant(weight), *[constant(value) for pair in pairs for value in pair]]
+
+
+def metric_names(loss_fn: Callable[[Any, Any], Any] | None, outputs: Any, batch: Any) -> tuple[str, ...]:
+    """The names of the metrics that a loss function returns, in the order of `loss_sums`."""
+    loss = None if loss_fn is None else jax.eval_shape(loss_fn, outputs, batch)
+    return tuple(sorted(loss[2])) if isinstance(loss, tuple) and len(loss) == 3 else ()

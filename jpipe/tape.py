@@ -8,15 +8,17 @@ both agree on the residuals wherever they run, and a layer's Python code runs on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
-from jpipe.tracing import depends_on, only_needed
+from jpipe.shardings import Axis, Sharding, settled
+from jpipe.spmd import LocalProgram, partition_program
+from jpipe.tracing import depends_on, only_needed, replay, trace
 
 
 @dataclass(frozen=True)
@@ -27,34 +29,74 @@ class _Source:
     index: int
 
 
+Choose = Callable[[Sharding], Sharding]
+"""How a result lies by itself -> how it has to lie."""
+
+
+@dataclass(frozen=True)
+class Lies:
+    """How what a layer works on lies on the devices of its stage, leaf by leaf; nothing to say for a single device.
+
+    Attributes:
+      axes: what arrays are split over.
+      given: what forward and backward are given alike.
+      inputs: the inputs.
+      outcome: what the forward returns (a pytree) -> how its leaves have to lie.
+      cotangents: the cotangents of the outputs that have some.
+      gradients: what the backward returns: gradients of the parameters, then cotangents of the inputs.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    given: Sequence[Sharding] = ()
+    inputs: Sequence[Sharding] = ()
+    outcome: Callable[[Any], Sequence[Choose]] = lambda outcome: ()
+    cotangents: Sequence[Sharding] = ()
+    gradients: Sequence[Choose] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A layer's forward, as one device runs it.
+
+    Attributes:
+      run: (what is given, inputs) -> (outcome, leaves of the vjp).
+      stored_at: which of these leaves are residuals to store.
+      outcome: shapes of what the layer returns (a pytree).
+      outcome_at: how its leaves lie.
+    """
+
+    run: Callable[..., Any]
+    stored_at: tuple[int, ...]
+    outcome: Any
+    outcome_at: list[Sharding]
+
+    def __call__(self, given: Any, x: list[Any]) -> tuple[Any, list[Any]]:
+        """(outcome, the residuals to store for `Tape.backward`)."""
+        outcome, leaves = self.run(given, x)
+        return outcome, [leaves[i] for i in self.stored_at]
+
+
 @dataclass(frozen=True, eq=False)
 class Tape:
     """A traced layer.
 
     Attributes:
-      forwards: (what is given, inputs) -> (outcome, leaves of the vjp).
-      derive: (what is given, inputs) -> those of these leaves that are computed again.
+      forward: what is given and inputs -> outcome and residuals.
+      derive: (what is given, inputs) -> those leaves of the vjp that are computed again.
       backwards: (leaves of the vjp, cotangents of the outputs) -> (gradients, cotangents of the inputs).
       sources: for each leaf of the vjp.
-      stored_at: which leaves are stored.
-      stored: their shapes.
+      stored: the shapes of the residuals.
       inputs: shapes of the inputs.
       outputs: shapes of the outputs that have cotangents.
     """
 
-    forwards: Callable[..., Any]
+    forward: Forward
     derive: Callable[..., Any]
     backwards: Callable[..., Any]
     sources: tuple[_Source, ...]
-    stored_at: tuple[int, ...]
     stored: tuple[jax.ShapeDtypeStruct, ...]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
-
-    def forward(self, given: Any, x: list[Any]) -> tuple[Any, list[Any]]:
-        """(outcome, the residuals to store for `backward`)."""
-        outcome, leaves = self.forwards(given, x)
-        return outcome, [leaves[i] for i in self.stored_at]
 
     def backward(self, given: Any, stored: list[Any], cotangents: list[Any]) -> tuple[list, list]:
         """(gradients of the parameters, cotangents of the floating-point inputs)."""
@@ -63,7 +105,23 @@ class Tape:
         return self.backwards([pools[source.kind][source.index] for source in self.sources], cotangents)
 
 
-def make_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given: Any, inputs: list[Any]) -> Tape:
+def make_forward(function: Callable[..., Any], given: Any, inputs: list[Any], lies: Lies) -> Forward:
+    """Traces a layer's forward alone: `function(given, inputs) -> outcome`, from shapes."""
+    program, outcome = trace(lambda *arguments: (function(*arguments), []), given, inputs)
+    local = partition_program(program, lies.axes, [*lies.given, *lies.inputs], lies.outcome(outcome[0]))
+    return _forward(local, outcome, ())
+
+
+def _forward(local: LocalProgram, result: Any, stored_at: tuple[int, ...]) -> Forward:
+    """The forward of a program that returns (outcome, leaves of the vjp)."""
+    structure, count = jax.tree.structure(result[0]), len(jax.tree.leaves(result[0]))
+    outcome = jax.tree.unflatten(structure, _shapes(local.program.out_avals[:count]))
+    return Forward(replay(local.program, result), stored_at, outcome, local.shardings[:count])
+
+
+def make_tape(
+    differentiate: Callable[..., Any], has_cotangent: Callable, given: Any, inputs: list[Any], lies: Lies
+) -> Tape:
     """Traces a layer from shapes alone.
 
     Args:
@@ -71,6 +129,7 @@ def make_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given:
       has_cotangent: outcome -> the outputs that have cotangents.
       given: the shapes of what forward and backward are given alike, a NamedTuple whose first field is `params`.
       inputs: the shapes of the inputs.
+      lies: how all of that lies on the devices of a stage.
     """
     structures: list[Any] = []
 
@@ -79,29 +138,42 @@ def make_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given:
         structures.append(jax.tree.structure(vjp))
         return outcome, jax.tree.leaves(vjp)
 
-    program, (outcome, leaves) = jax.make_jaxpr(run, return_shape=True)(given, inputs)
+    program, (outcome, leaves) = trace(run, given, inputs)
     num_outcome = len(jax.tree.leaves(outcome))
     sources, stored_at, derived_at = _sort(program, num_outcome, len(given.params), len(jax.tree.leaves(given)))
     again = program.jaxpr.replace(outvars=[program.jaxpr.outvars[num_outcome + i] for i in derived_at])
     outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in has_cotangent(outcome)]
     transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[0], leaves)(cotangents)
-    transposed, result = jax.make_jaxpr(transpose, return_shape=True)(leaves, outputs)
+    transposed, result = trace(transpose, leaves, outputs)
+
+    arguments = [*lies.given, *lies.inputs]
+    forward = partition_program(program, lies.axes, arguments, [*lies.outcome(outcome), *[settled] * len(leaves)])
+    again = only_needed(ClosedJaxpr(again, program.consts))
+    derive = partition_program(again, lies.axes, arguments, [settled] * len(derived_at))
+    lying = {
+        "known": lies.given,
+        "derived": derive.shardings,
+        "stored": _chosen(forward.shardings[num_outcome:], stored_at),
+    }
+    at = [lying[source.kind][source.index] for source in sources] if lies.axes else []
+    backward = partition_program(transposed, lies.axes, [*at, *lies.cotangents], lies.gradients)
     return Tape(
-        forwards=_replay(program, (outcome, leaves)),
-        derive=_replay(only_needed(ClosedJaxpr(again, program.consts)), [leaves[i] for i in derived_at]),
-        backwards=_replay(transposed, result),
+        forward=_forward(forward, (outcome, leaves), stored_at),
+        derive=replay(derive.program, [leaves[i] for i in derived_at]),
+        backwards=replay(backward.program, result),
         sources=sources,
-        stored_at=stored_at,
-        stored=tuple(jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in stored_at),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        stored=_shapes(_chosen(forward.program.out_avals[num_outcome:], stored_at)),
+        inputs=_shapes(forward.program.in_avals[len(jax.tree.leaves(given)) :]),
+        outputs=_shapes(backward.program.in_avals[len(leaves) :]),
     )
 
 
-def _replay(program: ClosedJaxpr, result: Any) -> Callable[..., Any]:
-    """A program as a function of pytrees that returns one like `result`."""
-    structure = jax.tree.structure(result)
-    return lambda *arguments: jax.tree.unflatten(structure, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+def _chosen(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [items[i] for i in indices]
+
+
+def _shapes(avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
 
 def _sort(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from jax.sharding import AbstractMesh
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AbstractMesh, AxisType
 
 
 def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
@@ -55,39 +57,113 @@ def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program with every `jax.lax.stop_gradient` in it taken away, in the programs inside of it too."""
-    return ClosedJaxpr(_without_stops(program.jaxpr), program.consts)
+    return ClosedJaxpr(
+        _without(program.jaxpr, lambda equation: equation.primitive.name == "stop_gradient"), program.consts
+    )
 
 
-def _without_stops(jaxpr: Jaxpr) -> Jaxpr:
+def _without(jaxpr: Jaxpr, skipped: Callable[[Any], bool]) -> Jaxpr:
+    """A program without some equations, which hand their operands through."""
     names: dict[Any, Any] = {}
     named = lambda v: v if isinstance(v, Literal) else names.get(v, v)
     equations = []
     for equation in jaxpr.eqns:
         inputs = list(map(named, equation.invars))
-        if equation.primitive.name == "stop_gradient":
+        if skipped(equation):
             names.update(zip(equation.outvars, inputs, strict=True))
             continue
-        params = {name: _stops_inside(value) for name, value in equation.params.items()}
+        params = equation.params
+        if equation.primitive.name != "shard_map":  # there devices are seen one by one
+            params = {name: _without_inside(value, skipped) for name, value in params.items()}
         equations.append(equation.replace(invars=inputs, params=params))
     return jaxpr.replace(eqns=equations, outvars=list(map(named, jaxpr.outvars)))
 
 
-def _stops_inside(value: Any) -> Any:
-    """An equation's parameter without stops: a program (of `jit`, `checkpoint`, a loop), several (branches), or not."""
+def _without_inside(value: Any, skipped: Callable[[Any], bool]) -> Any:
+    """`_without` of an equation's parameter: a program (of `jit`, a loop), several (branches), or neither."""
     if isinstance(value, Jaxpr):
-        return _without_stops(value)
+        return _without(value, skipped)
     if isinstance(value, ClosedJaxpr):
-        return without_stops(value)
-    if isinstance(value, tuple | list):
-        return (
-            type(value)(map(_stops_inside, value)) if any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value) else value
-        )
+        return ClosedJaxpr(_without(value.jaxpr, skipped), value.consts)
+    if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
+        return type(value)(_without_inside(v, skipped) for v in value)
     return value
 
 
-def key_shape() -> jax.ShapeDtypeStruct:
-    """The type of a random key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
+def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
+    """(the program of a user's function, the shapes of its results).
+
+    What the function reduces over a mesh axis (`nn.BatchNorm(axis_name="data")`) is whole already where it is traced: a
+    layer sees all of a micro-batch, whatever devices have it. So such reductions are left out.
+
+    Raises:
+      ValueError: it asks for its index along a mesh axis, which isn't known there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    program, result = jax.make_jaxpr(function, axis_env=[(name, 1) for name in names], return_shape=True)(*shapes)
+    if not names:
+        return program, result
+
+    def is_over_all(equation: Any) -> bool:
+        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+        named = [a for a in (axes if isinstance(axes, tuple) else (axes,)) if a in names]
+        if named and equation.primitive.name not in _REDUCTIONS and equation.primitive.name in _OVER_AXES:
+            raise ValueError(
+                f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees the whole micro-batch and "
+                "all of its weights, so that only sums, means and the like over an axis have a meaning there; for a "
+                "program of single devices, use jax.shard_map in the layer"
+            )
+        return bool(named) and equation.primitive.name in _REDUCTIONS
+
+    return ClosedJaxpr(_without(program.jaxpr, is_over_all), program.consts), result
+
+
+_REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast")
+_OVER_AXES = ("axis_index", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
+
+
+def uses(program: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """For each input of a program, whether one of the wanted outputs (all by default) needs it.
+
+    Unlike `depends_on` it looks into loops.
+    """
+    return dce_jaxpr(program.jaxpr, wanted or [True] * len(program.jaxpr.outvars))[1]
+
+
+def replay(program: ClosedJaxpr, result: Any) -> Callable[..., Any]:
+    """A program as a function of pytrees.
+
+    Args:
+      program: what `jax.make_jaxpr` made.
+      result: what the function returns, or its shapes.
+
+    Returns:
+      The function, which returns arrays alone: a program hands its literals back as Python scalars.
+    """
+    structure, run = jax.tree.structure(result), jaxpr_as_fun(program)
+
+    def call(*arguments: Any) -> Any:
+        found = zip(run(*jax.tree.leaves(arguments)), program.out_avals, strict=True)
+        return jax.tree.unflatten(structure, [_as_array(value, aval) for value, aval in found])
+
+    return call
+
+
+def _as_array(value: Any, aval: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+
+
+def key_shape(key: Any = None) -> jax.ShapeDtypeStruct:
+    """The type of a random key, or of JAX's default implementation's."""
+    return jax.eval_shape(lambda: jax.random.key(0)) if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+
+def example_key(kind: jax.ShapeDtypeStruct) -> jax.Array:
+    """A key of a type, always the same."""
+    found: list[Any] = []  # JAX tells the implementation of keys alone, not of their types
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
+    return jax.random.key(0, impl=found[0])
 
 
 def no_mesh() -> Any:
@@ -103,4 +179,4 @@ def without_mesh(function: Callable, *arguments: Any) -> Any:
     shapes = jax.eval_shape(lambda x: x, arguments)
     with no_mesh():
         program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+    return replay(program, result)(*arguments)

@@ -83,7 +83,7 @@ def nothing_compiles(key):
         ({"layers": "dense"}, TypeError, "layers is a str"),
         ({"layers": [dense(), 3]}, TypeError, r"layers\[1\] is a int, which is no layer"),
         ({"layers": [dense(), None]}, TypeError, r"layers\[1\] is a NoneType"),
-        ({"layers": [nn.Dense, dense()]}, TypeError, r"layers\[0\] is .*class"),
+        ({"layers": [nn.Dense, dense()]}, TypeError, r"layers\[0\] is the class Dense, .*; call it"),
         ({"layers": [dense(), lambda rngs: 3]}, TypeError, r"layers\[1\] takes rngs.* returned int"),
         ({"loss": None}, TypeError, "loss_fn=None is not callable"),
         ({"inputs": "inputs"}, TypeError, "inputs='inputs' is not callable"),

@@ -1,6 +1,8 @@
 """Adapters: every kind of layer behind one interface."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -240,3 +242,170 @@ def test_what_partial_fixes_stays_fixed():
 
     (layer,) = as_layers([functools.partial(apply, train=False)])
     assert layer.apply({}, (1,), Context(None, True))[0] == 1
+
+
+# --- values that == takes for equal -----------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    c: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, jnp.asarray(jax.tree.leaves(self.c)[0], jnp.float32))
+
+
+class NnxConstant(nnx.Module):
+    def __init__(self, c):
+        self.c = c
+
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, jnp.asarray(self.c, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class CallableConstant:
+    c: Any
+
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, self.c)
+
+
+def closure(c):
+    return lambda x: x * jnp.copysign(1.0, c)
+
+
+def default(c):
+    def apply(x, *, c=c):
+        return x * jnp.copysign(1.0, c)
+
+    return apply
+
+
+PAIRS = [
+    (0.0, -0.0, False),
+    (1, True, False),
+    ((1,), (True,), False),
+    ([{"a": (0.0,)}], [{"a": (-0.0,)}], False),
+    ((np.float32(0.0),), (np.float32(-0.0),), False),
+    (np.float32(1), np.float64(1), False),
+    (complex(0.0, 0.0), complex(0.0, -0.0), False),
+    (frozenset([1]), frozenset([True]), False),
+    (float("nan"), float("nan"), True),
+    ((1, {"a": [0.5, None, "b"]}), (1, {"a": [0.5, None, "b"]}), True),
+    (frozenset([1, 2]), frozenset([2, 1]), True),
+    (functools.partial(max, 0.0), functools.partial(max, -0.0), False),
+    (functools.partial(max, 1, key=None), functools.partial(max, 1, key=None), True),
+    (nn.Dense(2), nn.Dense(2), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(1.0)), False),
+]
+
+
+@pytest.mark.parametrize("make", [Constant, CallableConstant, closure, default])
+@pytest.mark.parametrize(("a", "b", "same"), PAIRS)
+def test_values_of_other_types_or_bits_make_other_layers(make, a, b, same):
+    """A regression: 0.0 == -0.0 and (1,) == (True,), so that unlike layers were taken for alike."""
+    first, second = as_layers([make(a), make(b)])
+    assert first.is_same(second) is same
+
+
+def test_nnx_modules_of_other_bits_are_other_layers():
+    """A regression, as above."""
+    for a, b, same in [(0.0, -0.0, False), (1, True, False), (float("nan"), float("nan"), True), (2.0, 2.0, True)]:
+        first, second = as_layers([NnxConstant(a), NnxConstant(b)])
+        assert first.is_same(second) is same
+
+
+def test_functions_that_hold_themselves():
+    def make(c):
+        def count(x):
+            return count if x is None else x * c
+
+        return count
+
+    first, second, third = as_layers([make(1.0), make(1.0), make(2.0)])
+    assert first.is_same(second)
+    assert not first.is_same(third)
+
+
+def test_layers_of_other_bits_compute_other_things():
+    """A regression: both layers multiplied by 1."""
+    pipe = jpipe.Pipeline(
+        [Constant(0.0), Constant(-0.0)], lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, balance="even"
+    )
+    assert_equal(pipe.apply(pipe.init(jax.random.key(0), X), X), -jnp.asarray(X))
+
+
+# --- arrays in nnx modules --------------------------------------------------------------------------------------------
+
+
+class Masked(nnx.Module):
+    """Holds arrays that are no Variables, as masks and rotary tables are."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.mask = jnp.tril(jnp.ones((4, 4), jnp.float32))
+        self.order = np.asarray([3, 2, 1, 0])
+        self.tables = nnx.data((jnp.full(4, -jnp.inf), {"random": jax.random.normal(rngs.params(), (4,))}))
+
+    def __call__(self, x):
+        x = jnp.where(self.mask[0] > 0, self.linear(x) @ self.mask, 1.0)[:, self.order]
+        return x * jnp.exp(self.tables[0]) + self.tables[1]["random"] * x
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_arrays_in_nnx_modules(ready):
+    """A regression: `init` of a factory passed, then UnexpectedTracerError; a ready module was refused."""
+    modules = [Masked(nnx.Rngs(seed)) for seed in range(2)]
+    layers = modules if ready else [lambda rngs: Masked(rngs) for _ in range(2)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
+    assert as_layers(layers)[0].is_same(as_layers(layers)[1])
+    variables = pipe.init(jax.random.key(0), X)
+    trees = pipe.layer_variables(variables)
+    assert_equal(trees[1]["arrays"]["mask"], jnp.tril(jnp.ones((4, 4), jnp.float32)))
+    assert not np.array_equal(*(tree["arrays"]["tables"][1]["random"] for tree in trees))
+    (loss, updates), grads = pipe.value_and_grad(variables, X)
+    assert_equal(updates["arrays"], variables["arrays"], "what isn't written stays")
+    x = X
+    for module in pipe.modules(variables):
+        x = module(x)
+    assert_close(pipe.apply(variables, X), x)
+    assert_close(loss, jnp.mean(x))
+    assert set(grads) == set(variables["params"])
+    assert_equal(pipe.from_layer_variables(trees), variables)
+    if ready:
+        assert_equal(trees[1]["arrays"]["tables"][1]["random"], modules[1].tables[1]["random"])
+
+
+def test_an_array_out_of_sight_in_an_nnx_factory():
+    """A regression: an UnexpectedTracerError in the first step."""
+
+    class Hidden(nnx.Module):
+        def __init__(self, rngs):
+            mask = jnp.ones(4)
+            self.linear, self.function = nnx.Linear(4, 4, rngs=rngs), lambda x: x * mask
+
+        def __call__(self, x):
+            return self.function(self.linear(x))
+
+    with pytest.raises(TypeError, match=r"layers\[0\] makes a module that keeps an array where nnx doesn't see it"):
+        as_layers([lambda rngs: Hidden(rngs)])
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_partial_of_an_nnx_class_is_a_factory():
+    """A regression: it was called with the activations."""
+    (layer,) = as_layers([functools.partial(nnx.Linear, 4, 3)])
+    assert layer.name == "Linear"
+    variables = layer.init(jax.random.key(0), (X,), None)
+    assert layer.apply(variables, (X,), Context(None, True))[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize("layer", [nn.Dense, nnx.Linear, functools.partial(nn.Dense, 4)])
+def test_classes_are_no_layers(layer):
+    """A regression: "is a type", which names neither the class nor what to do."""
+    with pytest.raises(TypeError, match=r"layers\[0\] is the class (Dense|Linear), which makes layers and is none"):
+        as_layers([layer])

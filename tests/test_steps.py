@@ -14,6 +14,7 @@ from jpipe.kinds import trace_kinds
 from jpipe.program import given_shapes
 from jpipe.remat import MODES, as_remat
 from jpipe.steps import Given, LayerStep, loss_pair
+from jpipe.tracing import key_shape
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
 BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
@@ -41,7 +42,7 @@ def step_of(layer, remat):
     layers = as_layers([lambda x: x, layer, lambda y: y * 2])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
     model = trace_kinds(layers, shapes["inputs"], shapes)
-    steps = [LayerStep(kind, True, default_inputs, loss_fn, as_remat(remat)) for kind in model.kinds]
+    steps = [LayerStep(kind, key_shape(), default_inputs, loss_fn, as_remat(remat)) for kind in model.kinds]
     return model, steps, shapes
 
 
