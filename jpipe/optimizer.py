@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.elementwise import not_tried
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.meshes import AXIS, on_stages
 from jpipe.storage import accumulator_dtype, build_storage
@@ -122,7 +123,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         new, state = jax.jit(run)(given, extra)
         return StageTree(new, layout), StageTree(state, states)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return not_tried(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _layout_of(tree: Any) -> Layout:
