@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.elementwise import not_tried
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.meshes import AXIS, on_stages, rest_axes
 from jpipe.shardings import of_spec, replicated
@@ -128,7 +129,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         done, state = jax.jit(run)(given, extra)
         return StageTree(done, layout), StageTree(state, states)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return not_tried(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _on_device(

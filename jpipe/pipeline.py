@@ -25,6 +25,7 @@ from jpipe.checks import (
     check_tied,
     check_variables,
 )
+from jpipe.elementwise import check_elementwise
 from jpipe.layers import LayerError
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_rules
@@ -288,6 +289,7 @@ class Pipeline:
         variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
         opt_state = jax.eval_shape(tx.init, variables["params"])
         check_optimizer(opt_state)
+        check_elementwise(tx)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return TrainState(

@@ -7,8 +7,6 @@ other sizes are only compiled anew.
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +20,7 @@ from jpipe.kinds import Sequential, same_type
 from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
+from jpipe.notices import warn_user
 from jpipe.partition import Partition, partition, partition_from_counts
 from jpipe.splits import Splits
 from jpipe.steps import LayerStep
@@ -178,13 +177,19 @@ def make_plan(
       gather: as in `Plan`.
 
     Warns:
-      UserWarning: a layer alone costs more than the share of a stage.
+      UserWarning: a layer alone costs more than the share of a stage, or has a part whose FLOPs can't be counted.
     """
-    measure = lambda name: layer_costs(model, tuple(steps), batch, name)
+    warn = warn_user if isinstance(balance, str) else _ignore
+    measure = lambda name: layer_costs(model, tuple(steps), batch, name, mesh=mesh, warn=warn)
     cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
     if cuts.objective != "counts":
         _warn_of_heavy_layers(model, cuts)
     return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh, splits, gather)
+
+
+def _ignore(message: str) -> None:
+    """Where cuts are the user's own, costs are only shown."""
+    del message
 
 
 def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
@@ -195,21 +200,11 @@ def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
         return
     index = cuts.layer_costs.index(cost)
     stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
-    warnings.warn(
+    warn_user(
         f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
         f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
-        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}",
-        UserWarning,
-        stacklevel=_users_level(),
+        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
     )
-
-
-def _users_level() -> int:
-    """The stack level, as `warnings` counts, of the code that called the package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jpipe", "jax", "contextlib"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:

@@ -1,14 +1,17 @@
 """Costs of layers, by which stages are balanced."""
 
 import warnings
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jpipe
+import jpipe.costs as costs_module
 
 BATCH = np.ones((8, 16), np.float32)
 
@@ -102,3 +105,17 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
         warnings.simplefilter("error")
         costs(layers, [1, 3])  # the user's own decision
         costs(layers, [1.0, 1.0, 1.0, 3.0])
+
+
+class Absent:
+    """A device of a topology, as a mesh for compiling ahead of time has it."""
+
+    platform, device_kind, id, process_index = "tpu", "TPU v5 lite", 0, 0
+
+
+def test_time_needs_a_device_like_those_of_the_mesh():
+    """A layer was measured on whatever device was there, a CPU for a mesh of TPUs."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("stage",))
+    assert costs_module._device_like(mesh) is jax.devices()[0]
+    with pytest.raises(ValueError, match=r'balance="time" measures on .*no TPU v5 lite is present here; use'):
+        costs_module._device_like(SimpleNamespace(devices=np.asarray([Absent()])))
