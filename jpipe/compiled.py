@@ -77,6 +77,7 @@ def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree]
     run = on_stages(
         body, mesh, (specs, _everywhere(batch), _everywhere(key)), (PartitionSpec(), state_specs, specs["params"])
     )
+    run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
     loss, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     return (loss, updates), StageTree(grads, layouts["params"])
@@ -89,21 +90,19 @@ def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch
         return run_forward(program, _stage(program, plan.mesh, variables, batch, None))
 
     run = on_stages(body, plan.mesh, (_specs(plan), _everywhere(batch)), _everywhere(list(program.outputs)))
-    leaves = _forward_only(run)({name: dict(variables[name]) for name in plan.layouts}, batch)
+    remedy = "pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)"
+    leaves = _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
     if program.final.loss_fn is not None:
         return leaves[0] / leaves[1]
     return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), list(map(join_microbatches, leaves)))
 
 
-def _forward_only(function: Any) -> Any:
-    """`function`, which says so if somebody differentiates it."""
+def _not_differentiable(function: Any, remedy: str) -> Any:
+    """`function`, which raises a TypeError with the remedy if somebody differentiates it."""
     wrapped = jax.custom_jvp(function)
 
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise TypeError(
-            "pipe.apply and pipe.evaluate are forward only, so they can't be differentiated; use "
-            "pipe.value_and_grad(variables, batch, key)"
-        )
+        raise TypeError(f"a pipeline can't be differentiated from outside: {remedy}")
 
     wrapped.defjvp(refuse)
     return wrapped

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.functions import signature_of
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.meshes import AXIS, on_stages
 from jpipe.storage import accumulator_dtype, build_storage
@@ -48,6 +49,14 @@ def global_norm(grads: Any) -> jax.Array:
     """The Euclidean norm of all gradients together, summed in float32 or better."""
     wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
+
+
+def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
+    update = optax.with_extra_args_support(tx).update
+    parameters = signature_of(update)
+    takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -139,6 +148,7 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     trees, specs = [], []
     for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
         tree = jax.eval_shape(tx.init, jax.tree.unflatten(treedef, list(shelf.leaves)))
+        _check_numbers(tree)
         by_shape = {leaf.shape: spec for leaf, spec in zip(shelf.leaves, shelf.specs, strict=True)}
         trees.append(tree)
         specs.append([by_shape.get(leaf.shape, PartitionSpec()) for leaf in jax.tree.leaves(tree)])
@@ -150,6 +160,21 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
         specs=specs,
     )
     return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.members, layout.mesh)
+
+
+def _check_numbers(state: Any) -> None:
+    """Checks that a layer's state can lie in buffers.
+
+    Raises:
+      TypeError: it holds random keys.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"jpipe.per_layer: the transformation keeps a random key ({leaf.dtype}) in its state at "
+                f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
+                "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+            )
 
 
 def state_shardings(opt_state: Any, params: StageTree) -> Any:

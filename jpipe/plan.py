@@ -7,8 +7,6 @@ other sizes are only compiled anew.
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +20,7 @@ from jpipe.kinds import Sequential, same_type
 from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
+from jpipe.notices import warn
 from jpipe.partition import Partition, partition, partition_from_counts
 from jpipe.steps import LayerStep
 
@@ -29,6 +28,10 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 
 TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
+
+NEGLIGIBLE = {"flops": 1e6, "time": 1e-3, "size": 1e6}
+"""By balance what a whole model may take for a micro-batch without a warning: a CPU core does a million operations in
+about a tenth of a millisecond, no more than a tick takes whatever it computes, so that no balance could be felt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +68,10 @@ class Plan:
             users = lambda m, kind: [i - m.first for i in kind.members]
             if not same_type(old.variables, new.variables):
                 raise ValueError(
-                    f"layer {index} ({old.layer.name}) has other variables for a batch of this shape than at init: "
-                    f"{describe(new.variables)}, not {describe(old.variables)}; make a new pipeline for it"
+                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
+                    f"{describe(old.takes)} at init, and its variables would be other ones: {describe(new.variables)}, "
+                    f"not {describe(old.variables)}; give batches of the same features as at init, or init a pipeline "
+                    "for these"
                 )
             if users(self.model, old) != users(model, new):
                 raise ValueError(
@@ -167,7 +172,8 @@ def make_plan(
     """
     measure = lambda name: layer_costs(model, tuple(steps), batch, name)
     cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
-    if cuts.objective != "counts":
+    negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
+    if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
     return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh)
 
@@ -180,21 +186,11 @@ def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
         return
     index = cuts.layer_costs.index(cost)
     stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
-    warnings.warn(
+    warn(
         f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
         f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
-        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}",
-        UserWarning,
-        stacklevel=_users_level(),
+        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
     )
-
-
-def _users_level() -> int:
-    """The stack level, as `warnings` counts, of the code that called the package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jpipe", "jax", "contextlib"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.batches import microbatch_shapes
-from jpipe.checks import check_loss
+from jpipe.checks import check_loss, warn_of_moving_weight
 from jpipe.kinds import Sequential, trace_kinds
 from jpipe.layers import AnyLayer, describe
 from jpipe.merging import check_collections
@@ -43,6 +43,7 @@ class Planner:
     mesh: Mesh
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
+    _checked: set[Any] = field(default_factory=set)
 
     @property
     def partition(self) -> Partition:
@@ -79,11 +80,12 @@ class Planner:
         check_context(self.mesh)
         if self._plan is None:
             shapes = self.shapes(batch)
-            model = self.model(shapes)
+            model = self.model_with_loss(shapes)
             check_collections(self.merge, model.kinds)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
             steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
             with shapes_only(self.mesh):
+                warn_of_moving_weight(model, self.loss_fn, shapes)
                 self._plan = make_plan(
                     model, steps, shapes, balance=self.balance, num_chunks=self.schedule.num_chunks, mesh=self.mesh
                 )
@@ -91,16 +93,23 @@ class Planner:
 
     def model(self, shapes: Any, bare: bool = False) -> Sequential:
         """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
-        cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
+        cache = (bare, *_as_key(shapes))
         if cache not in self._models:
             with shapes_only(self.mesh):
                 model = trace_kinds(self.layers, shapes if bare else self._inputs(shapes), shapes)
-                if not bare and self._plan is None:
-                    check_loss(model, self.loss_fn, shapes)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
         return self._models[cache]
+
+    def model_with_loss(self, shapes: Any) -> Sequential:
+        """The layers traced at the shapes of a micro-batch, for which the loss is checked too."""
+        model = self.model(shapes)
+        if _as_key(shapes) not in self._checked:
+            with shapes_only(self.mesh):
+                check_loss(model, self.loss_fn, shapes)
+            self._checked.add(_as_key(shapes))
+        return model
 
     def _inputs(self, shapes: Any) -> Any:
         """What the first layer takes."""
@@ -137,6 +146,11 @@ class Planner:
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 shards=num_shards(self.mesh),
             )
+
+
+def _as_key(shapes: Any) -> tuple:
+    """What tells shapes apart, hashable."""
+    return jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes))
 
 
 def _itself(batch: Any) -> Any:

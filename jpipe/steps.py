@@ -90,7 +90,11 @@ class LayerStep:
         """The layer's forward and backward, traced at these shapes."""
         has_cotangent = lambda outcome: self._differentiable(outcome.outputs)
         inputs = [] if self.kind.entry else jax.tree.leaves(self.kind.takes)
-        return make_tape(self.differentiate, has_cotangent, given, inputs)
+        try:
+            return make_tape(self.differentiate, has_cotangent, given, inputs)
+        except Exception as error:
+            error.add_note(f"The layer {self.kind.layer.name} raised this while it was differentiated.")
+            raise
 
     def _inputs(self, given: Given, x: list[Any]) -> Any:
         if self.kind.entry:
