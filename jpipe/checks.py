@@ -162,18 +162,18 @@ def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> N
         )
 
 
-def check_update(tx: Any, params: Any, opt_state: Any) -> None:
+def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
     """Checks that a transformation can be updated with what `train_step` gives it.
 
     Args:
       tx: an optax transformation.
       params: the parameters' shapes.
       opt_state: the shapes of its state.
+      loss: the shape of the loss.
 
     Raises:
       TypeError: it raised an error; what it needs is named.
     """
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
     except Exception as error:

@@ -25,7 +25,8 @@ from jpipe.plan import Balance, Plan, early_partition, make_plan
 from jpipe.program import Program, Purpose, build_program
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
-from jpipe.steps import LayerStep
+from jpipe.steps import LayerStep, loss_pair
+from jpipe.storage import accumulator_dtype
 from jpipe.tracing import key_shape
 
 
@@ -110,6 +111,14 @@ class Planner:
                 check_loss(model, self.loss_fn, shapes)
             self._checked.add(_as_key(shapes))
         return model
+
+    def loss_shape(self) -> jax.ShapeDtypeStruct:
+        """The type of the loss of a whole batch."""
+        plan = self.known_plan()
+        outputs = plan.model.kinds[plan.model.kind_of[-1]].gives
+        with shapes_only(self.mesh):
+            loss, _ = jax.eval_shape(lambda y, batch: loss_pair(self.loss_fn(y, batch)), outputs, plan.batch)
+        return jax.ShapeDtypeStruct((), accumulator_dtype(loss.dtype))
 
     def _inputs(self, shapes: Any) -> Any:
         """What the first layer takes."""

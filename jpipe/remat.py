@@ -107,6 +107,6 @@ def _check_policy(policy: Callable[..., Any]) -> None:
     if wrong:
         name = getattr(policy, "__name__", repr(policy))
         raise TypeError(
-            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {wrong[0]!r}; if it makes "
-            f"policies, call it, as in jax.checkpoint_policies.{name}(...)"
+            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {wrong[0]!r}; if it "
+            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
         )

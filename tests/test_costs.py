@@ -91,7 +91,7 @@ def test_ones_own_balance(balance, counts):
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
-    layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(512)]
+    layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(4096)]
     with pytest.warns(
         UserWarning, match=r"layer 3 \(Dense\) alone takes \d+% of the model's cost, more than the share"
     ):
@@ -102,3 +102,11 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
         warnings.simplefilter("error")
         costs(layers, [1, 3])  # the user's own decision
         costs(layers, [1.0, 1.0, 1.0, 3.0])
+
+
+@pytest.mark.parametrize("balance", ["flops", "time", "size"])
+def test_no_warning_of_a_model_that_takes_next_to_nothing(balance):
+    """A regression: every toy model was warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
