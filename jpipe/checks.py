@@ -175,7 +175,8 @@ def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
       TypeError: it raised an error; what it needs is named.
     """
     try:
-        jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
+        with jax.numpy_dtype_promotion("standard"):  # what is given is checked, not dtypes
+            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
     except Exception as error:
         raise TypeError(
             f"tx.update raised {type(error).__name__}: {error}. train_step gives it gradients, state, parameters and "

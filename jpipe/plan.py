@@ -29,7 +29,7 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
 
-NEGLIGIBLE = {"flops": 1e6, "time": 1e-3, "size": 1e6}
+NEGLIGIBLE = {"flops": 1e6, "size": 1e6}
 """By balance what a whole model may take for a micro-batch without a warning: a CPU core does a million operations in
 about a tenth of a millisecond, no more than a tick takes whatever it computes, so that no balance could be felt."""
 

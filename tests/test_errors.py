@@ -746,7 +746,7 @@ def test_a_layer_that_can_not_be_differentiated_is_named(key):
     variables = pipe.init(key, BATCH)
     with pytest.raises(ValueError, match="Pure callbacks do not support JVP") as info:
         pipe.value_and_grad(variables, BATCH)
-    assert info.value.__notes__ == ["The layer call raised this while it was differentiated."]
+    assert "The layer call raised this while it was differentiated." in info.value.__notes__
 
 
 def test_gradients_of_gradients(ready):
@@ -818,8 +818,10 @@ def test_transformations_that_compute_the_loss_again(ready, key, tx, needs):
 def test_per_layer_with_a_key_in_its_state(ready, key):
     """A regression: "data type 'key<fry>' not understood"."""
     pipe, _, _ = ready
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1))
     message = r"jpipe\.per_layer: the transformation keeps a random key .* outside of per_layer"
     with pytest.raises(TypeError, match=message):
-        pipe.create_state(key, BATCH, jpipe.per_layer(optax.noisy_sgd(0.1)))
-    state = pipe.create_state(key, BATCH, optax.noisy_sgd(0.1))
-    pipe.train_step(state, BATCH)
+        pipe.create_state(key, BATCH, jpipe.per_layer(noisy))
+    state = pipe.create_state(key, BATCH, noisy)
+    with jax.numpy_dtype_promotion("standard"):  # optax itself mixes dtypes
+        pipe.train_step(state, BATCH)
