@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def default_inputs(batch: Any) -> Any:
     """What the first layer takes: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         if "inputs" not in batch:
             raise ValueError(
                 f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
@@ -23,6 +25,11 @@ def default_inputs(batch: Any) -> Any:
         if not batch:
             raise ValueError("the batch is an empty tuple; its first item is what the first layer takes")
         return batch[0]
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(batch)):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}, in which nothing says what the first layer takes; pass "
+            "inputs=lambda batch: batch.... to jpipe.Pipeline"
+        )
     return batch
 
 
@@ -64,7 +71,7 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
       shards: the devices that each micro-batch is split over.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is no array of numbers.
       ValueError: leaves of different batch sizes, B not divisible by M (the divisors are named), or a micro-batch that
         the data axes of the mesh don't divide.
     """
@@ -76,6 +83,7 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
         name = "batch" + jax.tree_util.keystr(path)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]")
+        _check_dtype(name, leaf.dtype)
         if not leaf.shape:
             raise ValueError(f"{name} is a scalar; every array of a batch needs the batch size as its first dimension")
         sizes.setdefault(leaf.shape[0], name)
@@ -95,6 +103,54 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
         )
     shape = lambda a: jax.ShapeDtypeStruct((micro, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
     return jax.tree.map(shape, batch)
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{name} holds random keys ({dtype}), which a batch can't; pass jax.random.key_data(keys), and call "
+            "jax.random.wrap_key_data on it in the layer that reads it"
+        )
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        raise TypeError(
+            f"{name} has the dtype {dtype}, but a batch holds numbers only; leave it out of the batch, or encode it"
+        )
+
+
+def check_no_example(batch: Any, expected: Any) -> None:
+    """Checks that a batch isn't a single example of what was seen at init.
+
+    Args:
+      batch: pytree of arrays.
+      expected: the batch, or its inputs, seen at init, a pytree of ShapeDtypeStructs.
+
+    Raises:
+      ValueError: naming the first array that is.
+    """
+    if jax.tree.structure(batch) != jax.tree.structure(expected):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    for (path, leaf), want in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if np.shape(leaf) and np.shape(leaf) == want.shape[1:]:
+            name = "batch" + jax.tree_util.keystr(path)
+            raise ValueError(
+                f"{name} has the shape {leaf.shape}, that of one example at init; the first dimension of every array "
+                f"is the batch: stack examples, as many as num_microbatches divides"
+            )
+
+
+def on_mesh(tree: Any, mesh: Mesh) -> Any:
+    """A batch or a key, with arrays that are committed to other devices than the mesh's moved to all of those."""
+    devices = set(mesh.devices.flat)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+            return leaf
+        if not leaf.committed or not leaf.is_fully_addressable or leaf.sharding.device_set == devices:
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(move, tree)
 
 
 def _alternatives(size: int) -> str:
@@ -164,12 +220,12 @@ def _wrapped(key: Any) -> jax.Array:
     Raises:
       TypeError: it has another length.
     """
-    default = jax.config.jax_default_prng_impl
-    expected = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    default = jax.random.key(0)
+    expected = jax.random.key_data(default).shape
     if key.shape != expected:
         raise TypeError(
-            f"key is a raw key of shape {key.shape}, but those of JAX's default implementation ({default!r}) have "
-            f"{expected}; pass a key with a type, as jax.random.key(0, impl='rbg') or "
-            "jax.random.wrap_key_data(key, impl='rbg')"
+            f"key is a raw key of shape {key.shape}, but those of JAX's default implementation "
+            f"({jax.random.key_impl(default)!r}) have {expected}; pass a key with a type, as "
+            "jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
         )
     return jax.random.wrap_key_data(key)

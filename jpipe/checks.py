@@ -6,6 +6,7 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,11 @@ from jpipe.batches import check_same_structure
 from jpipe.kinds import Sequential
 from jpipe.layers import describe
 from jpipe.layout import StageTree
+from jpipe.notices import warn_user
+from jpipe.optimizer import update_with_loss
 from jpipe.plan import Plan
+from jpipe.storage import is_float
+from jpipe.tracing import uses
 
 
 def check_variables(plan: Plan, variables: Any) -> None:
@@ -154,6 +159,70 @@ def _check_metrics(metrics: Any) -> None:
             raise ValueError(
                 f"loss_fn returned {describe(value)} as the metric {name!r}; it has to be a scalar (the mean of the "
                 "micro-batch) or a pair of scalars (sum, weight)"
+            )
+
+
+def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> None:
+    """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
+
+    A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely none.
+
+    Args:
+      model: the traced layers.
+      loss_fn: a loss function that passed `check_loss`.
+      batch: one micro-batch, a pytree of ShapeDtypeStructs.
+
+    Warns:
+      UserWarning: the second part depends on floating-point outputs.
+    """
+    outputs = model.kinds[model.kind_of[-1]].gives
+    program, loss = jax.make_jaxpr(loss_fn, return_shape=True)(outputs, batch)
+    if not isinstance(loss, tuple):
+        return
+    needed = uses(program, [False, True])
+    if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
+        warn_user(
+            "loss_fn returned a pair whose second part depends on the model's outputs. A pair is read as (loss_sum, "
+            "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the second, "
+            "which is taken as a constant. If the second is a metric, such as an accuracy, return the loss alone; if "
+            "it is a weight, compute it from the batch"
+        )
+
+
+def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
+    """Checks that a transformation can be updated with what `train_step` gives it.
+
+    Args:
+      tx: an optax transformation.
+      params: the parameters' shapes.
+      opt_state: the shapes of its state.
+      loss: the shape of the loss.
+
+    Raises:
+      TypeError: it raised an error; what it needs is named.
+    """
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # what is given is checked, not dtypes
+            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
+    except Exception as error:
+        raise TypeError(
+            f"tx.update raised {type(error).__name__}: {error}. train_step gives it gradients, state, parameters and "
+            "value=loss, and nothing that computes the loss again (value_fn, grad_fn); use another transformation, or "
+            "write a step of your own with pipe.value_and_grad"
+        ) from error
+
+
+def check_host_arrays(trees: Any) -> None:
+    """Checks that arrays have values.
+
+    Raises:
+      TypeError: one is being traced.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"trees{jax.tree_util.keystr(path)} is being traced; from_layer_variables puts values on devices, so "
+                "call it outside of jax.jit and its like"
             )
 
 

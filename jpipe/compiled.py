@@ -104,6 +104,7 @@ def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree]
         ([PartitionSpec()] * len(program.outputs), state_specs, specs["params"]),
         before=lambda variables, batch, key: (variables, _split(program, batch), key),
     )
+    run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
     sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
@@ -129,7 +130,8 @@ def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch
         after=(lambda leaves: leaves) if loses else lambda leaves: list(map(join_microbatches, leaves)),
         result_specs=[PartitionSpec()] * len(specs) if loses else joined,
     )
-    leaves = _forward_only(run)({name: dict(variables[name]) for name in plan.layouts}, batch)
+    remedy = "pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)"
+    leaves = _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
     if loses:
         return leaves[0] / leaves[1]
     return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), leaves)
@@ -139,15 +141,12 @@ def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(None, *spec)
 
 
-def _forward_only(function: Any) -> Any:
-    """`function`, which says so if somebody differentiates it."""
+def _not_differentiable(function: Any, remedy: str) -> Any:
+    """`function`, which raises a TypeError with the remedy if somebody differentiates it."""
     wrapped = jax.custom_jvp(function)
 
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise TypeError(
-            "pipe.apply and pipe.evaluate are forward only, so they can't be differentiated; use "
-            "pipe.value_and_grad(variables, batch, key)"
-        )
+        raise TypeError(f"a pipeline can't be differentiated from outside: {remedy}")
 
     wrapped.defjvp(refuse)
     return wrapped

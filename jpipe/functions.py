@@ -70,12 +70,11 @@ def same_value(a: Any, b: Any, pending: frozenset[tuple[int, int]] = frozenset()
         return True
     if type(a) is not type(b):
         return False
-    parts = _parts(a), _parts(b)
-    if parts[0] is None or parts[1] is None:
+    first, second = _parts(a), _parts(b)
+    if first is None or second is None:
         return _equal(a, b)
     pending |= {(id(a), id(b))}
-    pairs = zip(*parts, strict=False)
-    return len(parts[0]) == len(parts[1]) and all(same_value(x, y, pending) for x, y in pairs)
+    return len(first) == len(second) and all(same_value(x, y, pending) for x, y in zip(first, second, strict=True))
 
 
 def values_within(value: Any, seen: set[int] | None = None) -> Iterator[Any]:

@@ -8,6 +8,7 @@ unless they share their kind with others; then an identity layer does it for the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
@@ -297,9 +299,26 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
         return outputs, updates
 
     program, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
+    if program.effects & _io_effects():
+        raise LayerError(
+            "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
+            "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
+        )
     _check_outputs(gives)
     _check_updates(variables, updates)
     return program, _strong(gives), uses(program)[0]
+
+
+@functools.cache
+def _io_effects() -> frozenset[Any]:
+    """How a program shows that it has to call back into Python, once for every call, or in order."""
+
+    def run() -> None:
+        for ordered in (False, True):
+            io_callback(lambda: None, None, ordered=ordered)
+        jax.debug.callback(lambda: None, ordered=True)
+
+    return frozenset(jax.make_jaxpr(run)().effects)
 
 
 def _strong(shapes: Any) -> Any:

@@ -6,10 +6,11 @@ its `Layout`. The layout translates to and from the layers' trees without ever p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,13 @@ class Layout:
         return StageTree({name: make(name, shape) for name, shape in self.shapes.items()}, self)
 
 
+NOT_SAVED = (
+    "a pipeline's variables and states lie as its own devices need it, so they aren't pickled or serialised as they "
+    "are; save trees = jax.device_get(pipe.layer_variables(variables)), and load them by "
+    "pipe.from_layer_variables(trees, batch); or save a state by orbax, for pipe.abstract_state(batch, tx)"
+)
+
+
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by bank (`jpipe.storage`).
 
@@ -114,6 +122,15 @@ class StageTree(dict):
     def __init__(self, buffers: Buffers, layout: Layout):
         super().__init__(buffers)
         self.layout = layout
+
+    def __copy__(self) -> StageTree:
+        return StageTree(dict(self), self.layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageTree:
+        return StageTree(copy.deepcopy(dict(self), memo), self.layout)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_SAVED)
 
 
 def _flatten(tree: StageTree) -> tuple[Any, Any]:

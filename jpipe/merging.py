@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.kinds import Kind
+from jpipe.layers import describe
 from jpipe.storage import is_float
 
 DEFAULTS = {"batch_stats": "moments"}
@@ -163,7 +164,7 @@ def check_rules(rules: Any) -> dict[str, str]:
 
 
 def check_collections(rules: Mapping[str, str], kinds: Sequence[Kind]) -> None:
-    """Checks that the rules are for collections that layers have.
+    """Checks that the rules are for collections that layers have, and for values that they can merge.
 
     Raises:
       ValueError: naming the first that isn't.
@@ -172,3 +173,25 @@ def check_collections(rules: Mapping[str, str], kinds: Sequence[Kind]) -> None:
     unknown = [name for name in rules if name not in known]
     if unknown:
         raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
+    for name, rule in rules.items():
+        trees = [kind.variables[name] for kind in kinds if name in kind.state_names]
+        if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
+            raise ValueError(
+                f"merge[{name!r}]={rule!r} merges {_MERGES[rule]}, of which the collection has none: "
+                f"{describe(trees[0])}; use another rule, or leave it out"
+            )
+
+
+_MERGES = {
+    "mean": "floating-point values",
+    "sum": "numbers",
+    "last": "any values",
+    "moments": 'running averages called "mean" and "var" side by side',
+}
+
+
+def _applies(rule: str, paths_and_leaves: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether a rule does anything for a collection of these leaves."""
+    if rule == "moments":
+        return bool(_moments(paths_and_leaves))
+    return any(_rule_of(leaf, rule) == rule for _, leaf in paths_and_leaves)

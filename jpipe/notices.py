@@ -1,4 +1,4 @@
-"""Warnings that point at the user's code and not at the package's."""
+"""Warnings that point at the user's own code, however deep in the package they are given."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 
 
 def warn_user(message: str) -> None:
-    """A UserWarning at the line that called the package."""
+    """Gives a UserWarning at the line of the code that called the package."""
     warnings.warn(message, UserWarning, stacklevel=_users_level())
 
 
 def _users_level() -> int:
-    """The stack level, as `warnings` counts for the caller, of the code that called the package."""
+    """The stack level, as `warnings` counts, of the code that called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jpipe", "jax", "contextlib"):
         level, frame = level + 1, frame.f_back

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.elementwise import not_tried
+from jpipe.functions import signature_of
 from jpipe.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.meshes import AXIS, on_stages, rest_axes
 from jpipe.shardings import of_spec, replicated
@@ -53,6 +54,14 @@ def global_norm(grads: Any) -> jax.Array:
     """The Euclidean norm of all gradients together, summed in float32 or better."""
     wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
+
+
+def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
+    update = optax.with_extra_args_support(tx).update
+    parameters = signature_of(update)
+    takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -177,6 +186,7 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
         params = jax.tree.unflatten(treedef, list(shelf.leaves))
         trees.append(jax.eval_shape(tx.init, params))
+        _check_numbers(trees[-1])
         specs.append(_state_specs(tx, trees[-1], params, list(zip(shelf.leaves, shelf.specs, strict=True))))
     shelves = layout.storage.shelves
     storage = build_storage(
@@ -212,6 +222,21 @@ def _state_specs(
         only = lambda leaf: next(iter(found)) if len(found := by_shape.get(leaf.shape, ())) == 1 else PartitionSpec()
         return [only(leaf) for leaf in jax.tree.leaves(state)]
     return [split.spec for split in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, _Split))]
+
+
+def _check_numbers(state: Any) -> None:
+    """Checks that a layer's state can lie in buffers.
+
+    Raises:
+      TypeError: it holds random keys.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"jpipe.per_layer: the transformation keeps a random key ({leaf.dtype}) in its state at "
+                f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
+                "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+            )
 
 
 def state_shardings(opt_state: Any, params: StageTree) -> Any:

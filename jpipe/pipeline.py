@@ -12,17 +12,19 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe import batches, compiled
+from jpipe import batches, compiled, saving
 from jpipe.adapt import as_layers
 from jpipe.checks import (
     check_alive,
     check_complete,
+    check_host_arrays,
     check_is_variables,
     check_item,
     check_key,
     check_optimizer,
     check_reads_nothing,
     check_tied,
+    check_update,
     check_variables,
 )
 from jpipe.elementwise import check_elementwise
@@ -30,7 +32,7 @@ from jpipe.layers import LayerError
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_rules
 from jpipe.meshes import as_mesh
-from jpipe.optimizer import TrainState, global_norm, state_shardings
+from jpipe.optimizer import TrainState, global_norm, state_shardings, update_with_loss
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition
 from jpipe.plan import Plan, as_balance
@@ -41,6 +43,8 @@ from jpipe.splits import Splits, check_gather, check_shard_over
 from jpipe.tracing import key_shape
 
 Variables = dict[str, StageTree]
+
+saving.register()
 
 
 class Pipeline:
@@ -91,6 +95,14 @@ class Pipeline:
         shard_over: Sequence[str] = (),
         gather: str = "step",
     ):
+        chosen = {
+            "schedule": schedule,
+            "remat": remat,
+            "balance": balance,
+            "mesh": mesh,
+            "inputs": inputs,
+            "merge": merge,
+        }
         self._layers = as_layers(layers)
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
             if not callable(function):
@@ -117,6 +129,7 @@ class Pipeline:
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             gather=check_gather(gather),
         )
+        self._arguments = ((layers, loss_fn), sizes | chosen)
         self._jit_train_steps: dict[Any, Any] = {}
         self._jit_value_and_grad = jax.jit(self._trace_gradients)
         self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
@@ -129,6 +142,10 @@ class Pipeline:
             f"{schedule.num_microbatches}, num_chunks={schedule.num_chunks}, schedule={schedule.name!r}, "
             f"mesh={dict(self.mesh.shape)})"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""
+        return _make, self._arguments
 
     @property
     def partition(self) -> Partition:
@@ -189,6 +206,7 @@ class Pipeline:
             raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
         if len(trees) != len(self._layers):
             raise ValueError(f"there are {len(trees)} trees but {len(self._layers)} layers; give one a layer")
+        check_host_arrays(trees)
         found: dict[str, dict[int, list[Any]]] = {name: {} for name in plan.layouts}
         for index, tree in enumerate(trees):
             kind = plan.model.kind_at(index)
@@ -224,7 +242,8 @@ class Pipeline:
           typed like `variables["params"]`.
         """
         self._check_training(variables, batch, key)
-        return self._jit_value_and_grad(variables, batch, None if key is None else batches.as_key(key))
+        key = None if key is None else batches.as_key(key)
+        return self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
 
     def apply(self, variables: Variables, batch: Any) -> Any:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
@@ -237,14 +256,14 @@ class Pipeline:
         bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
         if bare:
             check_reads_nothing(self._planner.known_plan().model)
-        self._check_evaluation(variables, batch, bare)
-        return self._jit_forward(variables, batch, with_loss=False, bare=bare)
+        self._check_evaluation(variables, batch, with_loss=False, bare=bare)
+        return self._jit_forward(variables, batches.on_mesh(batch, self.mesh), with_loss=False, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
         batches.check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
-        self._check_evaluation(variables, batch, bare=False)
-        return self._jit_forward(variables, batch, with_loss=True, bare=False)
+        self._check_evaluation(variables, batch, with_loss=True, bare=False)
+        return self._jit_forward(variables, batches.on_mesh(batch, self.mesh), with_loss=True, bare=False)
 
     # --- training ---
 
@@ -290,6 +309,7 @@ class Pipeline:
         opt_state = jax.eval_shape(tx.init, variables["params"])
         check_optimizer(opt_state)
         check_elementwise(tx)
+        check_update(tx, variables["params"], opt_state, self._planner.loss_shape())
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return TrainState(
@@ -315,27 +335,35 @@ class Pipeline:
             self._jit_train_steps[state.tx] = jax.jit(
                 self._trace_train_step, donate_argnums=0, out_shardings=(shardings, shardings.step)
             )
-        return self._jit_train_steps[state.tx](state, batch)
+        return self._jit_train_steps[state.tx](state, batches.on_mesh(batch, self.mesh))
 
     # --- checks ---
 
     def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
         plan = self._planner.plan_for(batch)
         batches.check_same_structure("batch", batch, plan.batch)
+        batches.check_no_example(batch, plan.batch)
         check_variables(plan, variables)
         check_complete(plan, variables)
-        check_key(self._planner.model(self._planner.shapes(batch)), key)
+        check_key(self._planner.model_with_loss(self._planner.shapes(batch)), key)
 
-    def _check_evaluation(self, variables: Any, batch: Any, bare: bool) -> None:
+    def _check_evaluation(self, variables: Any, batch: Any, *, with_loss: bool, bare: bool) -> None:
         plan = self._planner.plan_for(batch)
+        seen = jax.eval_shape(self._planner.read_inputs, plan.batch) if bare else plan.batch
+        batches.check_no_example(batch, seen)
         check_variables(plan, variables)
         check_complete(plan, variables)
-        self._planner.model(self._planner.shapes(batch), bare)
+        shapes = self._planner.shapes(batch)
+        if with_loss:
+            self._planner.model_with_loss(shapes)
+        else:
+            self._planner.model(shapes, bare)
 
     # --- planning ---
 
     def _to_all(self, tree: Any) -> Any:
         """Small arrays on all devices of the mesh, those of other processes included."""
+        tree = batches.on_mesh(tree, self.mesh)
         return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
     # --- traced ---
@@ -356,8 +384,7 @@ class Pipeline:
         key = jax.random.fold_in(state.key, state.step)
         (loss, updates, metrics), grads = self._trace_value_and_grad(state.variables, batch, key)
         params = state.variables["params"]
-        tx = optax.with_extra_args_support(state.tx)
-        changes, opt_state = tx.update(grads, state.opt_state, params, value=loss)
+        changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
         variables = {"params": optax.apply_updates(params, changes), **updates}
         metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}
         return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
@@ -376,3 +403,7 @@ class Pipeline:
             for name, tree in (layer.ready or {}).items():
                 leaves.setdefault(name, {})[index + plan.model.first] = jax.tree.leaves(tree)
         return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
+
+
+def _make(arguments: tuple[Any, ...], options: dict[str, Any]) -> Pipeline:
+    return Pipeline(*arguments, **options)

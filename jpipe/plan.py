@@ -30,6 +30,10 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
 
+NEGLIGIBLE = {"flops": 1e6, "size": 1e6}
+"""By balance what a whole model may take for a micro-batch without a warning: a CPU core does a million operations in
+about a tenth of a millisecond, no more than a tick takes whatever it computes, so that no balance could be felt."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -69,8 +73,10 @@ class Plan:
             users = lambda m, kind: [i - m.first for i in kind.members]
             if not same_type(old.variables, new.variables):
                 raise ValueError(
-                    f"layer {index} ({old.layer.name}) has other variables for a batch of this shape than at init: "
-                    f"{describe(new.variables)}, not {describe(old.variables)}; make a new pipeline for it"
+                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
+                    f"{describe(old.takes)} at init, and its variables would be other ones: {describe(new.variables)}, "
+                    f"not {describe(old.variables)}; give batches of the same features as at init, or init a pipeline "
+                    "for these"
                 )
             if users(self.model, old) != users(model, new):
                 raise ValueError(
@@ -182,7 +188,8 @@ def make_plan(
     warn = warn_user if isinstance(balance, str) else _ignore
     measure = lambda name: layer_costs(model, tuple(steps), batch, name, mesh=mesh, warn=warn)
     cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
-    if cuts.objective != "counts":
+    negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
+    if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
     return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh, splits, gather)
 

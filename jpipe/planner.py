@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.batches import microbatch_shapes
-from jpipe.checks import check_loss
+from jpipe.checks import check_loss, warn_of_moving_weight
 from jpipe.kinds import Sequential, batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
 from jpipe.merging import check_collections
@@ -28,7 +28,8 @@ from jpipe.schedule import Schedule
 from jpipe.shardings import Sharding, settled
 from jpipe.splits import Splits
 from jpipe.spmd import partition_program
-from jpipe.steps import LayerStep
+from jpipe.steps import LayerStep, loss_sums
+from jpipe.storage import accumulator_dtype
 from jpipe.tracing import key_shape, trace
 
 
@@ -48,6 +49,7 @@ class Planner:
     gather: str
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
+    _checked: set[Any] = field(default_factory=set)
 
     @property
     def partition(self) -> Partition:
@@ -84,11 +86,12 @@ class Planner:
         check_context(self.mesh)
         if self._plan is None:
             shapes = self.shapes(batch)
-            model = self.model(shapes)
+            model = self.model_with_loss(shapes)
             check_collections(self.merge, model.kinds)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
             steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
             with shapes_only(self.mesh):
+                warn_of_moving_weight(model, self.loss_fn, shapes)
                 self._plan = make_plan(
                     model,
                     steps,
@@ -103,17 +106,32 @@ class Planner:
 
     def model(self, shapes: Any, bare: bool = False) -> Sequential:
         """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
-        cache = (bare, jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes)))
+        cache = (bare, *_as_key(shapes))
         if cache not in self._models:
             with shapes_only(self.mesh):
                 read = _itself if bare else self.read_inputs
                 model = trace_kinds(self.layers, *self._inputs(read, shapes))
-                if not bare and self._plan is None:
-                    check_loss(model, self.loss_fn, shapes)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
         return self._models[cache]
+
+    def model_with_loss(self, shapes: Any) -> Sequential:
+        """The layers traced at the shapes of a micro-batch, for which the loss is checked too."""
+        model = self.model(shapes)
+        if _as_key(shapes) not in self._checked:
+            with shapes_only(self.mesh):
+                check_loss(model, self.loss_fn, shapes)
+            self._checked.add(_as_key(shapes))
+        return model
+
+    def loss_shape(self) -> jax.ShapeDtypeStruct:
+        """The type of the loss of a whole batch."""
+        plan = self.known_plan()
+        outputs = plan.model.kinds[plan.model.kind_of[-1]].gives
+        with shapes_only(self.mesh):
+            loss, *_ = jax.eval_shape(lambda y, batch: loss_sums(self.loss_fn(y, batch)), outputs, plan.batch)
+        return jax.ShapeDtypeStruct((), accumulator_dtype(loss.dtype))
 
     def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any, Splits, list[Sharding]]:
         """What the first layer takes, the batch, what arrays are split over, and how what it takes lies."""
@@ -153,6 +171,11 @@ class Planner:
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 splits=self.splits,
             )
+
+
+def _as_key(shapes: Any) -> tuple:
+    """What tells shapes apart, hashable."""
+    return jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes))
 
 
 def _itself(batch: Any) -> Any:

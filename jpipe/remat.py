@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,39 @@ def as_remat(remat: Any) -> Remat:
 
     Raises:
       ValueError: an unknown name (the known ones are listed).
-      TypeError: neither a name nor a policy.
+      TypeError: neither a name nor a policy, or a function that makes policies.
     """
     if isinstance(remat, str):
         if remat not in MODES:
             raise ValueError(f"remat={remat!r} is unknown; use one of {sorted(MODES)} or a jax.checkpoint policy")
         return MODES[remat]
     if callable(remat):
+        _check_policy(remat)
         return Remat(False, remat)
     raise TypeError(f"remat={remat!r} is neither a name ({sorted(MODES)}) nor a jax.checkpoint policy")
+
+
+def _check_policy(policy: Callable[..., Any]) -> None:
+    """Asks a policy about one operation, as `jax.checkpoint` does.
+
+    Raises:
+      TypeError: it fails, or answers with another policy.
+    """
+    answers: list[Any] = []
+
+    def ask(*arguments: Any, **parameters: Any) -> bool:
+        try:
+            answers.append(policy(*arguments, **parameters))
+        except TypeError as error:
+            answers.append(error)
+        return False
+
+    sine = jax.checkpoint(jnp.sin, policy=ask)
+    jax.eval_shape(lambda x: jax.vjp(sine, x)[0], jax.ShapeDtypeStruct((), jnp.float32))
+    wrong = [answer for answer in answers if callable(answer) or isinstance(answer, TypeError)]
+    if wrong:
+        name = getattr(policy, "__name__", repr(policy))
+        raise TypeError(
+            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {wrong[0]!r}; if it "
+            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
+        )

@@ -95,7 +95,11 @@ class LayerStep:
     def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
         """The layer's forward and backward, traced at these shapes, for one of the devices of a stage."""
         has_cotangent = lambda outcome: self._differentiable(outcome.outputs)
-        return make_tape(self.differentiate, has_cotangent, given, self._takes, self._lies(given, splits))
+        try:
+            return make_tape(self.differentiate, has_cotangent, given, self._takes, self._lies(given, splits))
+        except Exception as error:
+            error.add_note(f"The layer {self.kind.layer.name} raised this while it was differentiated.")
+            raise
 
     @property
     def _takes(self) -> list[Any]:

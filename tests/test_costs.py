@@ -69,6 +69,7 @@ def test_even():
     assert costs([nn.Dense(8), nn.Dense(8), nn.relu, nn.relu], "even").layer_costs == (1, 1, 1, 1)
 
 
+@pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")
 @pytest.mark.parametrize("traced", [False, True])
 def test_time_is_measured_once_a_kind(traced):
     """Measured, not traced: a layer that takes a thousand times the work takes much longer."""
@@ -94,7 +95,7 @@ def test_ones_own_balance(balance, counts):
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
-    layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(512)]
+    layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(4096)]
     with pytest.warns(
         UserWarning, match=r"layer 3 \(Dense\) alone takes \d+% of the model's cost, more than the share"
     ):
@@ -119,3 +120,11 @@ def test_time_needs_a_device_like_those_of_the_mesh():
     assert costs_module._device_like(mesh) is jax.devices()[0]
     with pytest.raises(ValueError, match=r'balance="time" measures on .*no TPU v5 lite is present here; use'):
         costs_module._device_like(SimpleNamespace(devices=np.asarray([Absent()])))
+
+
+@pytest.mark.parametrize("balance", ["flops", "size"])
+def test_no_warning_of_a_model_that_takes_next_to_nothing(balance):
+    """A regression: every toy model was warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)

@@ -1,15 +1,21 @@
 """Bad input: a clear error, before anything is compiled, that names the offender, its value and the remedy."""
 
+import copy
+import pickle
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization, struct
+from flax.core import FrozenDict
+from jax.experimental import io_callback
 
 import jpipe
-from helpers import compilations
+from helpers import assert_equal, compilations
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -531,3 +537,291 @@ def test_inputs_that_are_not_there(key):
 def test_a_transformation_that_was_not_called():
     with pytest.raises(TypeError, match=r"jpipe\.per_layer: tx is a function; pass one of optax's"):
         jpipe.per_layer(optax.adamw)
+
+
+# --- saving and copying -----------------------------------------------------------------------------------------------
+
+
+def test_variables_and_states_are_saved_layer_by_layer(ready):
+    """A regression: "cannot pickle 'Device' object", and "can not serialize 'StageTree' object"."""
+    pipe, variables, state = ready
+    message = r"save trees = jax\.device_get\(pipe\.layer_variables\(variables\)\), and load them by pipe\.from_layer"
+    for save in (pickle.dumps, serialization.to_bytes, serialization.to_state_dict):
+        for what in (variables, state):
+            with pytest.raises(TypeError, match=message):
+                save(what)
+    trees = pickle.loads(pickle.dumps(jax.device_get(pipe.layer_variables(variables))))
+    assert_equal(pipe.from_layer_variables(trees), variables)
+    for duplicate in (copy.copy, copy.deepcopy):
+        assert_equal(duplicate(variables), variables)
+        pipe.evaluate(duplicate(variables), BATCH)
+
+
+def scale_init(key, x):
+    return jnp.ones(())
+
+
+def scale(a, x):
+    return a * x
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_of_a_pipeline(duplicate):
+    """A regression: `init` of a copy worked, then "this pipeline has seen no batch yet"."""
+    pipe = make([jpipe.Layer(scale_init, scale)] * 2, remat="none")
+    variables = pipe.init(jax.random.key(0), BATCH)
+    other = duplicate(pipe)
+    (loss, _), _ = other.value_and_grad(other.init(jax.random.key(0), BATCH), BATCH)
+    assert_equal(other.value_and_grad(variables, BATCH)[0][0], loss)
+    assert repr(other) == repr(pipe)
+
+
+def test_a_copy_of_modules_on_a_mesh(make_mesh):
+    pipe = make([nn.Dense(4), lambda rngs: nnx.Linear(4, 4, rngs=rngs)], mesh=make_mesh((2, 2), ("stage", "data")))
+    other = copy.deepcopy(pipe)
+    variables = other.init(jax.random.key(0), BATCH)
+    assert_equal(other.evaluate(variables, BATCH), pipe.evaluate(variables, BATCH))
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (np.asarray(["a"] * 8), r"batch\['column'\] has the dtype <U1, but a batch holds numbers only; leave it out"),
+        (np.asarray([None] * 8), r"batch\['column'\] has the dtype object"),
+        (np.zeros(8, "datetime64[s]"), r"batch\['column'\] has the dtype datetime64"),
+        (
+            jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8)),
+            r"batch\['column'\] holds random keys \(key<fry>\).*pass jax\.random\.key_data\(keys\)",
+        ),
+    ],
+)
+def test_columns_that_are_no_numbers(key, column, message):
+    """A regression: raw errors that didn't name the leaf."""
+    with pytest.raises(TypeError, match=message):
+        make().init(key, BATCH | {"column": column})
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+class TestShapes:
+    """Batches of other shapes than at init."""
+
+    def test_another_width(self, ready):
+        """A regression: "make a new pipeline for it", which is the wrong remedy."""
+        pipe, variables, _ = ready
+        message = r"layer 0 \(Dense\) takes float32\[4,6\] from this batch but took float32\[4,4\] at init, .*features"
+        with pytest.raises(ValueError, match=message):
+            pipe.apply(variables, np.ones((8, 6), np.float32))
+
+    def test_one_example(self, ready):
+        """A regression, as above."""
+        pipe, variables, _ = ready
+        with pytest.raises(ValueError, match=r"batch has the shape \(4,\), that of one example at init; the first"):
+            pipe.apply(variables, np.ones(4, np.float32))
+        one = {"inputs": np.ones(4, np.float32), "targets": np.ones(4, np.float32)}
+        for call in (pipe.apply, pipe.evaluate, pipe.value_and_grad):
+            with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example"):
+                call(variables, one)
+
+    def test_targets(self, ready):
+        """A regression: a raw broadcasting error that didn't mention loss_fn."""
+        pipe, variables, state = ready
+        batch = BATCH | {"targets": np.zeros((8, 3), np.float32)}
+        message = r"loss_fn\(outputs, batch\) raised .*'targets': float32\[4,3\]"
+        with pytest.raises(ValueError, match=message):
+            pipe.value_and_grad(variables, batch)
+        with pytest.raises(ValueError, match=message):
+            pipe.evaluate(variables, batch)
+        with pytest.raises(ValueError, match=message):
+            pipe.train_step(state, batch)
+
+
+def test_targets_that_apply_does_not_look_at(ready):
+    pipe, variables, _ = ready
+    other = BATCH | {"targets": np.zeros((8, 3), np.float32)}
+    assert_equal(pipe.apply(variables, other), pipe.apply(variables, BATCH))
+
+
+@struct.dataclass
+class StructBatch:
+    inputs: jax.Array
+    targets: jax.Array
+
+
+def test_a_batch_that_does_not_say_what_its_inputs_are(key):
+    """A regression: the first layer was given the whole batch, and the remedy wasn't named."""
+    loss = lambda y, batch: loss_fn(y, vars(batch))
+    with pytest.raises(ValueError, match=r"the batch is a StructBatch, .* pass inputs=lambda batch: batch\.\.\.\. to"):
+        make(loss=loss).init(key, StructBatch(**BATCH))
+    make(loss=loss, inputs=lambda batch: batch.inputs).init(key, StructBatch(**BATCH))
+    make().init(key, FrozenDict(BATCH))
+
+
+@pytest.mark.parametrize("device", [0, 7])
+def test_a_batch_on_another_device(device):
+    """A regression: "Received incompatible devices for jitted computation"."""
+    pipe, there = make(), jax.devices()[device]
+    variables = pipe.init(jax.device_put(jax.random.key(0), there), BATCH)
+    batch, key = jax.device_put((BATCH, jax.random.key(1)), there)
+    assert_equal(pipe.apply(variables, batch), pipe.apply(variables, BATCH))
+    assert_equal(pipe.evaluate(variables, batch), pipe.evaluate(variables, BATCH))
+    assert_equal(pipe.value_and_grad(variables, batch, key)[0], pipe.value_and_grad(variables, BATCH)[0])
+    state = pipe.create_state(key, batch, optax.sgd(0.1))
+    pipe.train_step(state, batch)
+
+
+# --- layers, policies and losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.save_only_these_names,
+        jax.checkpoint_policies.save_any_names_but_these,
+        jax.checkpoint_policies.save_and_offload_only_these_names,
+        jax.checkpoint_policies.save_from_both_policies,
+        lambda *names, **others: lambda *_, **__: True,
+    ],
+)
+@pytest.mark.usefixtures("nothing_compiles")
+def test_policies_that_were_not_called(key, policy):
+    """A regression: a raw TypeError in the first step, after `init` had passed."""
+    with pytest.raises(
+        TypeError, match=r"remat=.* is no jax\.checkpoint policy: asked whether .*makes policies, call it"
+    ):
+        make(remat=policy)
+
+
+def test_policies():
+    for name in ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable"):
+        make(remat=getattr(jax.checkpoint_policies, name))
+    make(remat=jax.checkpoint_policies.save_only_these_names("a"))
+    make(remat=lambda primitive, *_, **__: primitive.name == "dot_general")
+
+
+class Caches(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        cache = self.variable("cache", "count", lambda: jnp.zeros((), jnp.float32))
+        cache.value = cache.value + 1
+        return x
+
+
+def test_state_that_is_written_in_evaluation(key):
+    """A regression: a raw error of Flax that named no layer."""
+    pipe = make([dense(), Caches()])
+    variables = pipe.init(key, BATCH)
+    with pytest.raises(ValueError, match=r"Caches writes its state in evaluation, .*trains(?s:.)*collection \"cache\""):
+        pipe.evaluate(variables, BATCH)
+
+
+def test_layer_variables_that_are_traced(ready):
+    """A regression: a raw TracerArrayConversionError."""
+    pipe, variables, _ = ready
+    trees = pipe.layer_variables(variables)
+    with pytest.raises(TypeError, match=r"trees\[0\]\['params'\]\['bias'\] is being traced; .* outside of jax\.jit"):
+        jax.jit(pipe.from_layer_variables)(trees)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_callbacks_that_are_side_effects(key, ordered):
+    """A regression: raw errors of differentiation that named no layer."""
+
+    def tells(x):
+        io_callback(lambda _: None, None, x, ordered=ordered)
+        return x
+
+    with pytest.raises(ValueError, match=r"layer 1 \(tells\) calls back into Python .*; use jax\.debug\.callback"):
+        make([dense(), tells, dense()]).init(key, BATCH)
+
+
+def test_a_layer_that_can_not_be_differentiated_is_named(key):
+    def call(x):
+        return jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    pipe = make([dense(), call, dense()])
+    variables = pipe.init(key, BATCH)
+    with pytest.raises(ValueError, match="Pure callbacks do not support JVP") as info:
+        pipe.value_and_grad(variables, BATCH)
+    assert "The layer call raised this while it was differentiated." in info.value.__notes__
+
+
+def test_gradients_of_gradients(ready):
+    """A regression: a raw error about while loops."""
+    pipe, variables, _ = ready
+    message = r"can't be differentiated from outside: pipe\.value_and_grad gives the gradients itself"
+    with pytest.raises(TypeError, match=message):
+        jax.grad(lambda v: pipe.value_and_grad(v, BATCH)[0][0])(variables)
+
+
+def accuracy(y, batch):
+    return jnp.mean((jnp.argmax(y, -1) == jnp.argmax(batch["targets"], -1)).astype(jnp.float32))
+
+
+def scanned_mask(y, batch):
+    def add(total, row):
+        return (total[0] + jnp.sum(row[0]), total[1] + jnp.sum(row[1])), None
+
+    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    return jax.lax.scan(add, zeros, (y, batch["targets"]))[0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "warns"),
+    [
+        (lambda y, b: (jnp.sum(y), accuracy(y, b)), True),
+        (lambda y, b: (jnp.sum(y), jax.lax.stop_gradient(jnp.sum(y > 0))), True),
+        (lambda y, b: (jnp.sum(y), jnp.sum(b["targets"] > 0)), False),
+        (lambda y, b: (jnp.sum(y), y.shape[0]), False),
+        (scanned_mask, False),
+        (lambda y, b: jnp.mean(y), False),
+    ],
+)
+def test_a_metric_in_place_of_a_weight(key, weight, warns):
+    """A regression: (loss, accuracy) was silently taken for (loss_sum, weight_sum)."""
+    pipe = make(loss=weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        variables = pipe.init(key, BATCH)
+        pipe.evaluate(variables, BATCH)
+        pipe.evaluate(variables, jax.tree.map(lambda a: a[:4], BATCH))
+    messages = [str(w.message) for w in caught if "loss_fn returned a pair" in str(w.message)]
+    assert len(messages) == warns, "once, at the first trace"
+    if warns:
+        assert "read as (loss_sum, weight_sum)" in messages[0]
+        assert "return the loss alone" in messages[0]
+        assert caught[0].filename == __file__
+
+
+# --- optimisers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tx", "needs"),
+    [
+        (optax.lbfgs(), "'grad' and 'value_fn'"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn must be provided"),
+    ],
+    ids=["lbfgs", "sam"],
+)
+@pytest.mark.usefixtures("nothing_compiles")
+def test_transformations_that_compute_the_loss_again(ready, key, tx, needs):
+    """A regression: raw TypeErrors in the first step."""
+    pipe, _, _ = ready
+    with pytest.raises(TypeError, match=rf"tx\.update raised .*{needs}.*value=loss, and nothing that computes"):
+        pipe.create_state(key, BATCH, tx)
+
+
+def test_per_layer_with_a_key_in_its_state(ready, key):
+    """A regression: "data type 'key<fry>' not understood"."""
+    pipe, _, _ = ready
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1))
+    message = r"jpipe\.per_layer: the transformation keeps a random key .* outside of per_layer"
+    with pytest.raises(TypeError, match=message):
+        pipe.create_state(key, BATCH, jpipe.per_layer(noisy))
+    state = pipe.create_state(key, BATCH, noisy)
+    with jax.numpy_dtype_promotion("standard"):  # optax itself mixes dtypes
+        pipe.train_step(state, BATCH)

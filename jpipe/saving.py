@@ -1,0 +1,24 @@
+"""Saving: what can't be saved as it is says what to save instead.
+
+Variables are laid out over a pipeline's devices, so that their bytes mean nothing to another pipeline. `pickle` is told
+by `StageTree` itself, Flax's serialisation here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from flax import serialization
+
+from jpipe.layout import NOT_SAVED, StageTree
+from jpipe.optimizer import TrainState
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise TypeError(NOT_SAVED)
+
+
+def register() -> None:
+    """Tells Flax's serialisation about variables and states."""
+    for kind in (StageTree, TrainState):
+        serialization.register_serialization_state(kind, _refuse, _refuse, override=True)
