@@ -62,18 +62,12 @@ def is_bare(batch: Any, expected: Any, read_inputs: Callable[[Any], Any]) -> boo
     return False
 
 
-def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
-    """The shapes of one micro-batch, a pytree of ShapeDtypeStructs.
-
-    Args:
-      batch: pytree of arrays `[B, ...]`.
-      num_microbatches: M.
-      shards: the devices that each micro-batch is split over.
+def batch_size(batch: Any) -> int:
+    """B, of a pytree of arrays `[B, ...]`.
 
     Raises:
       TypeError: a leaf is no array of numbers.
-      ValueError: leaves of different batch sizes, B not divisible by M (the divisors are named), or a micro-batch that
-        the data axes of the mesh don't divide.
+      ValueError: there are no leaves, one is a scalar, or they differ in batch size.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -91,7 +85,31 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
         raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
     (size,) = sizes
-    if size % num_microbatches or size == 0:
+    if size == 0:
+        raise ValueError("the batch holds no examples; pass at least one")
+    return size
+
+
+def microbatch_shapes(batch: Any, num_microbatches: int) -> Any:
+    """The shapes of one micro-batch of a batch that passed `batch_size`, a pytree of ShapeDtypeStructs."""
+    shape = lambda a: jax.ShapeDtypeStruct(
+        (a.shape[0] // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
+    )
+    return jax.tree.map(shape, batch)
+
+
+def check_divides(size: int, num_microbatches: int, shards: int) -> None:
+    """Checks that a batch can be cut into micro-batches for training, and those be split over the data axes.
+
+    Args:
+      size: B.
+      num_microbatches: M.
+      shards: the devices that each micro-batch is split over.
+
+    Raises:
+      ValueError: it can't; sizes that can are named.
+    """
+    if size % num_microbatches:
         raise ValueError(
             f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
         )
@@ -101,8 +119,15 @@ def microbatch_shapes(batch: Any, num_microbatches: int, shards: int) -> Any:
             f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
             f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
         )
-    shape = lambda a: jax.ShapeDtypeStruct((micro, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
-    return jax.tree.map(shape, batch)
+
+
+def evaluation_microbatches(size: int, num_microbatches: int, shards: int) -> int:
+    """How many equal micro-batches an evaluation batch of any size is cut into: M of them, or the next fewer that fit.
+
+    Those that the data axes can split come first; where there are none, every device computes the whole micro-batch.
+    """
+    fitting = [m for m in range(1, num_microbatches + 1) if size % m == 0]
+    return max(fitting, key=lambda m: (size // m % shards == 0, m))
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

@@ -124,7 +124,7 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
             f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch (the first batch that a pipeline "
             "sees has to be a whole one, not its inputs alone)"
         ) from error
-    parts = loss if isinstance(loss, tuple) else (loss,)
+    parts: Any = loss if isinstance(loss, tuple) else (loss,)
     sums, metrics = parts[:2], parts[2] if len(parts) == 3 else {}
     if len(parts) > 3 or not all(map(_is_scalar, sums)):
         raise ValueError(
@@ -179,13 +179,13 @@ def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> N
     program, loss = jax.make_jaxpr(loss_fn, return_shape=True)(outputs, batch)
     if not isinstance(loss, tuple):
         return
-    needed = uses(program, [False, True])
+    needed = uses(program, [i == 1 for i in range(len(program.jaxpr.outvars))])
     if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
         warn_user(
-            "loss_fn returned a pair whose second part depends on the model's outputs. A pair is read as (loss_sum, "
+            "loss_fn returned a tuple whose second part depends on the model's outputs. It is read as (loss_sum, "
             "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the second, "
-            "which is taken as a constant. If the second is a metric, such as an accuracy, return the loss alone; if "
-            "it is a weight, compute it from the batch"
+            "which is taken as a constant. If the second is a metric, such as an accuracy, return (loss, 1.0, "
+            "{'accuracy': accuracy}); if it is a weight, compute it from the batch"
         )
 
 

@@ -58,7 +58,8 @@ class Pipeline:
         `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A
         layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
       loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, which are summed
-        over micro-batches and divided once (weights are taken as constants).
+        over micro-batches and divided once (weights are taken as constants); or `(loss_sum, weight_sum, metrics)`, a
+        dict of scalars (means) or pairs `(sum, weight)`, which `train_step` gives divided.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules.
@@ -66,13 +67,17 @@ class Pipeline:
       remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.
-      mesh: a mesh with an axis `stage` of K devices; others are left to the compiler, and batches are split over those
-        called "replica", "data" and "fsdp". Default: the first K devices.
+      mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its axes called "replica", "data"
+        and "fsdp", weights over any of them, as their Flax metadata says. Default: the first K devices.
       inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
         array.
       merge: rules by collection for state other than parameters: "mean" or "sum" over micro-batches, the "last" one's,
         or "moments" for running means and variances; see `jpipe.merging`. Default: "moments" for "batch_stats", else
         the mean of floating-point leaves and the last value of others.
+      shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
+        rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
+      gather: when parameters that are split over data axes are gathered: once a "step", or at each "use", forward and
+        backward, so that only one layer's are whole at a time.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -102,6 +107,8 @@ class Pipeline:
             "mesh": mesh,
             "inputs": inputs,
             "merge": merge,
+            "shard_over": shard_over,
+            "gather": gather,
         }
         self._layers = as_layers(layers)
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
@@ -324,7 +331,8 @@ class Pipeline:
         """One step of training, compiled as one program; `state` is donated, so don't use it again.
 
         Returns:
-          The new state, and metrics: scalars "loss" and "grad_norm" (of all gradients, before the optimiser).
+          The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), and those of
+          the loss function.
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
@@ -353,7 +361,7 @@ class Pipeline:
         batches.check_no_example(batch, seen)
         check_variables(plan, variables)
         check_complete(plan, variables)
-        shapes = self._planner.shapes(batch)
+        shapes = self._planner.evaluation_shapes(batch)
         if with_loss:
             self._planner.model_with_loss(shapes)
         else:

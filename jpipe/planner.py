@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jpipe.batches import microbatch_shapes
+from jpipe.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
 from jpipe.checks import check_loss, warn_of_moving_weight
 from jpipe.kinds import Sequential, batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
@@ -69,8 +69,21 @@ class Planner:
         return early
 
     def shapes(self, batch: Any) -> Any:
-        """The shapes of one micro-batch of a batch `[B, ...]`, checked."""
-        return microbatch_shapes(batch, self.schedule.num_microbatches, num_shards(self.mesh))
+        """The shapes of one micro-batch of a training batch `[B, ...]`, checked."""
+        size = batch_size(batch)
+        check_divides(size, self.schedule.num_microbatches, num_shards(self.mesh))
+        return microbatch_shapes(batch, self.schedule.num_microbatches)
+
+    def evaluation_schedule(self, batch: Any) -> Schedule:
+        """Forward only, for a batch of any size."""
+        given = self.schedule
+        count = evaluation_microbatches(batch_size(batch), given.num_microbatches, num_shards(self.mesh))
+        sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
+        return make_schedule("forward", **sizes, num_microbatches=count)
+
+    def evaluation_shapes(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of an evaluation batch."""
+        return microbatch_shapes(batch, self.evaluation_schedule(batch).num_microbatches)
 
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""
@@ -148,12 +161,9 @@ class Planner:
 
     def program(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Program:
         """The program for a batch's shapes and a type of key, for training or forward only."""
-        plan, shapes = self.known_plan(), self.shapes(batch)
-        schedule = self.schedule
-        if not train:
-            sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
-            names = ("num_stages", "num_microbatches", "num_chunks")
-            schedule = make_schedule("forward", **dict(zip(names, sizes, strict=True)))
+        plan = self.known_plan()
+        schedule = self.schedule if train else self.evaluation_schedule(batch)
+        shapes = self.shapes(batch) if train else self.evaluation_shapes(batch)
         purpose = Purpose(
             key=key_shape(key) if train else None,
             read_inputs=_itself if bare else self.read_inputs,

@@ -19,7 +19,7 @@ from jpipe.meshes import AXIS, is_batch_axis, stage_axes
 from jpipe.shardings import Axis, Shard, Sharding, names_in, of_spec, replicated
 
 SMALLEST = 1024
-"""Elements from which on a weight is split over `shard_over`: a collective for a smaller one costs more than it takes."""
+"""Elements from which on a weight is split over `shard_over`: for a smaller one, a collective costs more."""
 
 
 @dataclass(frozen=True)

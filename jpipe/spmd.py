@@ -113,7 +113,7 @@ class Partitioner:
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
         """The results of a program."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-        read = lambda v: self.whole(np.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else known[v]
+        read = lambda v: self._literal(v) if isinstance(v, Literal) else known[v]
         for equation in jaxpr.eqns:
             results = self.carry_out(equation, list(map(read, equation.invars)))
             known.update(zip(equation.outvars, results, strict=True))
@@ -139,6 +139,9 @@ class Partitioner:
         for step, axis in zip(steps, self.axes, strict=True):
             run = step.around(run, axis) if step.around else run
         return self.values(run(*self.arrays(operands, wanted)), given)
+
+    def _literal(self, literal: Any) -> Value:
+        return self.whole(np.asarray(literal.val, literal.aval.dtype))
 
     def whole(self, array: Any) -> Value:
         """An array that all devices have."""

@@ -13,7 +13,7 @@ from jpipe.batches import default_inputs
 from jpipe.kinds import trace_kinds
 from jpipe.program import given_shapes
 from jpipe.remat import MODES, as_remat
-from jpipe.steps import Given, LayerStep, loss_pair
+from jpipe.steps import Given, LayerStep, loss_sums
 from jpipe.tracing import key_shape
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
@@ -122,13 +122,16 @@ def test_final_layer_returns_the_loss():
     assert float(weight) == 3
 
 
-def test_loss_pair():
-    assert [float(part) for part in loss_pair(jnp.float32(2))] == [2, 1]
-    loss, weight = loss_pair((jnp.float32(2), jnp.int32(3)))
-    assert (float(loss), float(weight)) == (2, 3)
-    assert weight.dtype == loss.dtype
-    grad = jax.grad(lambda w: loss_pair((w, w))[1])(2.0)
-    assert float(grad) == 0, "weights are constants"
+def test_loss_sums():
+    numbers = lambda loss: [float(part) for part in loss_sums(loss)]
+    assert numbers(jnp.float32(2)) == [2, 1]
+    assert numbers((jnp.float32(2), jnp.int32(3))) == [2, 3]
+    assert {part.dtype for part in loss_sums((jnp.bfloat16(2), 3, {"hits": jnp.int32(300)}))[1:]} == {
+        np.dtype("float32")
+    }
+    assert numbers((jnp.float32(2), 3.0, {"b": (jnp.int32(4), 5), "a": jnp.bool_(True)})) == [2, 3, 1, 1, 4, 5]
+    grad = jax.grad(lambda w: sum(loss_sums((w, w, {"a": w}))[1:]))(2.0)
+    assert float(grad) == 0, "weights and metrics are constants"
 
 
 def test_microbatches_are_runs_of_examples():

@@ -94,7 +94,7 @@ def test_leaves_that_few_devices_have_are_pooled():
     ends = [[leaf(3, 2)], [leaf(7)]]
     cells, devices = [[0], [3]], 4
     alone = build_storage(ends, cells, num_devices=devices)
-    assert {name: a.shape for name, a in alone.shapes().items()} == {"float32": (1, 7)}
+    assert {name: a.shape for name, a in alone.shapes().items()} == {"float32": (7,)}
     run = build_storage([*ends, [leaf(9, 9)]], [*cells, [0, 1, 2, 3]], num_devices=devices)
     assert {name: a.shape for name, a in run.shapes().items()} == {
         "float32_9x9": (1, 9, 9),
@@ -109,7 +109,7 @@ def test_a_leaf_split_over_another_axis_keeps_its_shape():
     shapes = lambda specs: {
         name: a.shape for name, a in build_storage(leaves, cells, num_devices=2, specs=specs).shapes().items()
     }
-    assert shapes([[whole], [whole]]) == {"float32": (1, 7)}
+    assert shapes([[whole], [whole]]) == {"float32": (7,)}
     assert shapes([[spec], [whole]]) == {"float32_3x2_none_model": (1, 3, 2), "float32_7": (1, 7)}
     storage = build_storage(leaves, cells, num_devices=2, specs=[[spec], [whole]])
     assert storage.specs(("stage",))["float32_3x2_none_model"] == jax.sharding.PartitionSpec("stage", None, *spec)
@@ -134,17 +134,6 @@ def test_buffers_of_another_dtype():
         buffers = storage.add(buffers, 0, 0, [jnp.full((2,), 2.0**-9, jnp.bfloat16) + jnp.ones((), jnp.bfloat16)])
     assert buffers["bfloat16_2"].dtype == jnp.float32
     assert_equal(storage.read(buffers, 0, 0)[0], jnp.full((2,), 3.0, jnp.float32))
-
-
-def test_shards_of_a_pool():
-    leaves, cells = [[leaf(4, 3)], [leaf(6)]], [[0], [1]]
-    storage = build_storage(leaves, cells, num_devices=2, shards=2)
-    given = jnp.arange(12.0, dtype=jnp.float32).reshape(4, 3)
-    buffers = storage.write(storage.zeros(), 0, 0, [given])
-    assert_equal(storage.read(buffers, 0, 0), [given])
-    assert_equal(buffers["float32"], given.reshape(2, 6), "the first half of the examples is the first shard")
-    odd = build_storage([[leaf(3, 3)], [leaf(6)]], cells, num_devices=2, shards=2)
-    assert odd.shapes()["float32"].shape == (1, 9)
 
 
 def test_look_up():
