@@ -7,6 +7,7 @@ checks one in this process. A case follows from its seed alone. Layers come from
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ import jpipe
 import sequential
 from fuzz_layers import RATE, STEPS, VOCABULARY, WIDE, Scope, finished, over
 from helpers import is_float, one_slot, take_microbatch
-from timed import Result, Worker, alive
+from timed import FAST, Result, Worker, alive
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 KEY = 7
@@ -462,6 +463,7 @@ def main() -> int:
     parser.add_argument("--show", type=int, help="print this case")
     parser.add_argument("--here", type=int, help="check this case in this process")
     options = parser.parse_args()
+    os.environ |= {"XLA_FLAGS": FAST, "JAX_PLATFORMS": "cpu"}
     if options.show is not None or options.here is not None:
         print(describe(options.show if options.here is None else options.here))
         if options.here is not None:
