@@ -76,7 +76,7 @@ def _mode(function: Any, train: bool) -> dict[str, bool]:
 
 
 def _call_nnx(layer: Any, method: Any, item: Any, arguments: tuple, key: Any, train: bool) -> tuple[Any, Any]:
-    module = nnx_filled(layer, item)
+    module = nnx_filled(layer, jax.tree.map(jax.numpy.asarray, item))
     streams = nnx.state(module, nnx.RngState)
     number, filled = 0, []
     for path, variable in nnx.to_flat_state(streams):
