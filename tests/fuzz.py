@@ -108,6 +108,7 @@ class Builder:
       beside: what travels beside the activations: "aux", a scalar, or "bias", `[1, D]`.
       kept: the names of skips that are not popped yet.
       shared: a shared layer, and how many values pass by it.
+      stash_rate: how often a layer's output is kept for later.
     """
 
     s: Scope
@@ -117,6 +118,7 @@ class Builder:
     kept: list = field(default_factory=list)
     skips: int = 0
     shared: Any = None
+    stash_rate: float = 0.12
 
     def add(self, layer: Any, name: str) -> None:
         self.layers.append(layer)
@@ -126,7 +128,7 @@ class Builder:
         """A layer of the activations alone."""
         if not isinstance(layer, type(jpipe.stash(len, "a"))):  # one that reads the batch sees all of them
             layer = finished(over(layer, len(self.beside)))
-        if len(self.kept) < 2 and self.s.rng.random() < 0.12:
+        if len(self.kept) < 2 and self.s.rng.random() < self.stash_rate:
             self.skips += 1
             self.kept.append(f"skip {self.skips}")
             layer, name = jpipe.stash(layer, self.kept[-1]), f"stash({name})"
@@ -149,14 +151,17 @@ class Builder:
 
     def change(self) -> None:
         """Another layout."""
-        layout, make = self.s.pick(kinds.CHANGES[self.s.layout])
+        self.change_to(*self.s.pick(kinds.CHANGES[self.s.layout]))
+
+    def change_to(self, layout: str, make: Callable[[int], Callable]) -> None:
+        """The new layout, by a function of `fuzz_layers.CHANGES`."""
         self.add_over(make(self.s.width), f"to {layout}")
         self.s = replace(self.s, layout=layout)
 
-    def put_beside(self) -> None:
-        """One more value beside the activations."""
-        s, count = self.s, len(self.beside)
-        what = s.pick(["aux", "zero", "bias"])
+    def put_beside(self, what: str | None = None) -> None:
+        """One more value beside the activations: "aux", "zero" (scalars) or "bias"."""
+        s = self.s
+        what = what or s.pick(["aux", "zero", "bias"])
         if what == "aux":
             self.add(lambda x, *others: (x, *others, jnp.square(x).mean()), "put aux")
         elif what == "zero":
@@ -165,7 +170,6 @@ class Builder:
             init = lambda key, x, *others: jax.random.normal(key, (1, s.width), WIDE)
             self.add(jpipe.Layer(init, lambda p, x, *others: (x, *others, p)), "put bias")
         self.beside.append("bias" if what == "bias" else "aux")
-        assert len(self.beside) == count + 1
 
     def use_beside(self) -> None:
         """The activations and the values beside them change each other."""
@@ -225,17 +229,30 @@ def _ending(turn: Callable, leave: bool) -> Callable:
 
 def build(rng: np.random.Generator, names: tuple[str, ...], plain: bool, count: int) -> tuple[Builder, str]:
     """Layers, and what the inputs are: "tokens", "features" or "image"."""
-    width = int(rng.choice([4, 8]))
-    s = Scope(rng, names, plain, width, "features")
-    start, table = s.pick(["tokens", "tokens", "features", "sequence", "image"]), None
+    s = Scope(rng, names, plain, int(rng.choice([4, 8])), "features")
+    b, inputs, table = begin(s, s.pick(["tokens", "tokens", "features", "sequence", "image"]))
+    while len(b.layers) + len(b.kept) + bool(b.beside) < count:
+        b.step()
+    b.end(table)
+    return b, inputs
+
+
+def begin(s: Scope, start: str) -> tuple[Builder, str, Any]:
+    """The first layers; what the inputs are; and a shared table, if the model ends with it.
+
+    Args:
+      s: choices.
+      start: "tokens", "features", "sequence" (made from features), or "image".
+    """
     layout = {"tokens": "sequence", "sequence": "sequence", "image": "image"}.get(start, "features")
-    b = Builder(replace(s, layout=layout))
+    b, width, table = Builder(replace(s, layout=layout)), s.width, None
     if start == "tokens":
-        split, tied = s.dims(2), rng.random() < 0.4
-        init = nn.with_partitioning(nn.initializers.normal(1.0), split if rng.random() < 0.6 else (None, None))
+        split = s.dims(2) if s.rng.random() < 0.6 else None
+        init = nn.initializers.normal(1.0)
+        init = nn.with_partitioning(init, split) if split else init
         embed = nn.Embed(VOCABULARY, width, param_dtype=WIDE, dtype=WIDE, embedding_init=init)
-        table = jpipe.Shared(embed) if tied else None
-        b.add(table or embed, f"{'shared ' * tied}embed")
+        table = jpipe.Shared(embed) if s.rng.random() < 0.4 else None
+        b.add(table or embed, "shared " * (table is not None) + f"embed {split or ''}")
     elif start == "features":
         b.add(nn.Dense(width, param_dtype=WIDE), "dense")
     elif start == "sequence":
@@ -243,10 +260,7 @@ def build(rng: np.random.Generator, names: tuple[str, ...], plain: bool, count: 
         b.add(lambda x: x.reshape(x.shape[0], STEPS, width), "reshape")
     else:
         b.add(nn.Conv(width, (3, 3), param_dtype=WIDE), "conv")
-    while len(b.layers) + len(b.kept) + bool(b.beside) < count:
-        b.step()
-    b.end(table)
-    return b, "features" if start == "sequence" else start
+    return b, "features" if start == "sequence" else start, table
 
 
 def random_loss(kind: str) -> Callable:
