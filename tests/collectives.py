@@ -4,6 +4,7 @@ Devices are partition numbers: positions in `mesh.devices.flat`, as jax numbers 
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -245,6 +246,34 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         devices = np.arange(np.prod(sizes)).reshape(sizes)
         devices = devices.transpose(order) if order else devices
         return tuple(tuple(int(i) for i in group) for group in devices.reshape(shape))
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^{}]*)\}", line)
+    if named:
+        return _groups_by_axes(*named.groups())
     if "replica_groups=" in line or "source_target_pairs=" in line:
         raise ValueError(f"groups of devices written in an unknown way: {line.strip()[:300]}")
     return ()
+
+
+def _groups_by_axes(axes: str, over: str) -> tuple[tuple[int, ...], ...]:
+    """The groups over some axes of a mesh in the order of devices.
+
+    Args:
+      axes: names and sizes, such as "'a'=2,'b'=4".
+      over: names, such as "'b'"; or parts of one, "'b':(2)2" the part of size 2 inside of the first 2.
+
+    >>> _groups_by_axes("'a'=2,'b'=4", "'a','b':(2)2")
+    ((0, 1, 4, 5), (2, 3, 6, 7))
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in parts:
+        cuts[name] |= {int(before), int(before) * int(size)} if size else set()
+    pieces = [(name, a, b) for name, ends in cuts.items() for a, b in itertools.pairwise(sorted(ends))]
+    taken = [(name, int(before or 1), int(before or 1) * int(size or sizes[name])) for name, before, size in parts]
+    inside = [any(name == n and a <= start and end <= b for n, a, b in taken) for name, start, end in pieces]
+    shape = [end // start for _, start, end in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: inside[i])
+    width = int(np.prod([size for size, is_in in zip(shape, inside, strict=True) if is_in]))
+    devices = np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(order).reshape(-1, width)
+    return tuple(tuple(int(i) for i in group) for group in devices)

@@ -174,6 +174,12 @@ def test_intruders():
     assert collectives.largest_in_loops(TPU, mesh((2, 2, 2), ("stage", "fsdp", "tp"))) == 256
 
 
+def test_groups_by_the_names_of_axes():
+    """As XLA writes them since meshes have names."""
+    form = "replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_0'}"
+    assert named(CPU.replace("replica_groups=[2,2]<=[4]", form), "all-reduce.6").groups == ((0, 2), (1, 3))
+
+
 def test_groups_written_in_another_way_are_refused():
     with pytest.raises(ValueError, match="unknown way"):
         read(CPU.replace("replica_groups=[2,2]<=[4]", "replica_groups=mesh(a)"))
