@@ -141,6 +141,7 @@ class Builder:
         options += [(self.put_beside, 2)] if len(self.beside) < 2 else []
         options += [(self.use_beside, 2)] if self.beside else []
         options += [(self.pop, 2)] if self.kept else []
+        options += [(self.reshapes, 1)] if self.s.layout == "features" else []
         weights = np.asarray([weight for _, weight in options], float)
         options[int(self.s.rng.choice(len(options), p=weights / weights.sum()))][0]()
 
@@ -157,6 +158,13 @@ class Builder:
         """The new layout, by a function of `fuzz_layers.CHANGES`."""
         self.add_over(make(self.s.width), f"to {layout}")
         self.s = replace(self.s, layout=layout)
+
+    def reshapes(self) -> None:
+        """Boundaries of many shapes, which travel in one flat buffer."""
+        d, count = self.s.width, len(self.beside)
+        for shape in ((2, d // 2), (d // 2, 2), (d, 1), (1, d), (1, 2, d // 2), (2, 1, d // 2), (d,)):
+            view = lambda x, shape=shape: x.reshape(x.shape[0], *shape) * 1.5
+            self.add(over(view, count), f"to {shape}")
 
     def put_beside(self, what: str | None = None) -> None:
         """One more value beside the activations: "aux", "zero" (scalars) or "bias"."""

@@ -30,6 +30,9 @@ MODELS: dict[str, tuple[str, str, str]] = {
     "scalar": ("features", "put zero, dense, use_beside, activation, dense, norm", "mean"),
     "two scalars": ("tokens", "put aux, dense, put aux, attention, use_beside, dense", "weighted"),
     "unbatched leaf": ("features", "put bias, dense, activation, use_beside, dense", "mean"),
+    "flat buffer": ("features", "dense, reshapes, dense", "mean"),
+    "scalar in a flat buffer": ("features", "put zero, use_beside, reshapes, use_beside, dense", "mean"),
+    "unbatched leaf in a flat buffer": ("features", "put bias, dense, reshapes, use_beside, dense", "mean"),
     "time-major": ("tokens", "to time, dense, activation, recurrent, norm, dense", "mean"),
     "folded": ("tokens", "attention, to folded, dense, activation, dense, to sequence, dense", "mean"),
     "time-major, folded": ("tokens", "to time, dense, to time folded, dense, norm, to time, dense", "weighted"),
@@ -91,7 +94,7 @@ def add(b: fuzz.Builder, word: str) -> None:
         b.put_beside(rest)
     elif first == "to":
         b.change_to(*next(change for change in kinds.CHANGES[b.s.layout] if change[0] == rest))
-    elif word in ("pop", "use_beside", "use_shared"):
+    elif word in ("pop", "use_beside", "use_shared", "reshapes"):
         getattr(b, word)()
     else:
         b.stash_rate = float(first == "stash")

@@ -10,12 +10,12 @@ from recipes import MESHES, MODELS
 from timed import Worker
 
 QUICK = [
-    ("scalar", "data"),
-    ("unbatched leaf", "data"),
+    ("scalar in a flat buffer", "data"),
+    ("unbatched leaf in a flat buffer", "data"),
     ("folded", "data"),
     ("BatchNorm", "data"),
     ("contrastive layer", "data"),
-    ("attention", "model"),
+    ("fused attention", "model"),
     ("split", "model"),
     ("tied", "fsdp and tp"),
 ]
