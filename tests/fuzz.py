@@ -8,6 +8,7 @@ checks one in this process. A case follows from its seed alone. Layers come from
 import argparse
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -474,7 +475,7 @@ def describe(seed: int) -> str:
 def last_line(detail: str) -> str:
     """What a traceback or a process's last words come to."""
     lines = [line for line in detail.strip().splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "Check fail" in line or "Termination" in line]
+    told = [line for line in lines if re.search("Error|Check failed:|Termination", line)]
     return (told or lines or [""])[-1][:300]
 
 
@@ -485,7 +486,8 @@ def main() -> int:
     parser.add_argument("--show", type=int, help="print this case")
     parser.add_argument("--here", type=int, help="check this case in this process")
     options = parser.parse_args()
-    os.environ |= {"XLA_FLAGS": FAST, "JAX_PLATFORMS": "cpu"}
+    os.environ["XLA_FLAGS"] = FAST
+    jax.config.update("jax_platforms", "cpu")
     if options.show is not None or options.here is not None:
         print(describe(options.show if options.here is None else options.here))
         if options.here is not None:
