@@ -1,0 +1,279 @@
+"""Reads the collectives out of a compiled program: `read(compiled.as_text())`, of CPUs and of TPUs.
+
+Devices are partition numbers: positions in `mesh.devices.flat`, as jax numbers them.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+KINDS = (
+    "collective-permute",
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_START = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
+_CALL = re.compile(r"(\w+)=(?:\{([^{}]*)\}|(%?[\w.-]+))")
+_CALLING = ("body", "condition", "calls", "to_apply", "branch_computations", "called_computations")
+_CALLING += ("true_computation", "false_computation")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`, without "-start".
+      name: the instruction's.
+      bytes: the larger of what it takes and what it gives, on one device.
+      loops: the names of the `while` instructions around it, outermost first.
+      groups: the devices that work together, each a tuple of partition numbers; of a permute (source, target).
+      op_name: what it was made from, such as "jit(f)/shard_map/while/body/ppermute"; empty if unknown.
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    loops: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    op_name: str
+
+    def __str__(self) -> str:
+        where = f"in {len(self.loops)} loops" if self.loops else "outside of loops"
+        return f"{self.kind} of {self.bytes} bytes {where} over {list(self.groups)}: {self.op_name}"
+
+
+def read(text: str) -> list[Collective]:
+    """The collectives of a compiled program, from `compiled.as_text()`; of a pair -start, -done the first."""
+    computations = _computations(text)
+    loops = _loops(computations)
+    devices = re.search(r"num_partitions=(\d+)", text)
+    everyone = tuple(range(int(devices.group(1)))) if devices else ()
+    found = []
+    for name, lines in computations.items():
+        types = _types(lines)
+        for line in lines:
+            match = re.search(rf" ({'|'.join(KINDS)})(-start)?\(", line)
+            start = _START.match(line)
+            if match and start:
+                size = max(_result_bytes(types[start.group(1)], match), _operand_bytes(line[match.end() :], types))
+                op_name = re.search(r'op_name="([^"]*)"', line)
+                found.append(
+                    Collective(
+                        kind=match.group(1),
+                        name=start.group(1),
+                        bytes=size,
+                        loops=loops(name),
+                        groups=_groups(line) or (everyone,),
+                        op_name=op_name.group(1) if op_name else "",
+                    )
+                )
+    return found
+
+
+def in_loop(collective: Collective) -> bool:
+    """Whether it runs inside of a loop."""
+    return bool(collective.loops)
+
+
+def axes_of(collective: Collective, mesh: Any) -> tuple[str, ...]:
+    """The axes of the mesh along which the devices of a group differ.
+
+    Args:
+      collective: of a program on that mesh.
+      mesh: with `axis_names` and `devices`.
+    """
+    places = [np.stack(np.unravel_index(list(group), mesh.devices.shape)) for group in collective.groups]
+    varies = [any(len(set(place[i])) > 1 for place in places) for i in range(len(mesh.axis_names))]
+    return tuple(name for name, does in zip(mesh.axis_names, varies, strict=True) if does)
+
+
+def spans_stages(collective: Collective, mesh: Any) -> bool:
+    """Whether a group holds devices of two stages."""
+    return "stage" in axes_of(collective, mesh)
+
+
+def by_the_executor(collective: Collective, mesh: Any) -> bool:
+    """Whether it moves boundaries: a permute along `stage` alone that comes from a `ppermute`."""
+    along_stages = axes_of(collective, mesh) == ("stage",)
+    return collective.kind == "collective-permute" and "ppermute" in collective.op_name and along_stages
+
+
+def intruders(text: str, mesh: Any) -> list[Collective]:
+    """The collectives in loops that could wait for a device that never comes, or that jpipe hasn't asked for.
+
+    In loops, whose trips differ from stage to stage, there may be the executor's permutes along `stage`, and others
+    within the devices of one stage; permutes among these are the compiler's own choice, and count as intruders.
+    """
+    inside = [c for c in read(text) if in_loop(c) and not by_the_executor(c, mesh)]
+    return [c for c in inside if spans_stages(c, mesh) or c.kind == "collective-permute"]
+
+
+def largest_in_loops(text: str, mesh: Any) -> int:
+    """Bytes of the largest collective in a loop, but for the executor's; 0 without any."""
+    return max((c.bytes for c in read(text) if in_loop(c) and not by_the_executor(c, mesh)), default=0)
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation, by its name."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] | None = None
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{\s*$", line)
+        if header and not line.startswith((" ", "HloModule")):
+            lines = found.setdefault(header.group(1), [])
+        elif line.startswith("}"):
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return found
+
+
+def _loops(computations: dict[str, list[str]]) -> Any:
+    """A function: the loops around a computation; the longest chain, where it is called from several places."""
+    callers: dict[str, list[tuple[str, str | None]]] = {}
+    for name, lines in computations.items():
+        for line in lines:
+            for called, loop in _called(line):
+                callers.setdefault(called, []).append((name, loop))
+
+    @functools.cache
+    def around(name: str) -> tuple[str, ...]:
+        chains = [around(caller) + ((loop,) if loop else ()) for caller, loop in callers.get(name, [])]
+        return max(chains, key=len, default=())
+
+    return around
+
+
+def _called(line: str) -> Iterator[tuple[str, str | None]]:
+    """(computation that the line calls, the loop's name if it is a loop's)."""
+    start = _START.match(line)
+    for what, names, name in _CALL.findall(line) if start else ():
+        if what in _CALLING:
+            loop = start.group(1) if what in ("body", "condition") else None
+            for called in (name or names).split(","):
+                yield called.strip().lstrip("%"), loop
+
+
+def _types(lines: list[str]) -> dict[str, str]:
+    """The type of each instruction of a computation, by its name."""
+    return {match.group(1): _type_at(line[match.end() :]) for line in lines if (match := _START.match(line))}
+
+
+def _type_at(text: str) -> str:
+    """The type that a text begins with: "f32[2,8]{1,0}", or a tuple in parentheses."""
+    if not text.startswith("("):
+        return text.split(" ", 1)[0]
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return text[: i + 1]
+    raise ValueError(f"a type without an end: {text[:80]}")
+
+
+def _result_bytes(kind: str, match: re.Match) -> int:
+    """Bytes of what an instruction gives; a start's tuple of (operand, result, ...) counts with its result."""
+    if match.group(2) and match.group(1) != "all-reduce":
+        elements = _elements(kind)
+        kind = elements[1] if len(elements) > 1 else kind
+    return _size(kind)
+
+
+def _elements(kind: str) -> list[str]:
+    """The types in a tuple."""
+    found, depth, last = [], 0, 1
+    kind = re.sub(r"/\*.*?\*/", "", kind)
+    for i, letter in enumerate(kind):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or (letter == ")" and not depth):
+            found.append(kind[last:i].strip())
+            last = i + 1
+    return found if kind.startswith("(") else [kind]
+
+
+def _size(kind: str) -> int:
+    """Bytes of a type.
+
+    >>> _size("(f32[2,8]{1,0:T(8,128)}, bf16[], pred[3])")
+    69
+    """
+    return (
+        sum(_bits(name) * int(np.prod(_numbers(dims))) for name, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", kind)) // 8
+    )
+
+
+def _bits(name: str) -> int:
+    digits = re.search(r"\d+", name)
+    return _BITS[name] if name in _BITS else int(digits.group())  # f8e4m3fn has 8
+
+
+def _operand_bytes(text: str, types: dict[str, str]) -> int:
+    """Bytes of the operands, which the text names up to its closing parenthesis."""
+    return sum(_size(types.get(name, "")) for name in re.findall(r"%?([\w.-]+)", _type_at("(" + text)[1:-1]))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices, or pairs, that a collective names; empty if it means all.
+
+    Raises:
+      ValueError: they are written in another way.
+    """
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\s*\d+\},?\s*)*)\}", line)
+    listed = pairs or re.search(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}", line)
+    if listed:
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", listed.group(1)))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        shape, sizes, order = (_numbers(part or "") for part in iota.groups())
+        devices = np.arange(np.prod(sizes)).reshape(sizes)
+        devices = devices.transpose(order) if order else devices
+        return tuple(tuple(int(i) for i in group) for group in devices.reshape(shape))
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^{}]*)\}", line)
+    if named:
+        return _groups_by_axes(*named.groups())
+    if "replica_groups=" in line or "source_target_pairs=" in line:
+        raise ValueError(f"groups of devices written in an unknown way: {line.strip()[:300]}")
+    return ()
+
+
+def _groups_by_axes(axes: str, over: str) -> tuple[tuple[int, ...], ...]:
+    """The groups over some axes of a mesh in the order of devices.
+
+    Args:
+      axes: names and sizes, such as "'a'=2,'b'=4".
+      over: names, such as "'b'"; or parts of one, "'b':(2)2" the part of size 2 inside of the first 2.
+
+    >>> _groups_by_axes("'a'=2,'b'=4", "'a','b':(2)2")
+    ((0, 1, 4, 5), (2, 3, 6, 7))
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    parts = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in parts:
+        cuts[name] |= {int(before), int(before) * int(size)} if size else set()
+    pieces = [(name, a, b) for name, ends in cuts.items() for a, b in itertools.pairwise(sorted(ends))]
+    taken = [(name, int(before or 1), int(before or 1) * int(size or sizes[name])) for name, before, size in parts]
+    inside = [any(name == n and a <= start and end <= b for n, a, b in taken) for name, start, end in pieces]
+    shape = [end // start for _, start, end in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: inside[i])
+    width = int(np.prod([size for size, is_in in zip(shape, inside, strict=True) if is_in]))
+    devices = np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(order).reshape(-1, width)
+    return tuple(tuple(int(i) for i in group) for group in devices)

@@ -1,0 +1,54 @@
+"""Random models on random meshes equal plain Flax, and end: see `fuzz`. Each case has a limit of time."""
+
+import pytest
+
+import fuzz
+from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
+from timed import Worker
+
+DEFAULT = range(20)
+SLOW = range(20, 320)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+def check(worker, seed):
+    result = worker.call("fuzz", "check", seed)
+    if result.outcome != "ok":
+        pytest.fail(f"{result.outcome}: {fuzz.describe(seed)}\n{result.detail}", pytrace=False)
+    assert result.value >= 5  # the loss, its evaluation, the outputs, and a layer's gradients
+
+
+@pytest.mark.parametrize("seed", DEFAULT)
+def test_random_case(worker, seed):
+    check(worker, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW)
+def test_many_random_cases(worker, seed):
+    check(worker, seed)
+
+
+def test_a_case_follows_from_its_seed():
+    assert fuzz.describe(5) == fuzz.describe(5)
+    assert fuzz.describe(5) != fuzz.describe(5 + len(fuzz.MESHES))
+
+
+def test_every_layout_has_layers():
+    assert set(CHANGES) == set(OF_LAYOUT) == set(LAYOUTS)
+
+
+def test_a_call_that_hangs_dies_or_raises_is_a_result():
+    with Worker(limit=8) as worker:
+        assert worker.call("time", "sleep", 0).outcome == "ok"
+        assert worker.call("math", "sqrt", 4) == ("ok", 2.0, "")
+        assert worker.call("time", "sleep", 100).outcome == "hung"
+        assert worker.call("os", "abort").outcome == "died"
+        raised = worker.call("math", "sqrt", -1)
+        assert raised.outcome == "raised"
+        assert "ValueError" in raised.detail

@@ -1,0 +1,42 @@
+"""A Llama with Tunix's partitioning over (stage, fsdp, tp) equals plain Flax, in Linen and in NNX; see `llama`."""
+
+import itertools
+
+import pytest
+
+from timed import Worker
+
+SHAPES = [(2, 2, 2), (4, 2, 1), (2, 1, 2), (1, 2, 2)]
+QUICK = [("linen", (2, 2, 2), False, "layer"), ("nnx", (2, 2, 2), True, "none"), ("nnx", (1, 2, 2), False, "layer")]
+GRID = itertools.product(["linen", "nnx"], SHAPES, [False, True], ["layer", "none", "full"])
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+def check(worker, library, shape, explicit, **options):
+    result = worker.call("llama", "check", library, shape, explicit, options)
+    if result.outcome != "ok":
+        pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
+    assert result.value >= 1 + 4 * 9 + 3  # the loss, and each leaf
+
+
+@pytest.mark.parametrize(("library", "shape", "explicit", "remat"), QUICK)
+def test_equals_plain_flax(worker, library, shape, explicit, remat):
+    check(worker, library, shape, explicit, remat=remat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "shape", "explicit", "remat"), [case for case in GRID if case not in QUICK])
+def test_equals_plain_flax_on_every_mesh(worker, library, shape, explicit, remat):
+    check(worker, library, shape, explicit, remat=remat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2), ("naive", 1)])
+def test_equals_plain_flax_in_every_order(worker, library, schedule, chunks):
+    check(worker, library, (2, 2, 2), False, schedule=schedule, num_chunks=chunks)
