@@ -52,8 +52,7 @@ _UPDATES, _MOST_STEPS = 3, 32
 def check_elementwise(tx: optax.GradientTransformation) -> None:
     """Checks that a transformation does the same to parameters whether or not several lie in one array.
 
-    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which differ by the
-    arrays' shapes.
+    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which differ by shapes.
 
     Raises:
       ValueError: updates are off; by how much, and the remedy, are named.
@@ -62,7 +61,7 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     if off is not None and off > TOLERANCE:
         raise ValueError(
             "tx tells parameters apart: where several lie in one array, as a pipeline keeps those of its layers, "
-            f"updates are off by up to {off:.1%} (as tried on small arrays); wrap that part of it in "
+            f"updates are off by up to {off:.1%} (tried on small arrays); wrap that part of it in "
             "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.lamb(1e-3)))"
         )
 

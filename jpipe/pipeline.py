@@ -28,6 +28,7 @@ from jpipe.checks import (
     check_variables,
 )
 from jpipe.elementwise import check_elementwise
+from jpipe.fingerprint import fingerprint
 from jpipe.layers import LayerError
 from jpipe.layout import StageTree, take_apart
 from jpipe.merging import check_rules
@@ -45,6 +46,9 @@ from jpipe.tracing import key_shape
 Variables = dict[str, StageTree]
 
 saving.register()
+
+MOST_TRAIN_STEPS = 8
+"""How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
 
 class Pipeline:
@@ -330,6 +334,9 @@ class Pipeline:
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one program; `state` is donated, so don't use it again.
 
+        A `tx` made anew from the same numbers and functions runs what was compiled for the first one, unless it holds
+        objects that may have changed. The last 8 are kept; `clear_cache` drops them.
+
         Returns:
           The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), and those of
           the loss function.
@@ -338,12 +345,28 @@ class Pipeline:
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
         self._check_training(state.variables, batch, state.key)
-        if state.tx not in self._jit_train_steps:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, state.tx))
-            self._jit_train_steps[state.tx] = jax.jit(
-                self._trace_train_step, donate_argnums=0, out_shardings=(shardings, shardings.step)
-            )
-        return self._jit_train_steps[state.tx](state, batches.on_mesh(batch, self.mesh))
+        tx, step = self._train_step_of(state.tx, batch)
+        new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
+        return new.replace(tx=state.tx), metrics
+
+    def clear_cache(self) -> None:
+        """Drops all compiled programs, as `clear_cache` of a function under `jax.jit` does."""
+        self._jit_train_steps.clear()
+        programs: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
+        for program in programs:
+            program.clear_cache()
+        self.__dict__.pop("_jit_init", None)
+
+    def _train_step_of(self, tx: optax.GradientTransformation, batch: Any) -> tuple[Any, Callable]:
+        """(the first transformation that is the same as `tx`, the training step with it)."""
+        key = fingerprint(tx)
+        if key not in self._jit_train_steps:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
+            step = jax.jit(self._trace_train_step, donate_argnums=0, out_shardings=(shardings, shardings.step))
+            while len(self._jit_train_steps) >= MOST_TRAIN_STEPS:
+                del self._jit_train_steps[next(iter(self._jit_train_steps))]
+            self._jit_train_steps[key] = (tx, step)
+        return self._jit_train_steps[key]
 
     # --- checks ---
 
