@@ -129,8 +129,7 @@ class NnxDrop(nnx.Module):
 DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
 
 
-@pytest.mark.parametrize("remat", ["layer", "none", "full"])
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(("impl", "remat"), [("rbg", "layer"), ("rbg", "none"), ("unsafe_rbg", "full")])
 def test_keys_of_another_implementation(impl, remat):
     """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
     key = jax.random.key(0, impl=impl)
