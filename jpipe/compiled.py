@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec
 from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.indexing import take_row
-from jpipe.kinds import Kind
-from jpipe.layers import positional
+from jpipe.kinds import Kind, trace_init
 from jpipe.layout import StageTree, device_index, local, stacked
-from jpipe.meshes import on_stages, rest_axes
+from jpipe.meshes import on_stages, rest_axes, shapes_only
 from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.shardings import of_spec, replicated, to_spec
@@ -27,7 +26,7 @@ from jpipe.spmd import partition_program
 from jpipe.stages import Gather, Stage, init_key
 from jpipe.steps import given_shapes
 from jpipe.storage import accumulator_dtype
-from jpipe.tracing import key_shape, no_mesh, replay
+from jpipe.tracing import key_shape, replay
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
@@ -67,17 +66,13 @@ def _init_layer(plan: Plan, kind: Kind) -> Callable[[Any], dict[str, list[Any]]]
     """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
     axes, sizes = rest_axes(plan.mesh), plan.mesh.shape
 
-    def init(key: Any) -> dict[str, list[Any]]:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (kind.takes, plan.batch))
-        made = kind.layer.init(key, positional(zeros[0]), zeros[1])
-        return {name: jax.tree.leaves(tree) for name, tree in made.items()}
-
     def run(key: Any) -> dict[str, list[Any]]:
-        with no_mesh():
-            program, made = jax.make_jaxpr(init, return_shape=True)(key_shape(key))
+        with shapes_only(plan.mesh):
+            program, made = trace_init(kind.layer, key_shape(key), kind.takes, plan.batch)
         wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in kind.specs[name]]
         local = partition_program(program, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
-        return replay(local.program, made)(key)
+        leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
+        return replay(local.program, leaves)(key)
 
     return run
 

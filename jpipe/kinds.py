@@ -33,7 +33,7 @@ from jpipe.layers import (
 from jpipe.shardings import Axis, Sharding, local_structs, replicated, settled
 from jpipe.splits import Splits
 from jpipe.spmd import partition_program
-from jpipe.tracing import key_shape, trace, uses, without_mesh
+from jpipe.tracing import key_shape, no_mesh, trace, uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +238,7 @@ def _trace_layer(
         variables = layer.ready
     try:
         if variables is None:
-            init = lambda k, x, b: layer.init(k, positional(x), b)
-            variables = jax.eval_shape(lambda *a: without_mesh(init, *a), key_shape(), takes, batch)
+            variables = trace_init(layer, key_shape(), takes, batch)[1]
         variables = _strong(jax.eval_shape(lambda v: v, variables))
         _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
@@ -283,6 +282,26 @@ def _outputs_at(
 def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
     """How the leaves `[b, ...]` of a micro-batch lie."""
     return [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
+
+
+def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any]:
+    """(the program of a random key that makes a layer's variables, their shapes).
+
+    Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
+    not they exist. A layer that constrains its activations itself needs the mesh.
+    """
+
+    def init(key: Any) -> Any:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
+        return layer.init(key, positional(zeros[0]), zeros[1])
+
+    try:
+        with no_mesh():
+            return trace(init, key)
+    except (RuntimeError, NameError):  # what JAX raises where a constraint finds no mesh, or a reduction no axis
+        if jax.sharding.get_abstract_mesh().empty:
+            raise
+        return trace(init, key)
 
 
 def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any, bool]:

@@ -183,7 +183,8 @@ def make_plan(
       gather: as in `Plan`.
 
     Warns:
-      UserWarning: a layer alone costs more than the share of a stage, or has a part whose FLOPs can't be counted.
+      UserWarning: a layer alone costs more than the share of a stage, and the model more than next to nothing; or it
+        has a part whose FLOPs can't be counted.
     """
     warn = warn_user if isinstance(balance, str) else _ignore
     measure = lambda name: layer_costs(model, tuple(steps), batch, name, mesh=mesh, warn=warn)

@@ -45,7 +45,7 @@ class Splits:
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
         """How a weight lies while its layer computes, if at rest it is split by `spec`."""
-        return () if self.mesh is None else of_spec(spec, self.axes, self.mesh.shape)
+        return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
 
     def at_rest(self, name: str, variables: dict[str, Any], specs: dict[str, Any]) -> dict[str, list[PartitionSpec]]:
         """The mesh axes that each leaf of a layer is split over, by collection.

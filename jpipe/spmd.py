@@ -65,7 +65,7 @@ def partition_program(
       shardings: how the arguments lie.
       wanted: for each result, how it lies by itself -> how it has to lie.
     """
-    if not axes:
+    if not axes and not _mentions_axes():
         return LocalProgram(program, [()] * len(program.jaxpr.outvars))
     found: list[Sharding] = []
 
@@ -80,6 +80,11 @@ def partition_program(
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
     with _on_one_device():
         return LocalProgram(jax.make_jaxpr(run, axis_env=sizes)(*local), found)
+
+
+def _mentions_axes() -> bool:
+    """Whether programs were traced where mesh axes could be named, though arrays are split over none of them."""
+    return any(kind != AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
 
 
 def _on_one_device() -> AbstractContextManager:
@@ -132,8 +137,8 @@ class Partitioner:
             with jax.named_scope(scope) if scope else nullcontext():
                 return special(self, equation, operands)
         steps = self._steps(equation, operands)
-        wanted = list(zip(*[step.wanted for step in steps], strict=True))
-        given = list(zip(*[step.given for step in steps], strict=True))
+        wanted = [tuple(step.wanted[i] for step in steps) for i in range(len(operands))]
+        given = [tuple(step.given[i] for step in steps) for i in range(len(equation.outvars))]
         shapes = [local_shape(v.aval.shape, g, self.axes) for v, g in zip(equation.outvars, given, strict=True)]
         run = partial(_run, equation, shapes)
         for step, axis in zip(steps, self.axes, strict=True):

@@ -109,31 +109,28 @@ class LayerStep:
     def _lies(self, given: Given, splits: Splits) -> Lies:
         """How all that the layer works on lies."""
         kind, axes = self.kind, splits.axes
-        if not axes:
-            return Lies()
+        at = lambda shardings: list(shardings) if axes else [()] * len(shardings)
         at_work = lambda name: [splits.at_work(spec) for spec in kind.specs.get(name, [])]
         params, state = at_work("params"), [s for name in kind.state_names for s in at_work(name)]
         batch = [] if given.batch is None else [splits.of_examples(a.shape[0]) for a in jax.tree.leaves(given.batch)]
-        outputs_at = list(map(in_runs, kind.gives_at)) if kind.final else kind.gives_at
+        takes_at, gives_at = at([] if kind.entry else kind.takes_at), at(kind.gives_at)
+        outputs_at = list(map(in_runs, gives_at)) if kind.final else gives_at
         loses = kind.final and self.loss_fn is not None  # sums of a micro-batch may be left partial
 
         def outcome(found: Outcome) -> list[Choose]:
             outputs = [lambda s: s] * len(found.outputs) if loses else list(map(_as, outputs_at))
             return [*outputs, *[_as(s) for s, _ in zip(state, found.updates, strict=False)]]
 
-        moving = lambda tree, shardings: [
-            s for a, s in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(a)
-        ]
-        cotangents = [replicated(axes)] if kind.final else moving(kind.gives, kind.gives_at)
+        moving = lambda tree, at: [s for a, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(a)]
         return Lies(
             axes=axes,
             given=[*params, *state, *[replicated(axes)] * (given.key is not None), *batch],
-            inputs=[] if kind.entry else kind.takes_at,
+            inputs=takes_at,
             outcome=outcome,
-            cotangents=cotangents,
+            cotangents=[replicated(axes)] if kind.final else moving(kind.gives, gives_at),
             gradients=[
                 *[_as(_unreduced(s, axes)) for s in params],
-                *[_as(s) for s in ([] if kind.entry else moving(kind.takes, kind.takes_at))],
+                *[_as(s) for s in ([] if kind.entry else moving(kind.takes, takes_at))],
             ],
         )
 

@@ -35,7 +35,7 @@ Choose = Callable[[Sharding], Sharding]
 
 @dataclass(frozen=True)
 class Lies:
-    """How what a layer works on lies on the devices of its stage, leaf by leaf; nothing to say for a single device.
+    """How what a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
       axes: what arrays are split over.
@@ -46,12 +46,12 @@ class Lies:
       gradients: what the backward returns: gradients of the parameters, then cotangents of the inputs.
     """
 
-    axes: tuple[Axis, ...] = ()
-    given: Sequence[Sharding] = ()
-    inputs: Sequence[Sharding] = ()
-    outcome: Callable[[Any], Sequence[Choose]] = lambda outcome: ()
-    cotangents: Sequence[Sharding] = ()
-    gradients: Sequence[Choose] = ()
+    axes: tuple[Axis, ...]
+    given: Sequence[Sharding]
+    inputs: Sequence[Sharding]
+    outcome: Callable[[Any], Sequence[Choose]]
+    cotangents: Sequence[Sharding]
+    gradients: Sequence[Choose]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ def make_tape(
         "derived": derive.shardings,
         "stored": _chosen(forward.shardings[num_outcome:], stored_at),
     }
-    at = [lying[source.kind][source.index] for source in sources] if lies.axes else []
+    at = [lying[source.kind][source.index] for source in sources]
     backward = partition_program(transposed, lies.axes, [*at, *lies.cotangents], lies.gradients)
     return Tape(
         forward=_forward(forward, (outcome, leaves), stored_at),

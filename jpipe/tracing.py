@@ -169,14 +169,3 @@ def example_key(kind: jax.ShapeDtypeStruct) -> jax.Array:
 def no_mesh() -> Any:
     """A context in which there is no mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-
-
-def without_mesh(function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, traced as if there were no mesh.
-
-    For initialisation: there Flax splits what it makes over the mesh axes in its metadata, whether or not they exist.
-    """
-    shapes = jax.eval_shape(lambda x: x, arguments)
-    with no_mesh():
-        program, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return replay(program, result)(*arguments)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from helpers import assert_equal
+from helpers import assert_close, assert_equal
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
@@ -55,6 +55,4 @@ def test_a_linen_layer_that_constrains_its_activations(make_mesh, explicit):
     plain = pipeline([nn.Dense(8), nn.Dense(8)], num_stages=2)
     variables = pipe.init(jax.random.key(0), X)
     found = [{"params": tree["params"]["Dense_0"]} for tree in pipe.layer_variables(variables)]
-    np.testing.assert_allclose(
-        pipe.apply(variables, X), plain.apply(plain.from_layer_variables(found, X), X), rtol=1e-6
-    )
+    assert_close(pipe.apply(variables, X), plain.apply(plain.from_layer_variables(found, X), X), "outputs")
