@@ -118,11 +118,11 @@ def is_nested(sharding: Sharding, axes: Sequence[Axis]) -> bool:
 
 
 def of_spec(spec: PartitionSpec, axes: Sequence[Axis], sizes: Any) -> Sharding:
-    """The sharding that a PartitionSpec means, for axes of one mesh axis each.
+    """The sharding that a weight's PartitionSpec means; axes of examples are taken for gathered.
 
     Args:
       spec: may name other mesh axes too, which are left out.
-      axes: the axes to look for.
+      axes: what arrays are split over.
       sizes: mesh axis -> size, of all axes that the spec names.
     """
     found: dict[str, Shard] = {}
@@ -131,7 +131,7 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis], sizes: Any) -> Sharding:
         for name in names_in(entry):
             found[name] = Shard(dim, outer)
             outer *= sizes[name]
-    return tuple(found.get(axis.names[0], REPLICATED) if len(axis.names) == 1 else REPLICATED for axis in axes)
+    return tuple(REPLICATED if axis.of_examples else found.get(axis.names[0], REPLICATED) for axis in axes)
 
 
 def names_in(entry: Any) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from jpipe.shardings import (
     PARTIAL,
     REPLICATED,
     Axis,
+    Placement,
     Shard,
     Sharding,
     convert,
@@ -363,6 +364,73 @@ def _constraint(parts: Partitioner, equation: Any, operands: list[Value]) -> lis
     return [Value(array, tuple(wanted))]
 
 
+def _shard_map(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
+    """A user's own program of single devices: its operands lie as it says, and it runs as it is."""
+    p, axes = equation.params, parts.axes
+    manual = [set(axis.names) & p["newly_manual_axes"] for axis in axes]
+    for axis, names in zip(axes, manual, strict=True):
+        if names and names != set(axis.names):
+            raise ValueError(
+                f"jax.shard_map in a layer is manual over {sorted(names)}, a part of the mesh axes {axis.names} that "
+                "examples are split over jointly; name all of them in its specs"
+            )
+    inside = [i for i, names in enumerate(manual) if not names]  # axes that the program leaves to jpipe
+    lie = lambda spec, now: tuple(
+        placement if names else now[i]
+        for i, (placement, names) in enumerate(zip(_of_joint_spec(spec, axes), manual, strict=True))
+    )
+    wanted = [lie(spec, settled(v.sharding)) for spec, v in zip(p["in_specs"], operands, strict=True)]
+    inner = _UsersPartitioner(tuple(axes[i] for i in inside))
+    pick = lambda sharding: tuple(sharding[i] for i in inside)
+    arguments = inner.values(parts.arrays(operands, wanted), list(map(pick, wanted)))
+    results = inner.run_closed(p["jaxpr"], arguments)
+    found = []
+    for value, spec in zip(results, p["out_specs"], strict=True):
+        placements = list(_of_joint_spec(spec, axes))
+        for i, placement in zip(inside, value.sharding, strict=True):
+            placements[i] = placement
+        found.append(Value(value.forms[value.sharding], tuple(placements)))
+    return found
+
+
+def _of_joint_spec(spec: Any, axes: Axes) -> Sharding:
+    """The sharding that a PartitionSpec means, for axes of which it names all mesh axes or none."""
+    found: list[Placement] = [REPLICATED] * len(axes)
+    for dim, entry in enumerate(spec):
+        names, outer = names_in(entry), 1
+        for i, axis in enumerate(axes):
+            if axis.names[0] in names:
+                found[i] = Shard(dim, outer)
+                outer *= axis.size
+    return tuple(found)
+
+
+class _UsersPartitioner(Partitioner):
+    """Runs a program of single devices, in which collectives are the user's own."""
+
+    def carry_out(self, equation: Any, operands: list[Value]) -> list[Value]:
+        """As for other programs, but for what would reach devices of other stages, or talks of varying types."""
+        name, p = equation.primitive.name, equation.params
+        arrays = [value.forms[value.sharding] for value in operands]
+        if name in ("pvary", "pbroadcast"):
+            return operands
+        if name in ("psum_invariant", "psum"):
+            return self.values([lax.psum(x, p["axes"]) for x in arrays], [value.sharding for value in operands])
+        if name == "ppermute":
+            found = [_permuted(x, p["axis_name"], p["perm"]) for x in arrays]
+            return self.values(found, [value.sharding for value in operands])
+        return super().carry_out(equation, operands)
+
+
+def _permuted(x: Any, axes: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+    """`jax.lax.ppermute` by a gather: a permutation is one collective of all devices of the mesh, of all stages."""
+    sources = dict((target, source) for source, target in pairs)
+    table = jax.numpy.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
+    source = table[lax.axis_index(axes)]
+    found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jax.numpy.maximum(source, 0), keepdims=False)
+    return jax.numpy.where(source >= 0, found, jax.numpy.zeros_like(found))
+
+
 _SPECIAL: dict[str, Callable[[Partitioner, Any, list[Value]], list[Value]]] = {
     **dict.fromkeys(
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"), _call
@@ -371,4 +439,5 @@ _SPECIAL: dict[str, Callable[[Partitioner, Any, list[Value]], list[Value]]] = {
     "while": _while,
     "cond": _cond,
     "sharding_constraint": _constraint,
+    "shard_map": _shard_map,
 }
