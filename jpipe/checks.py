@@ -22,7 +22,7 @@ from jpipe.notices import warn_user
 from jpipe.optimizer import update_with_loss
 from jpipe.plan import Plan
 from jpipe.storage import is_float
-from jpipe.tracing import uses
+from jpipe.tracing import trace, uses
 
 
 def check_variables(plan: Plan, variables: Any) -> None:
@@ -117,7 +117,7 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
     """
     outputs = model.kinds[model.kind_of[-1]].gives
     try:
-        loss = jax.eval_shape(loss_fn, outputs, batch)
+        _, loss = trace(loss_fn, outputs, batch)
     except Exception as error:
         raise ValueError(
             f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
@@ -176,7 +176,7 @@ def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> N
       UserWarning: the second part depends on floating-point outputs.
     """
     outputs = model.kinds[model.kind_of[-1]].gives
-    program, loss = jax.make_jaxpr(loss_fn, return_shape=True)(outputs, batch)
+    program, loss = trace(loss_fn, outputs, batch)
     if not isinstance(loss, tuple):
         return
     needed = uses(program, [i == 1 for i in range(len(program.jaxpr.outvars))])

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jpipe.flops import Flops, count_flops
 from jpipe.kinds import Sequential
 from jpipe.steps import LayerStep, given_shapes
-from jpipe.tracing import example_key, no_mesh
+from jpipe.tracing import example_key, no_mesh, trace
 
 BALANCES = ("flops", "time", "size", "even")
 
@@ -87,8 +87,8 @@ def _flops(step: LayerStep, batch: Any) -> Flops:
         return outcome, vjp(cotangents)
 
     given, takes, cotangents = _arguments(step, batch)
-    again = count_flops(jax.make_jaxpr(step.forward)(given, takes)) if step.remat.keep_inputs else Flops()
-    return again + count_flops(jax.make_jaxpr(train)(given, takes, cotangents))
+    again = count_flops(trace(step.forward, given, takes)[0]) if step.remat.keep_inputs else Flops()
+    return again + count_flops(trace(train, given, takes, cotangents)[0])
 
 
 def _warn_of_unknown(model: Sequential, counts: list[Flops], warn: Callable[[str], None]) -> None:

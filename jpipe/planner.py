@@ -143,7 +143,7 @@ class Planner:
         plan = self.known_plan()
         outputs = plan.model.kinds[plan.model.kind_of[-1]].gives
         with shapes_only(self.mesh):
-            loss, *_ = jax.eval_shape(lambda y, batch: loss_sums(self.loss_fn(y, batch)), outputs, plan.batch)
+            _, (loss, *_) = trace(lambda y, batch: loss_sums(self.loss_fn(y, batch)), outputs, plan.batch)
         return jax.ShapeDtypeStruct((), accumulator_dtype(loss.dtype))
 
     def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any, Splits, list[Sharding]]:

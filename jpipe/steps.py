@@ -224,5 +224,5 @@ def loss_sums(loss: Any) -> list[Any]:
 
 def metric_names(loss_fn: Callable[[Any, Any], Any] | None, outputs: Any, batch: Any) -> tuple[str, ...]:
     """The names of the metrics that a loss function returns, in the order of `loss_sums`."""
-    loss = None if loss_fn is None else jax.eval_shape(loss_fn, outputs, batch)
+    loss = None if loss_fn is None else trace(loss_fn, outputs, batch)[1]
     return tuple(sorted(loss[2])) if isinstance(loss, tuple) and len(loss) == 3 else ()

@@ -21,6 +21,7 @@ KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+DATA_AXES = ("replica", "data", "fsdp")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _START = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
 _CALL = re.compile(r"(\w+)=(?:\{([^{}]*)\}|(%?[\w.-]+))")
@@ -120,8 +121,12 @@ def intruders(text: str, mesh: Any) -> list[Collective]:
 
 
 def largest_in_loops(text: str, mesh: Any) -> int:
-    """Bytes of the largest collective in a loop, but for the executor's; 0 without any."""
-    return max((c.bytes for c in read(text) if in_loop(c) and not by_the_executor(c, mesh)), default=0)
+    """Bytes of the largest collective over data axes in a loop; 0 without any.
+
+    Along other axes activations are reduced there, which is what splitting weights over them means.
+    """
+    over_data = lambda c: any(name in DATA_AXES for name in axes_of(c, mesh))
+    return max((c.bytes for c in read(text) if in_loop(c) and over_data(c)), default=0)
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
