@@ -90,7 +90,7 @@ def _partial_elementwise(equation: Any, placements: Sequence[Placement]) -> Step
     partial = [p == PARTIAL for p in placements]
     if not any(partial) or any(part and _shape(equation, i) != result for i, part in enumerate(partial)):
         return None  # a sum is best taken before it is broadcast
-    if name in ("add", "add_any", "sub", "neg", "copy", "copy_p", "real", "imag", "conj", "name"):
+    if name in ("add", "add_any", "sub", "neg", "copy", "copy_p", "real", "imag", "conj", "name", "stop_gradient"):
         return Step([PARTIAL] * len(partial), [PARTIAL])
     if name == "convert_element_type":
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype

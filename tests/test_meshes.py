@@ -185,3 +185,164 @@ def test_another_mesh_in_context(make_mesh):
     pipe = jpipe.Pipeline([nn.Dense(4)], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, balance="even")
     with jax.set_mesh(make_mesh((2,), ("data",))), pytest.raises(ValueError, match=r"the mesh in context .*'data': 2"):
         pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
+
+
+# --- regressions ------------------------------------------------------------------------------------------------------
+
+
+def against_no_mesh(layers, mesh, x, m=2, loss_fn=lambda y, _: jnp.mean(jnp.square(y))):
+    """Loss, every gradient, outputs and evaluation on a mesh against those of one device."""
+    results = []
+    sizes = ({"num_stages": mesh.shape["stage"], "mesh": mesh}, {"num_stages": 1})
+    for options in sizes:
+        pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=m, balance="even", **options)
+        trees = pipe.layer_variables(pipe.init(jax.random.key(0), x))
+        variables = pipe.from_layer_variables(trees)
+        (loss, _), grads = pipe.value_and_grad(variables, x)
+        found = loss, pipe.layer_variables({"params": grads}), pipe.apply(variables, x), pipe.evaluate(variables, x)
+        results.append(jax.device_get(found))
+    assert_close(*results, "on the mesh")
+
+
+@pytest.mark.parametrize(("explicit", "k", "v"), [(False, 2, 1), (True, 2, 3), (False, 4, 1)])
+def test_a_scalar_among_the_boundaries(make_mesh, explicit, k, v):
+    """A regression (F1): with a data axis and a flat boundary buffer, a scalar at a boundary made the step hang.
+
+    The compiler resharded the buffer by `collective-permute`s over all devices, in loops that not all of them ran.
+    """
+    to = lambda *shape: lambda x, a: (x.reshape(x.shape[0], *shape), a)
+    layers = [nn.Dense(64), lambda x: (x, jnp.zeros(())), to(2, 32), to(4, 16), to(8, 8), to(16, 4), to(32, 2)]
+    layers = [*layers, lambda x, a: x.sum(2) + a]
+    mesh = make_mesh((k, 2), ("stage", "data"), explicit=explicit)
+    x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    if v == 1:
+        against_no_mesh(layers, mesh, x)
+    else:
+        sizes = {"num_stages": k, "num_microbatches": 2, "num_chunks": v, "schedule": "interleaved"}
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, mesh=mesh, balance="even")
+        assert np.isfinite(pipe.evaluate(pipe.init(jax.random.key(0), x), x))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None)])
+def test_a_table_that_is_split_over_two_axes(make_mesh, names, explicit):
+    """A regression (F2): a look-up in such a table aborted the process, in XLA's partitioner."""
+    table = nn.with_partitioning(nn.initializers.normal(1.0), (names, None))
+    layers = [nn.Embed(16, 8, embedding_init=table), nn.Dense(8), nn.Dense(4)]
+    mesh = make_mesh((2, 2, 2), ("stage", "fsdp", "tp"), explicit=explicit)
+    ids = np.random.default_rng(0).integers(0, 16, (8, 3)).astype(np.int32)
+    against_no_mesh(layers, mesh, ids)
+
+
+@pytest.mark.parametrize(("axis", "split"), [("data", None), ("model", "model")])
+def test_one_stage_and_another_axis(make_mesh, axis, split):
+    """A regression (F3): sums over a stage axis of one device failed in the compiler where other axes were its own."""
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, split))
+    mesh = make_mesh((1, 2), ("stage", axis))
+    against_no_mesh([nn.Dense(8, kernel_init=kernel), nn.Dense(4)], mesh, np.ones((4, 8), np.float32))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_a_model_without_parameters_on_an_explicit_mesh(make_mesh, shape):
+    """A regression (F8): nothing told the compiler that more than one device takes part."""
+    mesh = make_mesh(shape, ("stage", "data")[: len(shape)], explicit=True)
+    against_no_mesh([jnp.sin, jnp.tanh], mesh, np.ones((4, 8), np.float32))
+
+
+def test_a_program_of_single_devices_in_a_layer(make_mesh):
+    """`jax.shard_map` in a layer runs as it is; a permutation in it doesn't reach other stages."""
+    mesh = make_mesh((2, 2, 2), ("stage", "data", "model"))
+    spec = PartitionSpec("data", None, "model")
+
+    def turned(x):
+        inside = lambda a: jax.lax.ppermute(a, "model", [(0, 1), (1, 0)]) * (1 + jax.lax.axis_index("model"))
+        return jax.shard_map(inside, in_specs=spec, out_specs=spec, axis_names={"data", "model"})(jnp.sin(x))
+
+    def plain(x):
+        return jnp.roll(jnp.sin(x), 4, 2) * jnp.repeat(jnp.asarray([1, 2], x.dtype), 4)
+
+    x = np.random.default_rng(0).standard_normal((8, 3, 8)).astype(np.float32)
+    results = []
+    for layer in (turned, plain):
+        pipe = jpipe.Pipeline(
+            [nn.Dense(8), layer, nn.Dense(8), layer],
+            lambda y, _: jnp.mean(jnp.square(y)),
+            num_stages=2,
+            num_microbatches=2,
+            mesh=mesh,
+            balance="even",
+        )
+        variables = pipe.init(jax.random.key(0), x)
+        (loss, _), grads = pipe.value_and_grad(variables, x)
+        results.append(jax.device_get((loss, pipe.layer_variables({"params": grads}), pipe.apply(variables, x))))
+    assert_close(*results, "shard_map")
+
+
+def test_an_index_along_an_axis_is_refused(make_mesh):
+    mesh = make_mesh((2, 2), ("stage", "data"))
+    layers = [nn.Dense(4), lambda x: x + jax.lax.axis_index("data").astype(x.dtype)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, mesh=mesh, balance="even")
+    with pytest.raises(ValueError, match=r"layer 1 .*axis_index over the mesh axis 'data': a layer sees the whole"):
+        pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 13, 16])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_evaluation_of_any_batch(make_mesh, shape, size):
+    """A regression: `apply` and `evaluate` refused batches that M, or the data axes, don't divide."""
+    mesh = make_mesh(shape, ("stage", "data"))
+    layers = [nn.Dense(8), nn.tanh, nn.Dense(4)]
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even", "mesh": mesh}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(jnp.square(y)), **options)
+    x = np.random.default_rng(0).standard_normal((16, 6)).astype(np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    first, _, last = pipe.modules(variables)
+    expected = last(nn.tanh(first(x[:size])))
+    assert_close(pipe.apply(variables, x[:size]), expected, "outputs")
+    assert_close(pipe.evaluate(variables, x[:size]), jnp.mean(jnp.square(expected)), "loss")
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_metrics_of_the_loss(make_mesh, shape):
+    """Sums and weights are added up over micro-batches and devices, and divided once."""
+    mesh = make_mesh(shape, ("stage", "data"))
+
+    def loss_fn(y, batch):
+        errors, weights = jnp.square(y[:, 0] - batch["y"]), batch["w"]
+        hits = jnp.sum(weights * (errors < 1))
+        return jnp.sum(errors * weights), jnp.sum(weights), {"hits": (hits, jnp.sum(weights)), "largest": jnp.max(y)}
+
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((16, 6)), "y": rng.standard_normal(16), "w": rng.random(16)}
+    batch = {name: a.astype(np.float32) for name, a in batch.items()}
+    layers = [nn.Dense(8), nn.tanh, nn.Dense(1)]
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, balance="even", mesh=mesh)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    y = pipe.apply(state.variables, batch)[:, 0]
+    errors, w = np.square(y - batch["y"]), batch["w"]
+    loss, evaluated = np.sum(errors * w) / np.sum(w), pipe.evaluate(state.variables, batch)
+    _, metrics = pipe.train_step(state, batch)
+    assert set(metrics) == {"loss", "grad_norm", "hits", "largest"}
+    largest = np.mean([np.max(y[i : i + 4]) for i in range(0, 16, 4)])
+    for found, expected in (
+        (metrics["loss"], loss),
+        (evaluated, loss),
+        (metrics["hits"], np.sum(w * (errors < 1)) / np.sum(w)),
+        (metrics["largest"], largest),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": 1.0}, "a metric called 'loss', as one of jpipe's own is"),
+        ({"a": np.ones(3)}, r"as the metric 'a'; it has to be a scalar"),
+        ([1.0], "they have to be a dict"),
+    ],
+)
+def test_wrong_metrics(metrics, message):
+    loss_fn = lambda y, _: (jnp.sum(y), 1.0, jax.tree.map(jnp.asarray, metrics))
+    pipe = jpipe.Pipeline([nn.Dense(4)], loss_fn, num_stages=1, num_microbatches=1, balance="even")
+    with pytest.raises(ValueError, match=message):
+        pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
