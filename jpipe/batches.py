@@ -86,7 +86,7 @@ def batch_size(batch: Any) -> int:
         raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
     (size,) = sizes
     if size == 0:
-        raise ValueError("the batch holds no examples; pass at least one")
+        raise ValueError("batch size 0: the batch holds no examples; pass at least one")
     return size
 
 

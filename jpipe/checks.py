@@ -126,14 +126,15 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
         ) from error
     parts: Any = loss if isinstance(loss, tuple) else (loss,)
     sums, metrics = parts[:2], parts[2] if len(parts) == 3 else {}
-    if len(parts) > 3 or not all(map(_is_scalar, sums)):
+    too_few = isinstance(loss, tuple) and len(loss) < 2
+    if too_few or len(parts) > 3 or not all(map(_is_scalar, sums)):
         raise ValueError(
             f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss), a pair of scalars "
             "(loss_sum, weight_sum), or (loss_sum, weight_sum, metrics)"
         )
     if not jnp.issubdtype(parts[0].dtype, jnp.floating):
         raise ValueError(f"loss_fn returned a loss of dtype {parts[0].dtype}; it has to be floating-point")
-    _check_metrics(metrics)
+    _check_metrics(loss, metrics)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -143,14 +144,16 @@ def _is_scalar(value: Any) -> bool:
 OWN_METRICS = ("loss", "grad_norm")
 
 
-def _check_metrics(metrics: Any) -> None:
+def _check_metrics(loss: Any, metrics: Any) -> None:
     """Checks the metrics that a loss function returned.
 
     Raises:
       ValueError: no dict, a name that jpipe's own metrics have, or a value that is neither a scalar nor a pair of them.
     """
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f"loss_fn returned the metrics {describe(metrics)}; they have to be a dict with names as keys")
+        raise ValueError(
+            f"loss_fn returned {describe(loss)}; its third part, metrics, has to be a dict with names as keys"
+        )
     for name, value in metrics.items():
         if name in OWN_METRICS:
             raise ValueError(f"loss_fn returned a metric called {name!r}, as one of jpipe's own is; use another name")
@@ -177,15 +180,15 @@ def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> N
     """
     outputs = model.kinds[model.kind_of[-1]].gives
     program, loss = trace(loss_fn, outputs, batch)
-    if not isinstance(loss, tuple):
+    if not isinstance(loss, tuple) or len(loss) > 2:
         return
     needed = uses(program, [i == 1 for i in range(len(program.jaxpr.outvars))])
     if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
         warn_user(
-            "loss_fn returned a tuple whose second part depends on the model's outputs. It is read as (loss_sum, "
+            "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "
             "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the second, "
-            "which is taken as a constant. If the second is a metric, such as an accuracy, return (loss, 1.0, "
-            "{'accuracy': accuracy}); if it is a weight, compute it from the batch"
+            "which is taken as a constant. If the second is a metric, such as an accuracy, return the loss alone, "
+            "or (loss, 1.0, {'accuracy': accuracy}); if it is a weight, compute it from the batch"
         )
 
 

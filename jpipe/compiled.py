@@ -24,7 +24,6 @@ from jpipe.program import Program
 from jpipe.shardings import of_spec, replicated, to_spec
 from jpipe.spmd import partition_program
 from jpipe.stages import Gather, Stage, init_key
-from jpipe.steps import given_shapes
 from jpipe.storage import accumulator_dtype
 from jpipe.tracing import key_shape, replay
 
@@ -154,16 +153,8 @@ def _stage(plan: Plan, program: Program, variables: Any, batch: Any, key: Any) -
     if plan.gather == "step":
         variables, gather = variables | {"params": params.gathered(variables["params"])}, lambda home, leaves: leaves
     shared = send_shared(program, variables, device, gather)
-    rates = [] if key is None else _state_rates(program)
+    rates = [rate() for rate in program.rates]
     return Stage(program, variables, batch, key, shared, rates, device, gather)
-
-
-def _state_rates(program: Program) -> list[list[Any]]:
-    """How fast the running averages of each kind move."""
-    return [
-        step.state_rates(given_shapes(step, program.batch), [mean for mean, _ in merging.moments])
-        for step, merging in zip(program.steps, program.mergings, strict=True)
-    ]
 
 
 def _specs(plan: Plan) -> dict[str, Any]:

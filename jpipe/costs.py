@@ -77,7 +77,7 @@ def layer_costs(
 def _arguments(step: LayerStep, batch: Any) -> tuple[Any, list[Any], list[Any]]:
     """Shapes of what a layer is given, takes, and is sent back as cotangents."""
     given = given_shapes(step, batch)
-    tape = step.tape(given)
+    tape = step.whole(given)
     return given, list(tape.inputs), list(tape.outputs)
 
 
@@ -156,7 +156,7 @@ def _example(leaf: Any) -> Any:
 
 
 def _bytes(step: LayerStep, batch: Any) -> float:
-    kind, tape = step.kind, step.tape(given_shapes(step, batch))
+    kind, tape = step.kind, step.whole(given_shapes(step, batch))
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in kind.variables.items() if name != "params"}
     return float(PARAMETER_COPIES * size(kind.variables.get("params")) + size(state) + size(tape.stored))

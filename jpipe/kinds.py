@@ -298,7 +298,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: An
     try:
         with no_mesh():
             return trace(init, key)
-    except (RuntimeError, NameError):  # what JAX raises where a constraint finds no mesh, or a reduction no axis
+    except (RuntimeError, NameError, ValueError):  # as where a constraint, a sum or a shard_map finds no mesh
         if jax.sharding.get_abstract_mesh().empty:
             raise
         return trace(init, key)

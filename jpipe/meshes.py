@@ -76,18 +76,6 @@ def num_shards(mesh: Mesh) -> int:
     return int(np.prod([mesh.shape[name] for name in batch_axes(mesh)]))
 
 
-def known_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """A layer's spec without the axis names that this mesh doesn't have."""
-
-    def keep(entry: Any) -> Any:
-        names = tuple(
-            n for n in (entry if isinstance(entry, tuple) else (entry,)) if n in mesh.axis_names and n != AXIS
-        )
-        return names if len(names) > 1 else names[0] if names else None
-
-    return PartitionSpec(*map(keep, spec))
-
-
 def stage_axes(mesh: Mesh) -> tuple[Axis, ...]:
     """What a stage's arrays are split over while it computes: the data axes jointly, and each other axis."""
     sized = lambda names: tuple(name for name in names if mesh.shape[name] > 1)

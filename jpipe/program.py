@@ -82,6 +82,7 @@ class Program:
       forwards: the forward of each kind, as one device runs it.
       tapes: forward, residuals and backward of each kind; empty in a forward-only program.
       mergings: how each kind's state is merged over micro-batches.
+      rates: functions that give how fast the running averages of each kind move, in training.
       storages: the places of the variables, by collection.
       residuals: the places of the residuals; None in a forward-only program.
       carrier: the common type of activations at the boundaries.
@@ -101,6 +102,7 @@ class Program:
     forwards: tuple[Forward, ...]
     tapes: tuple[Tape, ...]
     mergings: tuple[Merging, ...]
+    rates: tuple[Callable[[], list[Any]], ...]
     storages: dict[str, Storage]
     residuals: Storage | None
     carrier: Carrier
@@ -167,6 +169,9 @@ def build_program(
     forwards = tuple(tape.forward for tape in tapes) or tuple(
         step.traced(g, splits) for step, g in zip(steps, given, strict=True)
     )
+    mergings = tuple(make_merging(kind, purpose.merge) for kind in model.kinds)
+    moving = [] if purpose.key is None else list(zip(steps, given, mergings, strict=True))
+    rates = tuple(step.state_rates(g, [mean for mean, _ in m.moments], splits) for step, g, m in moving)
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     boundaries = model.boundaries
     floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in boundaries]
@@ -186,7 +191,8 @@ def build_program(
         steps=steps,
         forwards=forwards,
         tapes=tapes,
-        mergings=tuple(make_merging(kind, purpose.merge) for kind in model.kinds),
+        mergings=mergings,
+        rates=rates,
         storages=storages,
         residuals=residuals,
         carrier=make_carrier(boundaries, cuts),

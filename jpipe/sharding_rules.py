@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
 from jpipe.shardings import PARTIAL, REPLICATED, Axis, Partial, Placement, Shard
 
@@ -61,8 +62,8 @@ def _rest(first: Sequence[Placement], count: int) -> list[Placement]:
 # --- elementwise ---
 
 _NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
-clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
 ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
 mulhi name ne neg nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem
 round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
@@ -81,26 +82,62 @@ def elementwise(equation: Any, placements: Sequence[Placement], axis: Axis) -> S
     assert isinstance(chosen, Shard)
     covers = lambda shape: len(shape) == len(result) and shape[chosen.dim] == result[chosen.dim]
     wanted = [chosen if covers(_shape(equation, i)) else REPLICATED for i in range(len(placements))]
-    return Step(wanted, [chosen])
+    return Step(wanted, [chosen]) if chosen in wanted else None
 
 
 def _partial_elementwise(equation: Any, placements: Sequence[Placement]) -> Step | None:
-    """Operations that are linear in their partial operands."""
-    name, result = equation.primitive.name, _result(equation)
-    partial = [p == PARTIAL for p in placements]
+    """Operations that are linear in their partial operands, which are as large as the result.
+
+    A sum is best taken before it is broadcast.
+    """
+    result, partial = _result(equation), [p == PARTIAL for p in placements]
     if not any(partial) or any(part and _shape(equation, i) != result for i, part in enumerate(partial)):
-        return None  # a sum is best taken before it is broadcast
-    if name in ("add", "add_any", "sub", "neg", "copy", "copy_p", "real", "imag", "conj", "name", "stop_gradient"):
-        return Step([PARTIAL] * len(partial), [PARTIAL])
-    if name == "convert_element_type":
-        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-        widens = jnp.issubdtype(new, jnp.inexact) and old.itemsize <= new.itemsize
-        return Step([PARTIAL], [PARTIAL]) if widens else None
-    if (name == "mul" and sum(partial) == 1) or (name == "div" and partial == [True, False]):
-        return Step(list(placements), [PARTIAL])
-    if name == "select_n" and not partial[0]:
-        return Step([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
-    return None
+        return None
+    linear = _LINEAR.get(equation.primitive.name)
+    return linear(equation, partial) if linear else None
+
+
+def _each(equation: Any, partial: Sequence[bool]) -> Step:
+    """A sum: of partial values if one of its operands is one."""
+    del equation
+    return Step([PARTIAL] * len(partial), [PARTIAL])
+
+
+def _widened(equation: Any, partial: Sequence[bool]) -> Step | None:
+    """A cast that loses nothing; integers wrap around, in each part for itself."""
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    return _each(equation, partial) if floats and jnp.promote_types(old, new) == new else None
+
+
+def _multiplied(equation: Any, partial: Sequence[bool]) -> Step | None:
+    """A product with what isn't partial itself."""
+    del equation
+    placements = [PARTIAL if part else REPLICATED for part in partial]
+    return Step(placements, [PARTIAL]) if sum(partial) == 1 else None
+
+
+def _divided(equation: Any, partial: Sequence[bool]) -> Step | None:
+    """A quotient of floating-point numbers, whose divisor isn't zero; integer division rounds."""
+    divisor = equation.invars[1]
+    known = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
+    floats = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.inexact)
+    return Step([PARTIAL, REPLICATED], [PARTIAL]) if floats and known and not partial[1] else None
+
+
+def _selected(equation: Any, partial: Sequence[bool]) -> Step | None:
+    """A choice by what isn't partial itself."""
+    del equation
+    return None if partial[0] else Step([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
+
+
+_LINEAR: dict[str, Callable[[Any, Sequence[bool]], Step | None]] = {
+    **dict.fromkeys(("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj", "name", "stop_gradient"), _each),
+    "convert_element_type": _widened,
+    "mul": _multiplied,
+    "div": _divided,
+    "select_n": _selected,
+}
 
 
 # --- dimensions that an operation doesn't look into ---
@@ -178,6 +215,12 @@ def _equal_dims(equation: Any) -> list[int]:
     return [d for d, (a, b) in enumerate(zip(_shape(equation, 0), _shape(equation, 1), strict=True)) if a == b]
 
 
+def _equal_items(equation: Any) -> Sequence[int]:
+    """All dimensions, where bits are read as numbers of the same width."""
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return range(len(_shape(equation))) if old.itemsize == new.itemsize else ()
+
+
 def broadcast_in_dim(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step | None:
     """Dimensions that keep their size keep their shards."""
     first, to = placements[0], equation.params["broadcast_dimensions"]
@@ -196,6 +239,8 @@ def reshape(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step 
     if not isinstance(first, Shard) or equation.params.get("dimensions") is not None:
         return None
     old, new = _shape(equation), _result(equation)
+    if 0 in old:
+        return None
     before = math.prod(old[: first.dim]) * first.outer  # elements are numbered [before, axis.size, rest]
     passed = 1
     for dim, size in enumerate(new):
@@ -216,15 +261,16 @@ def reduce_sum(equation: Any, placements: Sequence[Placement], axis: Axis) -> St
 _reduce = _along(lambda e: _but(len(_shape(e)), e.params["axes"]))
 
 
-def _reduce_order(collective: Callable[[Any, Any], Any]) -> Rule:
-    """The rule of the largest (or smallest) element: that of the devices' largest elements."""
+def _reduce_order(reduce: Callable[..., Any]) -> Rule:
+    """The rule of a reduction that can be done in any order and more than once: of the devices' own results."""
 
     def rule(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step | None:
         first = placements[0]
-        if isinstance(first, Shard) and first.dim in equation.params["axes"] and equation.outvars[0].aval.dtype != bool:
-            around = lambda run, axis: lambda *operands: [collective(y, axis.names) for y in run(*operands)]
-            return Step([first], [REPLICATED], around)
-        return _reduce(equation, placements, axis)
+        if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
+            return _reduce(equation, placements, axis)
+        # By a gather, since collectives that compare may lose what is not a number.
+        combine = lambda y, axis: reduce(lax.all_gather(y, axis.names), axis=0)
+        return Step([first], [REPLICATED], lambda run, axis: lambda *operands: [combine(run(*operands)[0], axis)])
 
     return rule
 
@@ -326,7 +372,7 @@ def gather(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step |
             return Step([REPLICATED, indices], [result])
         k = d.start_indices_batching_dims.index(indices.dim)
         return Step([Shard(d.operand_batching_dims[k], indices.outer), indices], [result])
-    if table == PARTIAL:
+    if table == PARTIAL and equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return Step([PARTIAL, REPLICATED], [PARTIAL])
     if not isinstance(table, Shard):
         return None
@@ -350,6 +396,7 @@ def _own_entries(equation: Any, run: Run, axis: Axis, dim: int, loops: Sequence[
 
     def look_up(table: Any, indices: Any) -> list[Any]:
         here, length = lax.axis_index(axis.names), size // axis.size
+        indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # bytes can't count a larger table
         wanted = indices[..., column]
         # What is outside of the whole table is looked up by the first device, outside of its part too.
         outside = (wanted < 0) | (wanted >= size)
@@ -379,7 +426,7 @@ def _scatter(adds: bool) -> Rule:
         if isinstance(updates, Shard) and updates.dim in loops:
             at = loops.index(updates.dim)
         if at is not None and at < len(loops):
-            outer = next(p.outer for p in (indices, updates) if isinstance(p, Shard))
+            outer = next(p.outer for p in (updates, indices) if isinstance(p, Shard))
             own = [Shard(at, outer), Shard(loops[at], outer)]
             if at in d.scatter_indices_batching_dims:
                 k = d.operand_batching_dims[d.scatter_indices_batching_dims.index(at)]
@@ -411,8 +458,9 @@ def _not(*names: str) -> Callable[[Any], list[int]]:
 
     def dims(equation: Any) -> list[int]:
         found = [equation.params[name] for name in names]
-        looked_at = list(itertools.chain(*[x if isinstance(x, tuple | list) else (x,) for x in found]))
-        return [d for d in range(len(_shape(equation))) if d not in looked_at]
+        looked_at = itertools.chain(*[x if isinstance(x, tuple | list) else (x,) for x in found])
+        ndim = len(_shape(equation))
+        return sorted(set(range(ndim)) - {d % ndim for d in looked_at})
 
     return dims
 
@@ -421,9 +469,11 @@ _windowed = _on_all(_outside_window)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    "reduce_max": _reduce_order(lax.pmax),
-    "reduce_min": _reduce_order(lax.pmin),
-    **dict.fromkeys(("reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), _reduce),
+    "reduce_max": _reduce_order(jnp.max),
+    "reduce_min": _reduce_order(jnp.min),
+    "reduce_and": _reduce_order(jnp.all),
+    "reduce_or": _reduce_order(jnp.any),
+    **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _reduce),
     "cumsum": _along(_on_all(_not("axis")), linear=True),
     "rev": _along(_on_all(_not("dimensions")), linear=True),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along(_on_all(_not("axis")))),
@@ -431,7 +481,7 @@ RULES: dict[str, Rule] = {
     "transpose": _along(lambda e: {old: new for new, old in enumerate(e.params["permutation"])}, linear=True),
     "slice": _along(_unsliced, linear=True),
     "split": _along(_on_all(_not("axis")), linear=True, results=0),
-    "top_k": _along(lambda e: {d: d for d in range(len(_shape(e)) - 1)}, results=0),
+    "top_k": _along(_on_all(_not("axis")), results=0),
     "dynamic_slice": _along(
         lambda e: {d: d for d, (n, m) in enumerate(zip(_shape(e), e.params["slice_sizes"], strict=True)) if n == m},
         linear=True,
@@ -441,7 +491,8 @@ RULES: dict[str, Rule] = {
     "sort": _alike(_not("dimension")),
     "pad": _along(lambda e: {d: d for d, c in enumerate(e.params["padding_config"]) if tuple(c) == (0, 0, 0)}),
     "reduce_window_sum": _along(_windowed, linear=True),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window"), _along(_windowed)),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _along(_windowed)),
+    "bitcast_convert_type": _along(lambda e: {d: d for d in _equal_items(e)}),
     "select_and_scatter_add": _alike(_outside_window),
     "select_and_gather_add": _alike(_outside_window),
     "dot_general": dot_general,

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.meshes import AXIS, is_batch_axis, stage_axes
-from jpipe.shardings import Axis, Shard, Sharding, names_in, of_spec, replicated
+from jpipe.shardings import REPLICATED, Axis, Shard, Sharding, names_in, of_spec
 
 SMALLEST = 1024
 """Elements from which on a weight is split over `shard_over`: for a smaller one, a collective costs more."""
@@ -41,7 +41,7 @@ class Splits:
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[b, ...]` of a micro-batch of b examples lie: split if that can be done equally."""
-        return tuple(Shard(0) if a.of_examples and size % a.size == 0 else replicated([a])[0] for a in self.axes)
+        return tuple(Shard(0) if a.of_examples and size % a.size == 0 else REPLICATED for a in self.axes)
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
         """How a weight lies while its layer computes, if at rest it is split by `spec`."""
@@ -63,7 +63,7 @@ class Splits:
             found[collection] = []
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                known = self._known(spec)
+                known = self._known(spec if collection == "params" else _without_data_axes(spec))
                 self._check(what, leaf.shape, known)
                 over = self.shard_over if collection == "params" else ()
                 found[collection].append(self._with_more(leaf.shape, known, over))
@@ -109,6 +109,11 @@ class Splits:
             if fitting:
                 entries[max(fitting, key=lambda dim: parts[dim])].append(name)
         return _spec(entries)
+
+
+def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of state, which isn't gathered as parameters are."""
+    return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])
 
 
 def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:

@@ -9,7 +9,7 @@ across examples stays exact, since only where arrays lie is decided here, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -76,11 +76,12 @@ def partition_program(
         found[:] = [choose(value.sharding) for choose, value in zip(wanted, results, strict=True)]
         return [value.lying(sharding, axes) for value, sharding in zip(results, found, strict=True)]
 
-    sizes = [pair for axis in axes for pair in zip(axis.names, axis.sizes, strict=True)]
+    mesh = dict(jax.sharding.get_abstract_mesh().shape)
+    sizes = mesh or {name: size for axis in axes for name, size in zip(axis.names, axis.sizes, strict=True)}
     pairs = zip(program.jaxpr.invars, shardings, strict=True)
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
     with _on_one_device():
-        return LocalProgram(jax.make_jaxpr(run, axis_env=sizes)(*local), found)
+        return LocalProgram(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
 
 
 def _mentions_axes() -> bool:
@@ -113,8 +114,9 @@ class Value:
 class Partitioner:
     """Carries out equations of whole arrays on the parts that a device has."""
 
-    def __init__(self, axes: Axes):
+    def __init__(self, axes: Axes, special: Mapping[str, Special] | None = None):
         self.axes = axes
+        self.special = _SPECIAL if special is None else special
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
         """The results of a program."""
@@ -132,7 +134,7 @@ class Partitioner:
 
     def carry_out(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The results of one equation."""
-        special = _SPECIAL.get(equation.primitive.name)
+        special = self.special.get(equation.primitive.name)
         if special:
             scope = str(equation.source_info.name_stack)
             with jax.named_scope(scope) if scope else nullcontext():
@@ -144,7 +146,10 @@ class Partitioner:
         run = partial(_run, equation, shapes)
         for step, axis in zip(steps, self.axes, strict=True):
             run = step.around(run, axis) if step.around else run
-        return self.values(run(*self.arrays(operands, wanted)), given)
+        results = run(*self.arrays(operands, wanted))
+        found = [(x.shape, x.dtype) for x in results]
+        assert found == [(s, v.aval.dtype) for s, v in zip(shapes, equation.outvars, strict=True)], equation
+        return self.values(results, given)
 
     def _literal(self, literal: Any) -> Value:
         return self.whole(np.asarray(literal.val, literal.aval.dtype))
@@ -160,6 +165,18 @@ class Partitioner:
     def arrays(self, values: Sequence[Value], shardings: Sequence[Sharding]) -> list[Any]:
         """A device's parts of values."""
         return [value.lying(sharding, self.axes) for value, sharding in zip(values, shardings, strict=True)]
+
+    def agreed(self, decision: Any, shardings: Sequence[Sharding]) -> Any:
+        """What decides whether devices run a program, if that works on values which lie in parts.
+
+        Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
+        bit; then one device would wait in a collective for others that never come.
+        """
+        whole = replicated(self.axes)
+        if all(sharding == whole for sharding in shardings):
+            return decision
+        names = tuple(name for axis in self.axes for name in axis.names)
+        return lax.pmax(decision.astype(jax.numpy.int32), names).astype(decision.dtype)
 
     def shardings_of(self, program: Any, avals: Sequence[Any], shardings: Sequence[Sharding]) -> list[Sharding]:
         """How the results of a program lie by themselves; nothing is computed."""
@@ -299,15 +316,14 @@ def _moved(sharding: Sharding, by: int) -> Sharding:
 
 
 def _while(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
-    """A loop whose condition looks at replicated values alone, so that devices agree on it."""
+    """A loop whose condition looks at replicated values alone."""
     p = equation.params
     num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
-    whole, num_carry = replicated(parts.axes), len(operands) - num_cond - num_body
+    whole = replicated(parts.axes)
     condition = p["cond_jaxpr"].jaxpr
-    looked_at = {v for e in condition.eqns for v in e.invars if not isinstance(v, Literal)} | set(
-        v for v in condition.outvars if not isinstance(v, Literal)
-    )
-    fixed = {i for i, v in enumerate(condition.invars[num_cond:]) if v in looked_at}
+    each = condition.outvars[0].aval.shape != ()  # of several loops at once, as `jax.vmap` makes them
+    count = len(operands) - num_cond - num_body
+    fixed = set(range(count)) if each else _looked_at(condition, num_cond)
     shardings = [settled(value.sharding) for value in operands]
     consts = shardings[num_cond : num_cond + num_body]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[num_cond + num_body :])]
@@ -315,13 +331,26 @@ def _while(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Val
     arrays = parts.arrays(operands, [*[whole] * num_cond, *consts, *carry])
     test = _body(parts, p["cond_jaxpr"], [*[whole] * num_cond, *carry], [whole])
     body = _body(parts, p["body_jaxpr"], [*consts, *carry], carry)
-    start = arrays[len(arrays) - num_carry :]
-    state = lax.while_loop(
-        lambda state: test(*arrays[:num_cond], *state)[0],
-        lambda state: body(*arrays[num_cond : num_cond + num_body], *state),
-        start,
-    )
+    goes_on = lambda state: parts.agreed(test(*arrays[:num_cond], *state)[0], [*consts, *carry])
+
+    def trip(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        going, old = state
+        new = body(*arrays[num_cond : num_cond + num_body], *old)
+        if each:  # those that have ended stay as they are
+            spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
+            new = [jax.numpy.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
+        return goes_on(new), new
+
+    start = arrays[num_cond + num_body :]
+    state = lax.while_loop(lambda state: jax.numpy.any(state[0]), trip, (goes_on(start), start))[1]
     return parts.values(state, carry)
+
+
+def _looked_at(condition: Jaxpr, num_consts: int) -> set[int]:
+    """The carried values that the condition of a loop looks at."""
+    used = [v for e in condition.eqns for v in e.invars] + list(condition.outvars)
+    known = {v for v in used if not isinstance(v, Literal)}
+    return {i for i, v in enumerate(condition.invars[num_consts:]) if v in known}
 
 
 def _cond(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
@@ -338,6 +367,7 @@ def _cond(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Valu
         given.append(first if is_possible(v.aval.shape, first, parts.axes) else replicated(parts.axes))
     runs = [_body(parts, branch, shardings, given) for branch in branches]
     (which,) = parts.arrays([index], [replicated(parts.axes)])
+    which = parts.agreed(which, [*shardings, *given])
     return parts.values(lax.switch(which, runs, *parts.arrays(rest, shardings)), given)
 
 
@@ -367,71 +397,105 @@ def _constraint(parts: Partitioner, equation: Any, operands: list[Value]) -> lis
 def _shard_map(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
     """A user's own program of single devices: its operands lie as it says, and it runs as it is."""
     p, axes = equation.params, parts.axes
-    manual = [set(axis.names) & p["newly_manual_axes"] for axis in axes]
-    for axis, names in zip(axes, manual, strict=True):
-        if names and names != set(axis.names):
-            raise ValueError(
-                f"jax.shard_map in a layer is manual over {sorted(names)}, a part of the mesh axes {axis.names} that "
-                "examples are split over jointly; name all of them in its specs"
-            )
-    inside = [i for i, names in enumerate(manual) if not names]  # axes that the program leaves to jpipe
-    lie = lambda spec, now: tuple(
-        placement if names else now[i]
-        for i, (placement, names) in enumerate(zip(_of_joint_spec(spec, axes), manual, strict=True))
-    )
-    wanted = [lie(spec, settled(v.sharding)) for spec, v in zip(p["in_specs"], operands, strict=True)]
-    inner = _UsersPartitioner(tuple(axes[i] for i in inside))
+    manual = [_is_manual(axis, p["newly_manual_axes"]) for axis in axes]
+    inside = [i for i, own in enumerate(manual) if not own]  # axes that the program leaves to jpipe
+    wanted = []
+    for v, spec, value in zip(equation.invars, p["in_specs"], operands, strict=True):
+        said, now = _of_users_spec(spec, axes), settled(value.sharding)
+        sharding = tuple(a if own else b for a, b, own in zip(said, now, manual, strict=True))
+        alone = tuple(a if own else REPLICATED for a, own in zip(said, manual, strict=True))
+        possible = _apart([sharding[i] for i in inside], said) and is_possible(v.aval.shape, sharding, axes)
+        wanted.append(sharding if possible else alone)
+    inner = Partitioner(tuple(axes[i] for i in inside), _SPECIAL | _OF_DEVICES)
     pick = lambda sharding: tuple(sharding[i] for i in inside)
-    arguments = inner.values(parts.arrays(operands, wanted), list(map(pick, wanted)))
-    results = inner.run_closed(p["jaxpr"], arguments)
+    results = inner.run_closed(p["jaxpr"], inner.values(parts.arrays(operands, wanted), list(map(pick, wanted))))
     found = []
     for value, spec in zip(results, p["out_specs"], strict=True):
-        placements = list(_of_joint_spec(spec, axes))
-        for i, placement in zip(inside, value.sharding, strict=True):
-            placements[i] = placement
-        found.append(Value(value.forms[value.sharding], tuple(placements)))
+        said = list(_of_users_spec(spec, axes))
+        lying = value.sharding if _apart(value.sharding, said) else replicated(inner.axes)
+        array = value.lying(lying, inner.axes)
+        for i, placement in zip(inside, lying, strict=True):
+            said[i] = placement
+        found.append(Value(array, tuple(said)))
     return found
 
 
-def _of_joint_spec(spec: Any, axes: Axes) -> Sharding:
-    """The sharding that a PartitionSpec means, for axes of which it names all mesh axes or none."""
+def _is_manual(axis: Axis, names: Any) -> bool:
+    """Whether a user's program is manual over an axis."""
+    own = set(axis.names) & set(names)
+    if own and own != set(axis.names):
+        raise ValueError(
+            f"jax.shard_map in a layer is manual over {sorted(own)}, a part of the mesh axes {axis.names} that "
+            "examples are split over jointly; make it manual over all of them"
+        )
+    return bool(own)
+
+
+def _apart(placements: Sequence[Placement], said: Sequence[Placement]) -> bool:
+    """Whether the axes left to jpipe split other dimensions than those that the user's program splits."""
+    dims = {p.dim for p in said if isinstance(p, Shard)}
+    return not any(isinstance(p, Shard) and p.dim in dims for p in placements)
+
+
+def _of_users_spec(spec: Any, axes: Axes) -> Sharding:
+    """The sharding that a user's PartitionSpec means.
+
+    Raises:
+      ValueError: it names a part of axes that examples are split over jointly, or in another order.
+    """
     found: list[Placement] = [REPLICATED] * len(axes)
     for dim, entry in enumerate(spec):
-        names, outer = names_in(entry), 1
-        for i, axis in enumerate(axes):
-            if axis.names[0] in names:
-                found[i] = Shard(dim, outer)
-                outer *= axis.size
+        names, outer = list(names_in(entry)), 1
+        while names:
+            i = next((i for i, axis in enumerate(axes) if names[0] in axis.names), None)
+            if i is None:  # an axis of one device
+                names.pop(0)
+                continue
+            if tuple(names[: len(axes[i].names)]) != axes[i].names:
+                raise ValueError(
+                    f"the spec {spec} of jax.shard_map in a layer names {names[0]!r}, but examples are split over the "
+                    f"mesh axes {axes[i].names} jointly; name all of them, in this order"
+                )
+            found[i] = Shard(dim, outer)
+            outer *= axes[i].size
+            del names[: len(axes[i].names)]
     return tuple(found)
 
 
-class _UsersPartitioner(Partitioner):
-    """Runs a program of single devices, in which collectives are the user's own."""
-
-    def carry_out(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """As for other programs, but for what would reach devices of other stages, or talks of varying types."""
-        name, p = equation.primitive.name, equation.params
-        arrays = [value.forms[value.sharding] for value in operands]
-        if name in ("pvary", "pbroadcast"):
-            return operands
-        if name in ("psum_invariant", "psum"):
-            return self.values([lax.psum(x, p["axes"]) for x in arrays], [value.sharding for value in operands])
-        if name == "ppermute":
-            found = [_permuted(x, p["axis_name"], p["perm"]) for x in arrays]
-            return self.values(found, [value.sharding for value in operands])
-        return super().carry_out(equation, operands)
+def _hand_through(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
+    return operands
 
 
-def _permuted(x: Any, axes: Any, pairs: Sequence[tuple[int, int]]) -> Any:
-    """`jax.lax.ppermute` by a gather: a permutation is one collective of all devices of the mesh, of all stages."""
-    sources = dict((target, source) for source, target in pairs)
+def _psum(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
+    """A user's own sum over devices, whatever it says of varying types."""
+    p, shardings = equation.params, [value.sharding for value in operands]
+    add = lambda x: lax.psum(x, p["axes"], axis_index_groups=p.get("axis_index_groups"))
+    return parts.values([add(x) for x in parts.arrays(operands, shardings)], shardings)
+
+
+def _ppermute(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
+    """A user's own permutation, by a gather: as a permutation it would be one collective of all stages."""
+    axes, shardings = equation.params["axis_name"], [value.sharding for value in operands]
+    sources = {target: source for source, target in equation.params["perm"]}
     table = jax.numpy.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
     source = table[lax.axis_index(axes)]
-    found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jax.numpy.maximum(source, 0), keepdims=False)
-    return jax.numpy.where(source >= 0, found, jax.numpy.zeros_like(found))
+
+    def permuted(x: Any) -> Any:
+        found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jax.numpy.maximum(source, 0), keepdims=False)
+        return jax.numpy.where(source >= 0, found, jax.numpy.zeros_like(found))
+
+    return parts.values(list(map(permuted, parts.arrays(operands, shardings))), shardings)
 
 
-_SPECIAL: dict[str, Callable[[Partitioner, Any, list[Value]], list[Value]]] = {
+Special = Callable[["Partitioner", Any, list[Value]], list[Value]]
+_OF_DEVICES: dict[str, Special] = {
+    **dict.fromkeys(("pvary", "pbroadcast"), _hand_through),
+    **dict.fromkeys(("psum", "psum_invariant"), _psum),
+    "ppermute": _ppermute,
+}
+"""What in a user's program of single devices would reach other stages, or talks of varying types."""
+
+_SPECIAL: dict[str, Special] = {
     **dict.fromkeys(
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"), _call
     ),

@@ -18,9 +18,10 @@ from jpipe.layers import Context, LayerError, describe, positional
 from jpipe.remat import Remat
 from jpipe.shardings import PARTIAL, Axis, Sharding, in_runs, replicated
 from jpipe.splits import Splits
+from jpipe.spmd import partition_program
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tape import Choose, Forward, Lies, Tape, make_forward, make_tape
-from jpipe.tracing import example_key, replay, trace, without_stops
+from jpipe.tape import Choose, Forward, Lies, Tape, WholeTape, make_forward, partition_tape, trace_tape
+from jpipe.tracing import example_key, only_needed, replay, trace, without_stops
 
 
 class Given(NamedTuple):
@@ -66,40 +67,58 @@ class LayerStep:
         """Runs the layer on the leaves of its inputs (ignored by the entry layer)."""
         return self._run(given, self._inputs(given, x))
 
-    def state_rates(self, shapes: Given, leaves: Sequence[int]) -> list[Any]:
+    def state_rates(self, shapes: Given, leaves: Sequence[int], splits: Splits) -> Callable[[], list[Any]]:
         """How fast each of these leaves of the state moves towards a micro-batch's value: 1 - d(new)/d(old).
 
         For running averages, which move at the same rate whatever they see: nothing is computed but constants.
+
+        Returns:
+          A function of nothing that gives the rates, a device's parts, in a program on all devices.
         """
-        if not leaves:
-            return []
         zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-        given = zeros(shapes._replace(key=None))._replace(key=example_key(shapes.key))
 
-        def update(*averages: Any) -> list[Any]:
-            state = list(given.state)
-            for i, leaf in zip(leaves, averages, strict=True):
-                state[i] = leaf
-            new = self.forward(given._replace(state=state), jax.tree.leaves(zeros(self.kind.takes))).updates
-            return [new[i] for i in leaves]
+        def rates() -> list[Any]:
+            given = zeros(shapes._replace(key=None))._replace(key=example_key(shapes.key))
 
-        averages = [given.state[i] for i in leaves]
-        program = without_stops(trace(update, *averages)[0])  # nnx stops the gradients of what it keeps
-        slopes = jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]
-        return [1 - slope for slope in slopes]
+            def update(*averages: Any) -> list[Any]:
+                state = list(given.state)
+                for i, leaf in zip(leaves, averages, strict=True):
+                    state[i] = leaf
+                new = self.forward(given._replace(state=state), jax.tree.leaves(zeros(self.kind.takes))).updates
+                return [new[i] for i in leaves]
+
+            averages = [given.state[i] for i in leaves]
+            program = without_stops(trace(update, *averages)[0])  # nnx stops the gradients of what it keeps
+            slopes = jax.jvp(replay(program, averages), averages, list(map(jnp.ones_like, averages)))[1]
+            return [1 - slope for slope in slopes]
+
+        if not leaves:
+            return list
+        program, found = trace(rates)
+        wanted = [_as(self._state_at(splits)[i]) for i in leaves]
+        return replay(partition_program(only_needed(program), splits.axes, [], wanted).program, found)
+
+    def _state_at(self, splits: Splits) -> list[Sharding]:
+        """How the leaves of the state lie."""
+        specs = self.kind.specs
+        return [splits.at_work(spec) for name in self.kind.state_names for spec in specs.get(name, [])]
 
     def traced(self, given: Given, splits: Splits = Splits()) -> Forward:  # noqa: B008
         """The layer's forward, traced at these shapes, for one of the devices of a stage."""
         return make_forward(self.forward, given, self._takes, self._lies(given, splits))
 
-    def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
-        """The layer's forward and backward, traced at these shapes, for one of the devices of a stage."""
+    def whole(self, given: Given) -> WholeTape:
+        """The layer's forward and backward, traced at these shapes, on whole arrays."""
         has_cotangent = lambda outcome: self._differentiable(outcome.outputs)
         try:
-            return make_tape(self.differentiate, has_cotangent, given, self._takes, self._lies(given, splits))
+            return trace_tape(self.differentiate, has_cotangent, given, self._takes)
         except Exception as error:
             error.add_note(f"The layer {self.kind.layer.name} raised this while it was differentiated.")
             raise
+
+    def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
+        """`whole`, for one of the devices of a stage."""
+        return partition_tape(self.whole(given), self._lies(given, splits))
 
     @property
     def _takes(self) -> list[Any]:
@@ -110,8 +129,7 @@ class LayerStep:
         """How all that the layer works on lies."""
         kind, axes = self.kind, splits.axes
         at = lambda shardings: list(shardings) if axes else [()] * len(shardings)
-        at_work = lambda name: [splits.at_work(spec) for spec in kind.specs.get(name, [])]
-        params, state = at_work("params"), [s for name in kind.state_names for s in at_work(name)]
+        params, state = [splits.at_work(spec) for spec in kind.specs.get("params", [])], self._state_at(splits)
         batch = [] if given.batch is None else [splits.of_examples(a.shape[0]) for a in jax.tree.leaves(given.batch)]
         takes_at, gives_at = at([] if kind.entry else kind.takes_at), at(kind.gives_at)
         outputs_at = list(map(in_runs, gives_at)) if kind.final else gives_at

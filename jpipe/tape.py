@@ -119,9 +119,48 @@ def _forward(local: LocalProgram, result: Any, stored_at: tuple[int, ...]) -> Fo
     return Forward(replay(local.program, result), stored_at, outcome, local.shardings[:count])
 
 
-def make_tape(
-    differentiate: Callable[..., Any], has_cotangent: Callable, given: Any, inputs: list[Any], lies: Lies
-) -> Tape:
+@dataclass(frozen=True, eq=False)
+class WholeTape:
+    """A layer's forward and backward on whole arrays, as they were traced.
+
+    Attributes:
+      forward: (what is given, inputs) -> (outcome, leaves of the vjp), flat.
+      derive: the same -> the leaves of the vjp that are computed again.
+      backward: (leaves of the vjp, cotangents) -> (gradients, cotangents of the inputs), flat.
+      outcome, leaves, gradients: the shapes of these results, as pytrees.
+      num_given: leaves of what is given.
+      sources: for each leaf of the vjp.
+      stored_at, derived_at: which leaves are stored, and which computed again.
+    """
+
+    forward: ClosedJaxpr
+    derive: ClosedJaxpr
+    backward: ClosedJaxpr
+    outcome: Any
+    leaves: list[Any]
+    gradients: Any
+    num_given: int
+    sources: tuple[_Source, ...]
+    stored_at: tuple[int, ...]
+    derived_at: tuple[int, ...]
+
+    @property
+    def stored(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the residuals."""
+        return _shapes(_chosen(self.leaves, self.stored_at))
+
+    @property
+    def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the inputs."""
+        return _shapes(self.forward.in_avals[self.num_given :])
+
+    @property
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of the outputs that have cotangents."""
+        return _shapes(self.backward.in_avals[len(self.leaves) :])
+
+
+def trace_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given: Any, inputs: list[Any]) -> WholeTape:
     """Traces a layer from shapes alone.
 
     Args:
@@ -129,7 +168,6 @@ def make_tape(
       has_cotangent: outcome -> the outputs that have cotangents.
       given: the shapes of what forward and backward are given alike, a NamedTuple whose first field is `params`.
       inputs: the shapes of the inputs.
-      lies: how all of that lies on the devices of a stage.
     """
     structures: list[Any] = []
 
@@ -139,32 +177,44 @@ def make_tape(
         return outcome, jax.tree.leaves(vjp)
 
     program, (outcome, leaves) = trace(run, given, inputs)
-    num_outcome = len(jax.tree.leaves(outcome))
-    sources, stored_at, derived_at = _sort(program, num_outcome, len(given.params), len(jax.tree.leaves(given)))
+    num_outcome, num_given = len(jax.tree.leaves(outcome)), len(jax.tree.leaves(given))
+    sources, stored_at, derived_at = _sort(program, num_outcome, len(given.params), num_given)
     again = program.jaxpr.replace(outvars=[program.jaxpr.outvars[num_outcome + i] for i in derived_at])
     outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in has_cotangent(outcome)]
     transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[0], leaves)(cotangents)
-    transposed, result = trace(transpose, leaves, outputs)
-
-    arguments = [*lies.given, *lies.inputs]
-    forward = partition_program(program, lies.axes, arguments, [*lies.outcome(outcome), *[settled] * len(leaves)])
-    again = only_needed(ClosedJaxpr(again, program.consts))
-    derive = partition_program(again, lies.axes, arguments, [settled] * len(derived_at))
-    lying = {
-        "known": lies.given,
-        "derived": derive.shardings,
-        "stored": _chosen(forward.shardings[num_outcome:], stored_at),
-    }
-    at = [lying[source.kind][source.index] for source in sources]
-    backward = partition_program(transposed, lies.axes, [*at, *lies.cotangents], lies.gradients)
-    return Tape(
-        forward=_forward(forward, (outcome, leaves), stored_at),
-        derive=replay(derive.program, [leaves[i] for i in derived_at]),
-        backwards=replay(backward.program, result),
+    backward, gradients = trace(transpose, leaves, outputs)
+    return WholeTape(
+        forward=program,
+        derive=only_needed(ClosedJaxpr(again, program.consts)),
+        backward=backward,
+        outcome=outcome,
+        leaves=leaves,
+        gradients=gradients,
+        num_given=num_given,
         sources=sources,
-        stored=_shapes(_chosen(forward.program.out_avals[num_outcome:], stored_at)),
-        inputs=_shapes(forward.program.in_avals[len(jax.tree.leaves(given)) :]),
-        outputs=_shapes(backward.program.in_avals[len(leaves) :]),
+        stored_at=stored_at,
+        derived_at=derived_at,
+    )
+
+
+def partition_tape(whole: WholeTape, lies: Lies) -> Tape:
+    """A traced layer as one device runs it, where what it works on lies as `lies` says."""
+    arguments, num_outcome = [*lies.given, *lies.inputs], len(jax.tree.leaves(whole.outcome))
+    wanted = [*lies.outcome(whole.outcome), *[settled] * len(whole.leaves)]
+    forward = partition_program(whole.forward, lies.axes, arguments, wanted)
+    derive = partition_program(whole.derive, lies.axes, arguments, [settled] * len(whole.derived_at))
+    stored = _chosen(forward.shardings[num_outcome:], whole.stored_at)
+    lying = {"known": lies.given, "derived": derive.shardings, "stored": stored}
+    at = [lying[source.kind][source.index] for source in whole.sources]
+    backward = partition_program(whole.backward, lies.axes, [*at, *lies.cotangents], lies.gradients)
+    return Tape(
+        forward=_forward(forward, (whole.outcome, whole.leaves), whole.stored_at),
+        derive=replay(derive.program, _chosen(whole.leaves, whole.derived_at)),
+        backwards=replay(backward.program, whole.gradients),
+        sources=whole.sources,
+        stored=_shapes(_chosen(forward.program.out_avals[num_outcome:], whole.stored_at)),
+        inputs=_shapes(forward.program.in_avals[whole.num_given :]),
+        outputs=_shapes(backward.program.in_avals[len(whole.leaves) :]),
     )
 
 

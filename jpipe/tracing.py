@@ -57,36 +57,35 @@ def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program with every `jax.lax.stop_gradient` in it taken away, in the programs inside of it too."""
-    return ClosedJaxpr(
-        _without(program.jaxpr, lambda equation: equation.primitive.name == "stop_gradient"), program.consts
-    )
+    stops = lambda equation: None if equation.primitive.name == "stop_gradient" else equation
+    return ClosedJaxpr(_changed(program.jaxpr, stops), program.consts)
 
 
-def _without(jaxpr: Jaxpr, skipped: Callable[[Any], bool]) -> Jaxpr:
-    """A program without some equations, which hand their operands through."""
+def _changed(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
+    """A program with its equations changed, in the programs inside of it too; None hands the operands through."""
     names: dict[Any, Any] = {}
     named = lambda v: v if isinstance(v, Literal) else names.get(v, v)
     equations = []
     for equation in jaxpr.eqns:
-        inputs = list(map(named, equation.invars))
-        if skipped(equation):
+        inputs, new = list(map(named, equation.invars)), change(equation)
+        if new is None:
             names.update(zip(equation.outvars, inputs, strict=True))
             continue
-        params = equation.params
-        if equation.primitive.name != "shard_map":  # there devices are seen one by one
-            params = {name: _without_inside(value, skipped) for name, value in params.items()}
-        equations.append(equation.replace(invars=inputs, params=params))
+        params = new.params
+        if new.primitive.name != "shard_map":  # there devices are seen one by one
+            params = {name: _changed_inside(value, change) for name, value in params.items()}
+        equations.append(new.replace(invars=inputs, params=params))
     return jaxpr.replace(eqns=equations, outvars=list(map(named, jaxpr.outvars)))
 
 
-def _without_inside(value: Any, skipped: Callable[[Any], bool]) -> Any:
-    """`_without` of an equation's parameter: a program (of `jit`, a loop), several (branches), or neither."""
+def _changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`_changed` of an equation's parameter: a program (of `jit`, a loop), several (branches), or neither."""
     if isinstance(value, Jaxpr):
-        return _without(value, skipped)
+        return _changed(value, change)
     if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(_without(value.jaxpr, skipped), value.consts)
+        return ClosedJaxpr(_changed(value.jaxpr, change), value.consts)
     if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        return type(value)(_without_inside(v, skipped) for v in value)
+        return type(value)(_changed_inside(v, change) for v in value)
     return value
 
 
@@ -105,21 +104,31 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     if not names:
         return program, result
 
-    def is_over_all(equation: Any) -> bool:
+    return ClosedJaxpr(_over_all(program.jaxpr, names), program.consts), result
+
+
+def _over_all(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
+    """A program without the mesh axes that it reduces over."""
+
+    def without(equation: Any) -> Any:
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-        named = [a for a in (axes if isinstance(axes, tuple) else (axes,)) if a in names]
-        if named and equation.primitive.name not in _REDUCTIONS and equation.primitive.name in _OVER_AXES:
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        named = [a for a in axes if a in names]
+        if not named or equation.primitive.name not in (*_REDUCTIONS, *_OVER_AXES):
+            return equation
+        if equation.primitive.name in _OVER_AXES or equation.params.get("axis_index_groups"):
             raise ValueError(
                 f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees the whole micro-batch and "
-                "all of its weights, so that only sums, means and the like over an axis have a meaning there; for a "
-                "program of single devices, use jax.shard_map in the layer"
+                "all of its weights, so that only sums, means and the like over a whole axis have a meaning there; for "
+                "a program of single devices, use jax.shard_map in the layer"
             )
-        return bool(named) and equation.primitive.name in _REDUCTIONS
+        rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
+        return equation.replace(params=equation.params | {"axes": rest}) if rest else None
 
-    return ClosedJaxpr(_without(program.jaxpr, is_over_all), program.consts), result
+    return _changed(jaxpr, without)
 
 
-_REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast")
+_REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast")  # the last two change nothing
 _OVER_AXES = ("axis_index", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 
 

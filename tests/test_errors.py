@@ -182,9 +182,8 @@ class TestBatch:
     def test_not_divisible_later(self, ready):
         pipe, variables, state = ready
         batch = jax.tree.map(lambda a: a[:5], BATCH)
-        for call in (pipe.value_and_grad, pipe.apply, pipe.evaluate):
-            with pytest.raises(ValueError, match="batch size 5 is not divisible by num_microbatches=2; use 1 or 5"):
-                call(variables, batch)
+        with pytest.raises(ValueError, match="batch size 5 is not divisible by num_microbatches=2; use 1 or 5"):
+            pipe.value_and_grad(variables, batch)
         with pytest.raises(ValueError, match="batch size 5 is not divisible by num_microbatches=2; use 1 or 5"):
             pipe.train_step(state, batch)
 
@@ -261,7 +260,7 @@ class TestLayers:
         ("loss", "message"),
         [
             (lambda y, b: y, r"loss_fn returned float32\[4,4\]; .* scalar"),
-            (lambda y, b: (jnp.sum(y), jnp.sum(y), jnp.sum(y)), r"loss_fn returned \(float32\[\], float32"),
+            (lambda y, b: (jnp.sum(y), jnp.sum(y), jnp.sum(y)), r"loss_fn returned \(float32\[\], float32.* a dict"),
             (lambda y, b: (jnp.sum(y), y), r"loss_fn returned \(float32\[\], float32\[4,4\]"),
             (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
             (lambda y, b: None, "loss_fn returned None"),

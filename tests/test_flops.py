@@ -23,6 +23,7 @@ from jpipe.kinds import trace_kinds
 from jpipe.meshes import as_mesh
 from jpipe.remat import MODES
 from jpipe.steps import LayerStep, given_shapes
+from jpipe.tracing import key_shape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet
@@ -76,7 +77,7 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     """Each layer, forward and backward; the worst, ResNet's classifier, is off by 0.8 %."""
     loss_fn, make, batch = EXAMPLES[name]
     model = trace_kinds(as_layers(make()), batch["inputs"], batch)
-    steps = tuple(LayerStep(kind, True, lambda b: b["inputs"], loss_fn, MODES[remat]) for kind in model.kinds)
+    steps = tuple(LayerStep(kind, key_shape(), lambda b: b["inputs"], loss_fn, MODES[remat]) for kind in model.kinds)
     found = layer_costs(model, steps, batch, "flops", mesh=as_mesh(None, 2), warn=pytest.fail)
     expected = [compilers_layer(step, batch) for step in steps]
     firsts = [kind.members[0] for kind in model.kinds]
@@ -263,6 +264,7 @@ def attend(x):
     return flash_attention(heads, heads, heads)[:, 0]
 
 
+@pytest.mark.filterwarnings("ignore:layer 1 .* alone takes:UserWarning")
 def test_a_kernel_for_tpus_is_planned_on_a_cpu():
     """Layers were lowered for the backend at hand: "Only interpret mode is supported on CPU backend"."""
     batch = np.ones((2, 128, 128), np.float32)

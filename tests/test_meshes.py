@@ -338,7 +338,7 @@ def test_metrics_of_the_loss(make_mesh, shape):
     [
         ({"loss": 1.0}, "a metric called 'loss', as one of jpipe's own is"),
         ({"a": np.ones(3)}, r"as the metric 'a'; it has to be a scalar"),
-        ([1.0], "they have to be a dict"),
+        ([1.0], "its third part, metrics, has to be a dict"),
     ],
 )
 def test_wrong_metrics(metrics, message):

@@ -146,6 +146,7 @@ SMALL = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")
 @pytest.mark.parametrize("name", SMALL)
 def test_models_train_in_stages(name):
     """A training step in four stages, traced: gradients and statistics for all variables."""

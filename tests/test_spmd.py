@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from jpipe.shardings import (
+    PARTIAL,
     REPLICATED,
     Axis,
     Shard,
@@ -91,6 +92,18 @@ def normalised(x, scale):
 
 def until(x, w):
     return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+
+
+def each_until(n, x):
+    return jax.vmap(lambda m, a: lax.while_loop(lambda s: s[0] < m, lambda s: (s[0] + 1, s[1] * 2 + 1), (0, a))[1])(
+        n, x
+    )
+
+
+def casts(n, x):
+    unsigned = n.astype(jnp.uint8)
+    sums = unsigned.sum(0, dtype=jnp.uint8), x.astype(jnp.bfloat16).sum(0, dtype=jnp.float32)
+    return sums[0].astype(jnp.float32), sums[1].astype(jnp.float64), lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def branches(x, w):
@@ -191,6 +204,14 @@ FUNCTIONS = {
         array(4, 6, 8),
         array(8, 2),
     ),
+    "integer division": (lambda n: (n.sum(0) // 4, lax.div(n.sum(0), 3), (n > 2).sum(1) // 2), integers(9, 4, 6)),
+    "casts": (casts, integers(200, 4, 6), array(4, 6)),
+    "byte ids": (lambda t, i: jnp.take(t, i.astype(jnp.uint8), axis=0), array(512, 4), integers(256, 4, 6)),
+    "filled sum": (lambda x, i: jnp.take(x.sum(0), i, mode="fill", fill_value=5.0), array(4, 6), integers(9, 4)),
+    "top k": (lambda x: (lax.top_k(x, 2, axis=0), lax.top_k(x, 2)), array(4, 6)),
+    "not a number": (lambda x: (x / 0.0 * 0.0).max(0) + jnp.where(x > 1, jnp.nan, x).max(0), array(4, 6)),
+    "vmapped while": (each_until, integers(5, 4), array(4, 6)),
+    "nothing": (lambda x: (x[:, :0].reshape(4, -1), x.sum(0)), array(4, 6)),
     "triangular": (lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + 9 * jnp.eye(4)), array(2, 4, 6)),
 }
 
@@ -202,6 +223,7 @@ def possible(shape):
     found += [(Shard(0, 1), Shard(0, 2)), (Shard(0, 2), Shard(0, 1)), (Shard(1, 2), REPLICATED)][
         : 3 if len(shape) > 1 else 0
     ]
+    found += [(PARTIAL, REPLICATED), (REPLICATED, PARTIAL), *[(PARTIAL, Shard(d)) for d in range(len(shape))]]
     return [s for s in found if is_possible(shape, s, AXES)]
 
 
@@ -257,7 +279,8 @@ def test_values(make_mesh, name):
         check(make_mesh, function, arguments, 5)
 
 
-DIFFERENTIABLE = [name for name in FUNCTIONS if name != "while"]
+_NOT = ("while", "vmapped while", "integer division", "casts", "top k", "not a number", "nothing")
+DIFFERENTIABLE = [name for name in FUNCTIONS if name not in _NOT]
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
