@@ -165,13 +165,16 @@ def check_no_example(batch: Any, expected: Any) -> None:
 
 
 def on_mesh(tree: Any, mesh: Mesh) -> Any:
-    """A batch or a key, with arrays that are committed to other devices than the mesh's moved to all of those."""
+    """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
+
+    A model may have no parameters that would say where it runs.
+    """
     devices = set(mesh.devices.flat)
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
-        if not leaf.committed or not leaf.is_fully_addressable or leaf.sharding.device_set == devices:
+        if isinstance(leaf, jax.Array) and (not leaf.is_fully_addressable or leaf.sharding.device_set == devices):
             return leaf
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 

@@ -319,8 +319,8 @@ class Pipeline:
         variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
         opt_state = jax.eval_shape(tx.init, variables["params"])
         check_optimizer(opt_state)
-        check_elementwise(tx)
         check_update(tx, variables["params"], opt_state, self._planner.loss_shape())
+        check_elementwise(tx)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return TrainState(

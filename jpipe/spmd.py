@@ -15,8 +15,10 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
@@ -72,7 +74,7 @@ def partition_program(
 
     def run(*arguments: Any) -> list[Any]:
         values = [Value(x, sharding) for x, sharding in zip(arguments, shardings, strict=True)]
-        results = Partitioner(axes).run(program.jaxpr, [Value(c, replicated(axes)) for c in program.consts], values)
+        results = Partitioner(axes).run_closed(program, values)
         found[:] = [choose(value.sharding) for choose, value in zip(wanted, results, strict=True)]
         return [value.lying(sharding, axes) for value, sharding in zip(results, found, strict=True)]
 
@@ -130,7 +132,7 @@ class Partitioner:
     def run_closed(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """The results of a program that an equation holds."""
         jaxpr, constants = (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, ())
-        return self.run(jaxpr, list(map(self.whole, constants)), arguments)
+        return self.run(jaxpr, [self.whole(_constant(c)) for c in constants], arguments)
 
     def carry_out(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The results of one equation."""
@@ -176,7 +178,7 @@ class Partitioner:
         if all(sharding == whole for sharding in shardings):
             return decision
         names = tuple(name for axis in self.axes for name in axis.names)
-        return lax.pmax(decision.astype(jax.numpy.int32), names).astype(decision.dtype)
+        return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
 
     def shardings_of(self, program: Any, avals: Sequence[Any], shardings: Sequence[Sharding]) -> list[Sharding]:
         """How the results of a program lie by themselves; nothing is computed."""
@@ -207,6 +209,12 @@ class Partitioner:
         axes, variables = self.axes[: len(steps)], (*equation.invars, *equation.outvars)
         shardings = zip(*[(*step.wanted, *step.given) for step in steps], strict=True)
         return all(is_possible(v.aval.shape, s, axes) for v, s in zip(variables, shardings, strict=True))
+
+
+def _constant(array: Any) -> Any:
+    """A constant without the mesh that it was made under, whose axes were of other types."""
+    plain = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    return np.asarray(array) if plain and not jnp.issubdtype(array.dtype, jax.dtypes.extended) else array
 
 
 def _run(equation: Any, shapes: list[tuple[int, ...]], *operands: Any) -> list[Any]:
@@ -338,11 +346,11 @@ def _while(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Val
         new = body(*arrays[num_cond : num_cond + num_body], *old)
         if each:  # those that have ended stay as they are
             spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
-            new = [jax.numpy.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
+            new = [jnp.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
         return goes_on(new), new
 
     start = arrays[num_cond + num_body :]
-    state = lax.while_loop(lambda state: jax.numpy.any(state[0]), trip, (goes_on(start), start))[1]
+    state = lax.while_loop(lambda state: jnp.any(state[0]), trip, (goes_on(start), start))[1]
     return parts.values(state, carry)
 
 
@@ -477,12 +485,12 @@ def _ppermute(parts: Partitioner, equation: Any, operands: list[Value]) -> list[
     """A user's own permutation, by a gather: as a permutation it would be one collective of all stages."""
     axes, shardings = equation.params["axis_name"], [value.sharding for value in operands]
     sources = {target: source for source, target in equation.params["perm"]}
-    table = jax.numpy.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
+    table = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
     source = table[lax.axis_index(axes)]
 
     def permuted(x: Any) -> Any:
-        found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jax.numpy.maximum(source, 0), keepdims=False)
-        return jax.numpy.where(source >= 0, found, jax.numpy.zeros_like(found))
+        found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(source, 0), keepdims=False)
+        return jnp.where(source >= 0, found, jnp.zeros_like(found))
 
     return parts.values(list(map(permuted, parts.arrays(operands, shardings))), shardings)
 
@@ -503,5 +511,6 @@ _SPECIAL: dict[str, Special] = {
     "while": _while,
     "cond": _cond,
     "sharding_constraint": _constraint,
+    "reshard": _hand_through,  # of explicit axes, which there are none of where layers are traced
     "shard_map": _shard_map,
 }

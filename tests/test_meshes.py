@@ -249,13 +249,18 @@ def test_a_model_without_parameters_on_an_explicit_mesh(make_mesh, shape):
     against_no_mesh([jnp.sin, jnp.tanh], mesh, np.ones((4, 8), np.float32))
 
 
-def test_a_program_of_single_devices_in_a_layer(make_mesh):
+def _swapped(a):
+    return jax.lax.ppermute(a, "model", [(0, 1), (1, 0)])
+
+
+@pytest.mark.parametrize("balance", ["even", "flops", "size"])
+def test_a_program_of_single_devices_in_a_layer(make_mesh, balance):
     """`jax.shard_map` in a layer runs as it is; a permutation in it doesn't reach other stages."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "model"))
     spec = PartitionSpec("data", None, "model")
 
     def turned(x):
-        inside = lambda a: jax.lax.ppermute(a, "model", [(0, 1), (1, 0)]) * (1 + jax.lax.axis_index("model"))
+        inside = lambda a: _swapped(a) * (1 + jax.lax.axis_index("model")).astype(a.dtype)
         return jax.shard_map(inside, in_specs=spec, out_specs=spec, axis_names={"data", "model"})(jnp.sin(x))
 
     def plain(x):
@@ -270,7 +275,7 @@ def test_a_program_of_single_devices_in_a_layer(make_mesh):
             num_stages=2,
             num_microbatches=2,
             mesh=mesh,
-            balance="even",
+            balance=balance,
         )
         variables = pipe.init(jax.random.key(0), x)
         (loss, _), grads = pipe.value_and_grad(variables, x)
@@ -309,7 +314,7 @@ def test_metrics_of_the_loss(make_mesh, shape):
 
     def loss_fn(y, batch):
         errors, weights = jnp.square(y[:, 0] - batch["y"]), batch["w"]
-        hits = jnp.sum(weights * (errors < 1))
+        hits = jnp.sum(jnp.where(errors < 1, weights, 0))
         return jnp.sum(errors * weights), jnp.sum(weights), {"hits": (hits, jnp.sum(weights)), "largest": jnp.max(y)}
 
     rng = np.random.default_rng(0)
