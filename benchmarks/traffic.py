@@ -6,6 +6,7 @@ that need not be there.
 """
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import Size, batch_shapes, compiled_step, console, loss_fn, on_cpu, settings, show, tpu_devices
+from common import Size, batch_shapes, compiled_step, console, loss_fn, mib, on_cpu, settings, show, tpu_devices
 from jax.sharding import Mesh
 
 import jpipe
@@ -97,25 +98,26 @@ def main() -> None:
     parser.add_argument("--mesh", nargs="+", default=MESHES, help="(default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="M (default %(default)s)")
     parser.add_argument("--topology", help="of TPUs to compile for, such as v5e:2x4")
+    parser.add_argument("--gather", nargs="+", default=["step"], help="of step, use (default %(default)s)")
     options = parser.parse_args()
     on_cpu(8)
     devices = tpu_devices(options.topology) if options.topology else jax.devices()
-    size, found = Size.of(options), []
-    for text in options.mesh:
+    size, found, held = Size.of(options), [], []
+    for text, gather in itertools.product(options.mesh, options.gather):
         mesh = make_mesh(text, devices)
         sizes = {"num_stages": mesh.shape["stage"], "num_microbatches": options.microbatches}
         layers = make_layers(size, mesh.axis_names)
-        pipe = jpipe.Pipeline(layers, loss_fn, **sizes, mesh=mesh, balance="even")
-        try:
-            compiled = compiled_step(pipe, optax.adam(1e-3), batch_shapes(size, options.microbatches))
-        except jax.errors.JaxRuntimeError as error:
-            found.append((text, "-", str(error).splitlines()[0][:60], "-", "-", "-"))
-            continue
-        found += [(text, *row) for row in rows(read(compiled.as_text()), mesh)]
+        pipe = jpipe.Pipeline(layers, loss_fn, **sizes, mesh=mesh, balance="even", gather=gather)
+        name = f"{text}, gathered a {gather}" if "fsdp" in mesh.axis_names else text
+        compiled = compiled_step(pipe, optax.adam(1e-3), batch_shapes(size, options.microbatches))
+        found += [(name, *row) for row in rows(read(compiled.as_text()), mesh)]
+        memory = compiled.memory_analysis()
+        held.append((name, mib(memory.argument_size_in_bytes), mib(memory.temp_size_in_bytes)))
     activations = size.microbatch * size.seq * size.width * jnp.dtype("float32").itemsize
     notes = f"M={options.microbatches}", f"activations of a micro-batch {activations / 1024:,.0f} KiB", str(size)
     heads = ("mesh", "along", "what", "when", "number", "KiB a device")
     show("What a step sends", heads, found, settings(devices[0], *notes))
+    show("What a device holds, MiB", ("mesh", "arguments", "temporaries"), held, settings(devices[0], "adam", *notes))
     console.print(f"parameters: {parameter_bytes(size) / 1024:,.0f} KiB in all")
 
 

@@ -138,8 +138,8 @@ class LinenLayer:
         return variables
 
     def from_item(self, item: Any) -> Variables:
-        """As it is."""
-        return as_collections(item)
+        """Without metadata boxes, which values from elsewhere may lack."""
+        return {name: jax.tree.map(_unbox, tree, is_leaf=_is_box) for name, tree in as_collections(item).items()}
 
     def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
         """From `nn.with_partitioning` and its like."""

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.kinds import Sequential
 from jpipe.meshes import AXIS, batch_axes, is_batch_axis, on_stages, part_shape
@@ -86,6 +87,11 @@ class Layout:
         whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
         array = scatter_axes(array, spec, is_batch_axis)
         return jax.lax.psum(array, whole) if whole else array
+
+    def placed(self, tree: StageTree) -> StageTree:
+        """The arrays of a tree, with those on the host moved to where they belong."""
+        move = lambda leaf, shape: jax.device_put(leaf, shape.sharding) if isinstance(leaf, np.ndarray) else leaf
+        return StageTree({name: move(leaf, self.shapes[name]) for name, leaf in tree.items()}, self)
 
     def place(self, leaves: dict[int, list[Any]]) -> StageTree:
         """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
@@ -247,3 +253,16 @@ def take_apart(trees: dict[str, StageTree]) -> list[dict[str, Any]]:
         {name: jax.tree.unflatten(layouts[name].treedefs[c], leaves) for name, leaves in item.items()}
         for (_, c, _), item in zip(places, found, strict=True)
     ]
+
+
+def as_auto(tree: Any) -> Any:
+    """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tracer) or AxisType.Explicit not in leaf.sharding.mesh.axis_types:
+            return leaf
+        mesh = leaf.sharding.mesh
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(leaf, NamedSharding(auto, leaf.sharding.spec))
+
+    return jax.tree.map(convert, tree)

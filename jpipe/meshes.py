@@ -28,7 +28,7 @@ def as_mesh(mesh: Any, num_stages: int) -> Mesh:
 
     Raises:
       TypeError: `mesh` is no `jax.sharding.Mesh`.
-      ValueError: no axis `stage`, one of another size, or fewer devices than stages.
+      ValueError: no axis `stage`, one of another size, axes of several types, or fewer devices than stages.
     """
     if mesh is None:
         devices = jax.devices()
@@ -42,6 +42,10 @@ def as_mesh(mesh: Any, num_stages: int) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh, as jax.make_mesh(({num_stages},), ('{AXIS}',))"
+        )
+    if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
+        raise ValueError(
+            f"mesh has axes of the types {mesh.axis_types}; make them all Auto or all Explicit, as jax.make_mesh does"
         )
     if AXIS not in mesh.axis_names:
         raise ValueError(f"mesh has the axes {mesh.axis_names} but no axis '{AXIS}'; name one of them '{AXIS}'")

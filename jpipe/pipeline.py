@@ -30,7 +30,7 @@ from jpipe.checks import (
 from jpipe.elementwise import check_elementwise
 from jpipe.fingerprint import fingerprint
 from jpipe.layers import LayerError
-from jpipe.layout import StageTree, take_apart
+from jpipe.layout import StageTree, as_auto, take_apart
 from jpipe.merging import check_rules
 from jpipe.meshes import as_mesh
 from jpipe.optimizer import TrainState, global_norm, state_shardings, update_with_loss
@@ -197,7 +197,7 @@ class Pipeline:
         """
         model = self._planner.known_plan().model
         check_variables(self._planner.known_plan(), variables)
-        items = self._jit_take_apart(variables)[model.first :][: model.num_layers]
+        items = as_auto(self._jit_take_apart(variables))[model.first :][: model.num_layers]
         result = []
         for index, item in enumerate(items):
             kind = model.kind_at(index)
@@ -225,7 +225,8 @@ class Pipeline:
                 own = kind.layer.from_item(tree)
             except LayerError as error:
                 raise TypeError(f"trees[{index}]: {kind.layer.name} {error}") from error
-            check_item(f"trees[{index}] ({kind.layer.name})", own, kind.variables)
+            expected = kind.layer.from_item(kind.layer.to_item(kind.variables))
+            check_item(f"trees[{index}] ({kind.layer.name})", own, expected)
             for name in kind.variables:
                 found[name][index + plan.model.first] = jax.tree.leaves(own[name])
         check_tied(plan.model, found["params"])
@@ -254,6 +255,7 @@ class Pipeline:
         """
         self._check_training(variables, batch, key)
         key = None if key is None else batches.as_key(key)
+        variables = self._placed(variables)
         return self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
 
     def apply(self, variables: Variables, batch: Any) -> Any:
@@ -268,13 +270,15 @@ class Pipeline:
         if bare:
             check_reads_nothing(self._planner.known_plan().model)
         self._check_evaluation(variables, batch, with_loss=False, bare=bare)
-        return self._jit_forward(variables, batches.on_mesh(batch, self.mesh), with_loss=False, bare=bare)
+        batch = batches.on_mesh(batch, self.mesh)
+        return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
         batches.check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
         self._check_evaluation(variables, batch, with_loss=True, bare=False)
-        return self._jit_forward(variables, batches.on_mesh(batch, self.mesh), with_loss=True, bare=False)
+        batch = batches.on_mesh(batch, self.mesh)
+        return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
 
     # --- training ---
 
@@ -391,6 +395,11 @@ class Pipeline:
             self._planner.model(shapes, bare)
 
     # --- planning ---
+
+    def _placed(self, variables: Variables) -> Variables:
+        """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
+        layouts = self._planner.known_plan().layouts
+        return {name: layouts[name].placed(tree) for name, tree in variables.items()}
 
     def _to_all(self, tree: Any) -> Any:
         """Small arrays on all devices of the mesh, those of other processes included."""

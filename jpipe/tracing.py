@@ -85,7 +85,8 @@ def _changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, ClosedJaxpr):
         return ClosedJaxpr(_changed(value.jaxpr, change), value.consts)
     if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        return type(value)(_changed_inside(v, change) for v in value)
+        found = [_changed_inside(v, change) for v in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
 
 
@@ -95,9 +96,48 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     What the function reduces over a mesh axis (`nn.BatchNorm(axis_name="data")`) is whole already where it is traced: a
     layer sees all of a micro-batch, whatever devices have it. So such reductions are left out.
 
+    What can't be traced where there is a mesh, or holds programs that would remember it, is traced as if there were
+    none: Flax constrains parameters to axes in their metadata that the mesh may lack, and some modules reshaped ones.
+
     Raises:
       ValueError: it asks for its index along a mesh axis, which isn't known there.
     """
+    if jax.sharding.get_abstract_mesh().empty:
+        return _trace_on_mesh(function, *shapes)
+    try:
+        found = _trace_on_mesh(function, *shapes)
+        if not _is_opaque(found[0].jaxpr):
+            return found
+    except Exception:
+        try:
+            with no_mesh():
+                return _trace_on_mesh(function, *shapes)
+        except Exception:  # not the mesh's fault: the first error says what is
+            pass
+        raise
+    with no_mesh():
+        return _trace_on_mesh(function, *shapes)
+
+
+_CALLS_AND_LOOPS = (*_CALLS, "pjit", "core_call", "scan", "while", "cond", "shard_map")
+
+
+def _is_opaque(jaxpr: Jaxpr) -> bool:
+    """Whether an equation holds programs that run as they are, of which each knows the mesh that it was traced on."""
+    is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+    for equation in jaxpr.eqns:
+        values = jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)
+        programs = [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in values if is_program(p)]
+        if equation.primitive.name in _CALLS_AND_LOOPS:
+            if any(map(_is_opaque, programs)):
+                return True
+        elif any(isinstance(p, ClosedJaxpr) for p in values):
+            return True
+    return False
+
+
+def _trace_on_mesh(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
+    """`trace` under the mesh at hand."""
     mesh = jax.sharding.get_abstract_mesh()
     names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
     program, result = jax.make_jaxpr(function, axis_env=[(name, 1) for name in names], return_shape=True)(*shapes)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jpipe
 from helpers import VOCABULARY, WIDTH, assert_close, make_model, model, pipeline, tokens, weighted_cross_entropy
@@ -221,6 +222,87 @@ def test_a_scalar_among_the_boundaries(make_mesh, explicit, k, v):
         sizes = {"num_stages": k, "num_microbatches": 2, "num_chunks": v, "schedule": "interleaved"}
         pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, mesh=mesh, balance="even")
         assert np.isfinite(pipe.evaluate(pipe.init(jax.random.key(0), x), x))
+
+
+def half_dropped(rngs):
+    return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+
+def solved(w, x):
+    return jnp.linalg.solve(w @ w.T + jnp.eye(8, dtype=w.dtype), x.reshape(-1, 8).T).T.reshape(x.shape)
+
+
+def split_attention():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model", None))
+    return nn.MultiHeadDotProductAttention(4, kernel_init=init, use_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "axis"),
+    [
+        (half_dropped, "data"),
+        (jpipe.Layer(lambda key, x: jax.random.normal(key, (8, 8), x.dtype), solved), "data"),
+        (split_attention(), "model"),
+        (lambda x: jnp.where(x > 0, x, 0.5), "data"),
+    ],
+    ids=["nnx dropout", "linear solver", "attention with metadata", "weak scalars"],
+)
+def test_layers_that_remember_the_mesh(make_mesh, layer, axis):
+    """Regressions: programs kept types of the mesh under which they were traced, and failed with raw errors."""
+    x = np.random.default_rng(0).standard_normal((8, 3, 8)).astype(np.float32)
+    results = []
+    for options in ({"num_stages": 2, "mesh": make_mesh((2, 2), ("stage", axis))}, {"num_stages": 1}):
+        options |= {"num_microbatches": 2, "balance": "even"}
+        pipe = jpipe.Pipeline([nn.Dense(8), layer, nn.Dense(8)], lambda y, _: jnp.mean(y * y), **options)
+        variables = pipe.from_layer_variables(pipe.layer_variables(pipe.init(jax.random.key(0), x)))
+        (loss, _), grads = pipe.value_and_grad(variables, x, jax.random.key(1))
+        results.append(jax.device_get((loss, pipe.layer_variables({"params": grads}))))
+    assert_close(*results, "on the mesh")
+
+
+def test_a_constraint_that_names_its_mesh(make_mesh):
+    """A regression: JAX adds an operation to it that was carried out under another mesh."""
+    mesh = make_mesh((2, 2), ("stage", "data"))
+    fixed = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+    options = {"num_stages": 2, "num_microbatches": 2, "mesh": mesh}
+    models = [[nn.Dense(8), layer, nn.Dense(8)] for layer in (fixed, lambda x: x)]
+    pipes = [jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **options) for layers in models]
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    losses = [pipe.value_and_grad(pipe.init(jax.random.key(0), x), x)[0][0] for pipe in pipes]
+    assert_close(*losses, "loss")
+
+
+def test_variables_on_the_host_and_modules_on_an_explicit_mesh(make_mesh):
+    """Regressions: nothing told the compiler about the devices; what came back could not be computed with."""
+    mesh = make_mesh((2, 2), ("stage", "data"), explicit=True)
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even", "mesh": mesh}
+    pipe = jpipe.Pipeline([nn.Dense(8), nn.Dense(8)], lambda y, _: jnp.mean(y), **options)
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    variables = pipe.init(jax.random.key(0), x)
+    expected = pipe.apply(variables, x)
+    assert_close(pipe.apply(jax.device_get(variables), x), expected, "from the host")
+    y = x
+    for module in pipe.modules(variables):
+        y = module(y)
+    assert_close(y, expected, "modules")
+
+
+def test_values_without_metadata(make_mesh):
+    """A regression: pretrained weights, which are in no boxes, were refused where layers have metadata."""
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    mesh = make_mesh((2, 2), ("stage", "model"))
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even", "mesh": mesh}
+    pipe = jpipe.Pipeline([nn.Dense(8, kernel_init=kernel), nn.Dense(8)], lambda y, _: jnp.mean(y), **options)
+    x = np.ones((8, 8), np.float32)
+    trees = pipe.layer_variables(pipe.init(jax.random.key(0), x))
+    assert_close(pipe.layer_variables(pipe.from_layer_variables(nn.meta.unbox(trees))), trees, "there and back")
+
+
+def test_axes_of_several_types_are_refused():
+    axes = {"axis_types": (AxisType.Auto, AxisType.Explicit)}
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), **axes)
+    with pytest.raises(ValueError, match=r"mesh has axes of the types .*; make them all Auto or all Explicit"):
+        jpipe.Pipeline([nn.Dense(4)] * 2, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, mesh=mesh)
 
 
 @pytest.mark.parametrize("explicit", [False, True])
