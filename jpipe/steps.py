@@ -20,7 +20,7 @@ from jpipe.shardings import PARTIAL, Axis, Sharding, in_runs, replicated
 from jpipe.splits import Splits
 from jpipe.spmd import partition_program
 from jpipe.storage import accumulator_dtype, is_float
-from jpipe.tape import Choose, Forward, Lies, Tape, WholeTape, make_forward, partition_tape, trace_tape
+from jpipe.tape import Choose, Forward, LayerShardings, Tape, WholeTape, make_forward, partition_tape, trace_tape
 from jpipe.tracing import example_key, only_needed, replay, trace, without_stops
 
 
@@ -105,7 +105,7 @@ class LayerStep:
 
     def traced(self, given: Given, splits: Splits = Splits()) -> Forward:  # noqa: B008
         """The layer's forward, traced at these shapes, for one of the devices of a stage."""
-        return make_forward(self.forward, given, self._takes, self._lies(given, splits))
+        return make_forward(self.forward, given, self._takes, self._shardings(given, splits))
 
     def whole(self, given: Given) -> WholeTape:
         """The layer's forward and backward, traced at these shapes, on whole arrays."""
@@ -118,15 +118,15 @@ class LayerStep:
 
     def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
         """`whole`, for one of the devices of a stage."""
-        return partition_tape(self.whole(given), self._lies(given, splits))
+        return partition_tape(self.whole(given), self._shardings(given, splits))
 
     @property
     def _takes(self) -> list[Any]:
         """The shapes of the inputs; the entry layer has none, but reads them from its batch."""
         return [] if self.kind.entry else jax.tree.leaves(self.kind.takes)
 
-    def _lies(self, given: Given, splits: Splits) -> Lies:
-        """How all that the layer works on lies."""
+    def _shardings(self, given: Given, splits: Splits) -> LayerShardings:
+        """How all that the layer works on shardings."""
         kind, axes = self.kind, splits.axes
         at = lambda shardings: list(shardings) if axes else [()] * len(shardings)
         params, state = [splits.at_work(spec) for spec in kind.specs.get("params", [])], self._state_at(splits)
@@ -140,7 +140,7 @@ class LayerStep:
             return [*outputs, *[_as(s) for s, _ in zip(state, found.updates, strict=False)]]
 
         moving = lambda tree, at: [s for a, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(a)]
-        return Lies(
+        return LayerShardings(
             axes=axes,
             given=[*params, *state, *[replicated(axes)] * (given.key is not None), *batch],
             inputs=takes_at,

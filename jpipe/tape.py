@@ -34,7 +34,7 @@ Choose = Callable[[Sharding], Sharding]
 
 
 @dataclass(frozen=True)
-class Lies:
+class LayerShardings:
     """How what a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
@@ -105,10 +105,12 @@ class Tape:
         return self.backwards([pools[source.kind][source.index] for source in self.sources], cotangents)
 
 
-def make_forward(function: Callable[..., Any], given: Any, inputs: list[Any], lies: Lies) -> Forward:
+def make_forward(function: Callable[..., Any], given: Any, inputs: list[Any], shardings: LayerShardings) -> Forward:
     """Traces a layer's forward alone: `function(given, inputs) -> outcome`, from shapes."""
     program, outcome = trace(lambda *arguments: (function(*arguments), []), given, inputs)
-    local = partition_program(program, lies.axes, [*lies.given, *lies.inputs], lies.outcome(outcome[0]))
+    local = partition_program(
+        program, shardings.axes, [*shardings.given, *shardings.inputs], shardings.outcome(outcome[0])
+    )
     return _forward(local, outcome, ())
 
 
@@ -197,16 +199,16 @@ def trace_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given
     )
 
 
-def partition_tape(whole: WholeTape, lies: Lies) -> Tape:
-    """A traced layer as one device runs it, where what it works on lies as `lies` says."""
-    arguments, num_outcome = [*lies.given, *lies.inputs], len(jax.tree.leaves(whole.outcome))
-    wanted = [*lies.outcome(whole.outcome), *[settled] * len(whole.leaves)]
-    forward = partition_program(whole.forward, lies.axes, arguments, wanted)
-    derive = partition_program(whole.derive, lies.axes, arguments, [settled] * len(whole.derived_at))
+def partition_tape(whole: WholeTape, shardings: LayerShardings) -> Tape:
+    """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
+    arguments, num_outcome = [*shardings.given, *shardings.inputs], len(jax.tree.leaves(whole.outcome))
+    wanted = [*shardings.outcome(whole.outcome), *[settled] * len(whole.leaves)]
+    forward = partition_program(whole.forward, shardings.axes, arguments, wanted)
+    derive = partition_program(whole.derive, shardings.axes, arguments, [settled] * len(whole.derived_at))
     stored = _chosen(forward.shardings[num_outcome:], whole.stored_at)
-    lying = {"known": lies.given, "derived": derive.shardings, "stored": stored}
+    lying = {"known": shardings.given, "derived": derive.shardings, "stored": stored}
     at = [lying[source.kind][source.index] for source in whole.sources]
-    backward = partition_program(whole.backward, lies.axes, [*at, *lies.cotangents], lies.gradients)
+    backward = partition_program(whole.backward, shardings.axes, [*at, *shardings.cotangents], shardings.gradients)
     return Tape(
         forward=_forward(forward, (whole.outcome, whole.leaves), whole.stored_at),
         derive=replay(derive.program, _chosen(whole.leaves, whole.derived_at)),
