@@ -49,7 +49,7 @@ def elementwise(equation: Any, placements: Sequence[Placement], axis: Axis) -> S
     result = result_of(equation)
     found = _shards(placements)
     if not found:
-        return _partial_elementwise(equation, placements)
+        return _partial_elementwise(equation, placements, axis)
     chosen = placements[max(found, key=lambda i: size_of(equation, i))]
     assert isinstance(chosen, Shard)
     covers = lambda shape: len(shape) == len(result) and shape[chosen.dim] == result[chosen.dim]
@@ -57,7 +57,7 @@ def elementwise(equation: Any, placements: Sequence[Placement], axis: Axis) -> S
     return Step(wanted, [chosen]) if chosen in wanted else None
 
 
-def _partial_elementwise(equation: Any, placements: Sequence[Placement]) -> Step | None:
+def _partial_elementwise(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step | None:
     """Operations that are linear in their partial operands, which are as large as the result.
 
     A sum is best taken before it is broadcast.
@@ -66,46 +66,54 @@ def _partial_elementwise(equation: Any, placements: Sequence[Placement]) -> Step
     if not any(partial) or any(part and shape_of(equation, i) != result for i, part in enumerate(partial)):
         return None
     linear = _LINEAR.get(equation.primitive.name)
-    return linear(equation, partial) if linear else None
+    return linear(equation, partial, axis) if linear else None
 
 
-def _each(equation: Any, partial: Sequence[bool]) -> Step:
+def _each(equation: Any, partial: Sequence[bool], axis: Axis) -> Step:
     """A sum: of partial values if one of its operands is one."""
-    del equation
+    del equation, axis
     return Step([PARTIAL] * len(partial), [PARTIAL])
 
 
-def _widened(equation: Any, partial: Sequence[bool]) -> Step | None:
-    """A cast that loses nothing; integers wrap around, in each part for itself."""
+def _cast(equation: Any, partial: Sequence[bool], axis: Axis) -> Step | None:
+    """A cast of floating-point numbers that loses nothing; integers wrap around, in each part for itself.
+
+    Over examples also one to a narrower type with as large numbers: a gradient of narrow parameters is rounded on each
+    device, as it is for each micro-batch, rather than summed at each of them.
+    """
     old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
-    return _each(equation, partial) if floats and jnp.promote_types(old, new) == new else None
+    if not (jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)):
+        return None
+    widens = jnp.promote_types(old, new) == new
+    ample = jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    return _each(equation, partial, axis) if widens or (axis.of_examples and ample) else None
 
 
-def _multiplied(equation: Any, partial: Sequence[bool]) -> Step | None:
+def _multiplied(equation: Any, partial: Sequence[bool], axis: Axis) -> Step | None:
     """A product with what isn't partial itself."""
-    del equation
+    del equation, axis
     placements = [PARTIAL if part else REPLICATED for part in partial]
     return Step(placements, [PARTIAL]) if sum(partial) == 1 else None
 
 
-def _divided(equation: Any, partial: Sequence[bool]) -> Step | None:
+def _divided(equation: Any, partial: Sequence[bool], axis: Axis) -> Step | None:
     """A quotient of floating-point numbers, whose divisor isn't zero; integer division rounds."""
+    del axis
     divisor = equation.invars[1]
     known = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
     floats = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.inexact)
     return Step([PARTIAL, REPLICATED], [PARTIAL]) if floats and known and not partial[1] else None
 
 
-def _selected(equation: Any, partial: Sequence[bool]) -> Step | None:
+def _selected(equation: Any, partial: Sequence[bool], axis: Axis) -> Step | None:
     """A choice by what isn't partial itself."""
-    del equation
+    del equation, axis
     return None if partial[0] else Step([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
 
 
-_LINEAR: dict[str, Callable[[Any, Sequence[bool]], Step | None]] = {
+_LINEAR: dict[str, Callable[[Any, Sequence[bool], Axis], Step | None]] = {
     **dict.fromkeys(("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj", "name", "stop_gradient"), _each),
-    "convert_element_type": _widened,
+    "convert_element_type": _cast,
     "mul": _multiplied,
     "div": _divided,
     "select_n": _selected,

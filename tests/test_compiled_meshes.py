@@ -10,6 +10,7 @@ from recipes import MESHES, MODELS
 from timed import Worker
 
 QUICK = [
+    ("plain layers", "data"),
     ("scalar in a flat buffer", "data"),
     ("unbatched leaf in a flat buffer", "data"),
     ("folded", "data"),

@@ -373,7 +373,7 @@ def test_an_index_along_an_axis_is_refused(make_mesh):
         pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
 
 
-@pytest.mark.parametrize("size", [5, 6, 7, 13, 16])
+@pytest.mark.parametrize("size", [6, 7, 13])
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_evaluation_of_any_batch(make_mesh, shape, size):
     """A regression: `apply` and `evaluate` refused batches that M, or the data axes, don't divide."""

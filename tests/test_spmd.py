@@ -276,7 +276,7 @@ def gradient_of(function, arguments):
 def test_values(make_mesh, name):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         function, *arguments = FUNCTIONS[name]
-        check(make_mesh, function, arguments, 5)
+        check(make_mesh, function, arguments, 3)
 
 
 _NOT = ("while", "vmapped while", "integer division", "casts", "top k", "not a number", "nothing")
@@ -287,7 +287,7 @@ DIFFERENTIABLE = [name for name in FUNCTIONS if name not in _NOT]
 def test_gradients(make_mesh, name):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         function, *arguments = FUNCTIONS[name]
-        check(make_mesh, gradient_of(function, arguments), arguments, 3)
+        check(make_mesh, gradient_of(function, arguments), arguments, 2)
 
 
 @pytest.mark.slow
