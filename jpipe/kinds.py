@@ -31,7 +31,7 @@ from jpipe.layers import (
     positional,
 )
 from jpipe.shardings import Axis, Sharding, local_structs, replicated, settled
-from jpipe.splits import Splits
+from jpipe.splits import WHOLE, Splits
 from jpipe.spmd import partition_program
 from jpipe.tracing import key_shape, no_mesh, trace, uses
 
@@ -154,7 +154,7 @@ def trace_kinds(
     layers: Sequence[AnyLayer],
     inputs: Any,
     batch: Any,
-    splits: Splits = Splits(),  # noqa: B008
+    splits: Splits = WHOLE,
     inputs_at: list[Sharding] | None = None,
 ) -> Sequential:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.

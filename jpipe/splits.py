@@ -111,6 +111,10 @@ class Splits:
         return _spec(entries)
 
 
+WHOLE = Splits()
+"""One device a stage."""
+
+
 def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
     """The spec of state, which isn't gathered as parameters are."""
     return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])

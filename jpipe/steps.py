@@ -17,7 +17,7 @@ from jpipe.kinds import Kind, same_shapes
 from jpipe.layers import Context, LayerError, describe, positional
 from jpipe.remat import Remat
 from jpipe.shardings import PARTIAL, Axis, Sharding, in_runs, replicated
-from jpipe.splits import Splits
+from jpipe.splits import WHOLE, Splits
 from jpipe.spmd import partition_program
 from jpipe.storage import accumulator_dtype, is_float
 from jpipe.tape import Choose, Forward, LayerShardings, Tape, WholeTape, make_forward, partition_tape, trace_tape
@@ -103,7 +103,7 @@ class LayerStep:
         specs = self.kind.specs
         return [splits.at_work(spec) for name in self.kind.state_names for spec in specs.get(name, [])]
 
-    def traced(self, given: Given, splits: Splits = Splits()) -> Forward:  # noqa: B008
+    def traced(self, given: Given, splits: Splits = WHOLE) -> Forward:
         """The layer's forward, traced at these shapes, for one of the devices of a stage."""
         return make_forward(self.forward, given, self._takes, self._shardings(given, splits))
 
@@ -116,7 +116,7 @@ class LayerStep:
             error.add_note(f"The layer {self.kind.layer.name} raised this while it was differentiated.")
             raise
 
-    def tape(self, given: Given, splits: Splits = Splits()) -> Tape:  # noqa: B008
+    def tape(self, given: Given, splits: Splits = WHOLE) -> Tape:
         """`whole`, for one of the devices of a stage."""
         return partition_tape(self.whole(given), self._shardings(given, splits))
 
