@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
+from jpipe.tracing import scan_counts
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -112,7 +114,7 @@ def _call(equation: Any, needed: Sequence[bool]) -> Flops:
 
 
 def _scan(equation: Any, needed: Sequence[bool]) -> Flops:
-    carried = equation.params["num_carry"]
+    carried = scan_counts(equation)[1]
     return (
         _count(_open(equation.params["jaxpr"]), [True] * carried + list(needed[carried:])) * (equation.params["length"])
     )

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jpipe.partitioner import Partitioner, Special, Value
 from jpipe.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.tracing import scan_counts
 
 
 def _call(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
@@ -67,7 +68,7 @@ def _loop_shardings(
 def _scan(parts: Partitioner, equation: Any, operands: list[Value]) -> list[Value]:
     """A loop over the first dimension, which is gathered; other dimensions stay split."""
     p = equation.params
-    num_consts, num_carry, body = p["num_consts"], p["num_carry"], p["jaxpr"]
+    (num_consts, num_carry), body = scan_counts(equation), p["jaxpr"]
     shardings = [settled(value.sharding) for value in operands]
     consts, carry = shardings[:num_consts], shardings[num_consts : num_consts + num_carry]
     stacked = [_moved(s, 0) for s in shardings[num_consts + num_carry :]]

@@ -126,7 +126,8 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an equation holds programs that run as they are, of which each knows the mesh that it was traced on."""
     is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
     for equation in jaxpr.eqns:
-        values = jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)
+        params = [value for name, value in equation.params.items() if name != "update_jaxpr"]  # of a scatter: a sum
+        values = jax.tree.leaves(params, is_leaf=is_program)
         programs = [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in values if is_program(p)]
         if equation.primitive.name in _CALLS_AND_LOOPS:
             if any(map(_is_opaque, programs)):
@@ -170,6 +171,16 @@ def _over_all(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
 
 _REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast")  # the last two change nothing
 _OVER_AXES = ("axis_index", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """(how many operands of a `scan` are constants, how many it carries), as different versions of JAX say it."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"]  # pytrees with None for an operand
+    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=lambda x: x is None))
+    return count(constants), count(carried)
 
 
 def uses(program: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
