@@ -69,33 +69,45 @@ def scatter(adds: bool) -> Rule:
     """The rule of writes (or additions) at indices."""
 
     def rule(equation: Any, placements: Sequence[Placement], axis: Axis) -> Step | None:
-        d = equation.params["dimension_numbers"]
-        target, indices, updates = placements
-        shape, new = shape_of(equation, 0), shape_of(equation, 2)
-        loops = [i for i in range(len(new)) if i not in d.update_window_dims]  # by dimension of the indices
-        windows = [i for i in range(len(shape)) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
-        at = indices.dim if isinstance(indices, Shard) else None
+        """By split updates if there are some, else by windows that are as large as the target."""
+        del axis
+        updates_dims = equation.params["dimension_numbers"].update_window_dims
+        loops = [i for i in range(len(shape_of(equation, 2))) if i not in updates_dims]  # by dimension of the indices
+        _, indices, updates = placements
         if isinstance(updates, Shard) and updates.dim in loops:
-            at = loops.index(updates.dim)
-        if at is not None and at < len(loops):
-            outer = next(p.outer for p in (updates, indices) if isinstance(p, Shard))
-            own = [Shard(at, outer), Shard(loops[at], outer)]
-            if at in d.scatter_indices_batching_dims:
-                k = d.operand_batching_dims[d.scatter_indices_batching_dims.index(at)]
-                return Step([Shard(k, outer), *own], [Shard(k, outer)])
-            return Step([PARTIAL, *own], [PARTIAL]) if adds else None
-        whole = {
-            dim: d.update_window_dims[k]
-            for k, dim in enumerate(windows)
-            if new[d.update_window_dims[k]] == shape[dim] and dim not in d.scatter_dims_to_operand_dims
-        }
-        chosen = target
-        if isinstance(updates, Shard) and not (isinstance(target, Shard) and target.dim in whole):
-            chosen = next((Shard(dim, updates.outer) for dim, u in whole.items() if u == updates.dim), REPLICATED)
-        if isinstance(chosen, Shard) and chosen.dim in whole:
-            return Step([chosen, REPLICATED, Shard(whole[chosen.dim], chosen.outer)], [chosen])
-        if adds and PARTIAL in (target, updates):
-            return Step([PARTIAL, REPLICATED, PARTIAL], [PARTIAL])
-        return None
+            return _split_updates(equation, loops, loops.index(updates.dim), updates.outer, adds)
+        if isinstance(indices, Shard) and indices.dim < len(loops):
+            return _split_updates(equation, loops, indices.dim, indices.outer, adds)
+        return _split_windows(equation, placements, adds)
 
     return rule
+
+
+def _split_updates(equation: Any, loops: Sequence[int], at: int, outer: int, adds: bool) -> Step | None:
+    """Each device writes its own updates: into its part of a batched target, or sums are left partial."""
+    d = equation.params["dimension_numbers"]
+    own = [Shard(at, outer), Shard(loops[at], outer)]
+    if at in d.scatter_indices_batching_dims:
+        k = d.operand_batching_dims[d.scatter_indices_batching_dims.index(at)]
+        return Step([Shard(k, outer), *own], [Shard(k, outer)])
+    return Step([PARTIAL, *own], [PARTIAL]) if adds else None
+
+
+def _split_windows(equation: Any, placements: Sequence[Placement], adds: bool) -> Step | None:
+    """Each device writes its part of every window, where windows are as large as the target."""
+    d, (target, _, updates) = equation.params["dimension_numbers"], placements
+    shape, new = shape_of(equation, 0), shape_of(equation, 2)
+    windows = [i for i in range(len(shape)) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
+    whole = {
+        dim: d.update_window_dims[k]
+        for k, dim in enumerate(windows)
+        if new[d.update_window_dims[k]] == shape[dim] and dim not in d.scatter_dims_to_operand_dims
+    }
+    chosen = target
+    if isinstance(updates, Shard) and not (isinstance(target, Shard) and target.dim in whole):
+        chosen = next((Shard(dim, updates.outer) for dim, u in whole.items() if u == updates.dim), REPLICATED)
+    if isinstance(chosen, Shard) and chosen.dim in whole:
+        return Step([chosen, REPLICATED, Shard(whole[chosen.dim], chosen.outer)], [chosen])
+    if adds and PARTIAL in (target, updates):
+        return Step([PARTIAL, REPLICATED, PARTIAL], [PARTIAL])
+    return None
