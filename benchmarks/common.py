@@ -167,7 +167,7 @@ def transformer_pipeline(size: Size, num_stages: int, num_microbatches: int, **o
         loss_fn,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        balance=balanced(size, num_stages),
+        balance=balanced(size, num_stages * options.get("num_chunks", 1)),
         **options,
     )
 

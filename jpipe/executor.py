@@ -132,12 +132,14 @@ def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
             cell = {name: take_row(entries, stage.device) for name, entries in row.items()}
             for kind in slot.kinds:
                 action = partial(_act, program, stage, kind, cell)
-                carry = when(_active(slot, kind, cell), action, carry)
+                with jax.named_scope(kind):
+                    carry = when(_active(slot, kind, cell), action, carry)
             for kind in slot.kinds:
                 carry = _send(program, slot, kind, cell, carry)
         return carry, None
 
-    return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
+    with jax.named_scope("ticks"):
+        return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
 
 
 def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: Any, carry: Carry) -> tuple[Any, Carry]:

@@ -128,7 +128,8 @@ class Stage:
                 at = (0, virtual_stage, r)
                 start, stop = take_slice(table, at, (2, 1, 1, len(kinds))).reshape(2, len(kinds))
             for c in reversed(range(len(kinds))) if reverse else range(len(kinds)):
-                carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
+                with jax.named_scope(f"{kinds[c].layer.name}.{c}"):
+                    carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
             return r, carry
 
         rounds = route.start.shape[1]

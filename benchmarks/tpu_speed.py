@@ -1,0 +1,262 @@
+"""What a training step takes on TPUs that aren't there, by the compiler's own estimate, beside plain JAX.
+
+A step is compiled for a named topology, and the `estimated_cycles` of its operations are added up along its loops, which turn
+as often as the table of ticks and the route say. Plain JAX is a scan over as many equal blocks as a stage has, its gradients
+added up, under the same remat. Needs `pip install libtpu`, and no TPU.
+
+The ideal step is the same table of ticks in which layers take what they take in plain JAX, and nothing else takes any
+time: M/(M+K-1) of the machine. Transfers that have work beside them take none; those that don't are named.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common import (
+    Size,
+    batch_shapes,
+    compiled_step,
+    make_layers,
+    mib,
+    on_cpu,
+    settings,
+    show,
+    stage_mesh,
+    tpu_devices,
+    transformer_pipeline,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jpipe
+from jpipe.remat import MODES
+from jpipe.ticks import lower
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tpu_program import Loop, largest_move, read, transfers
+
+VOCAB = 256  # so small that the ends take next to nothing
+CHIPS = {
+    "v3": {4: "v3:2x1", 8: "v3:2x2", 32: "v3:4x4"},
+    "v4": {4: "v4:2x2x1", 8: "v4:2x2x2", 32: "v4:4x4x2"},
+    "v5e": {4: "v5e:2x2", 8: "v5e:2x4", 32: "v5e:4x8"},
+    "v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2", 32: "v5p:4x4x2"},
+    "v6e": {4: "v6e:2x2", 8: "v6e:2x4", 32: "v6e:4x8"},
+}
+COLUMNS = (
+    "step",
+    "F",
+    "of plain",
+    "B",
+    "of plain",
+    "tick beyond layers",
+    "step, Mcycles",
+    "share of the ideal",
+    "largest move",
+    "permutes beside work",
+    "temporaries",
+    "compile, s",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    chip: str = "v5e"
+    stages: int = 4
+    width: int = 1024
+    microbatch: int = 1
+    seq: int = 1024
+    remat: str = "layer"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    blocks: int = 4  # of a stage
+
+    def __str__(self) -> str:
+        schedule = f"{self.schedule}, V={self.chunks}" if self.chunks > 1 else self.schedule
+        return f"{self.chip}, K={self.stages}, {self.width} wide, {self.microbatch}x{self.seq}, {self.remat}, {schedule}"
+
+    @property
+    def size(self) -> Size:
+        layers = self.blocks * self.stages
+        return Size(layers, self.width, self.width // 64, self.seq, VOCAB, self.microbatch, "bfloat16")
+
+    @property
+    def microbatches(self) -> int:
+        return 4 * self.stages
+
+    def devices(self) -> list[Any]:
+        return tpu_devices(CHIPS[self.chip][self.stages])
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Cycles of one block in plain JAX, forward and backward; the gradients added up."""
+
+    forward: float
+    backward: float
+
+
+def compile_plain(setting: Setting) -> Any:
+    """A scan over the micro-batches, of a scan over a stage's blocks."""
+    size, count = setting.size, setting.microbatches
+    block = make_layers(size)[1]
+    x = jax.ShapeDtypeStruct((setting.microbatch, setting.seq, setting.width), jnp.bfloat16)
+    sharding = NamedSharding(stage_mesh(setting.devices(), 1), PartitionSpec())
+    variables = jax.eval_shape(block.init, jax.random.key(0), x)
+    stacked = lambda n, a: jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding)
+    params = jax.tree.map(lambda a: stacked(setting.blocks // setting.chunks, a), variables)
+    run = block.apply
+    if setting.remat != "none":
+        run = jax.checkpoint(run, policy=MODES[setting.remat].policy, prevent_cse=False)
+
+    def apply(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, p: (run(p, x), None), x, params)[0]
+
+    if MODES[setting.remat].keep_inputs:
+        apply = jax.checkpoint(apply)
+
+    def step(params: Any, inputs: Any, cotangents: Any) -> Any:
+        def microbatch(grads: Any, part: Any) -> Any:
+            x, dy = part
+            y, vjp = jax.vjp(apply, params, x)
+            found, dx = vjp(dy)
+            return jax.tree.map(jnp.add, grads, found), (y, dx)
+
+        return jax.lax.scan(microbatch, jax.tree.map(jnp.zeros_like, params), (inputs, cotangents))
+
+    return jax.jit(step).lower(params, stacked(count, x), stacked(count, x)).compile()
+
+
+def plain_cycles(text: str, setting: Setting) -> Plain:
+    """Of one block: the forward's loop, and all the rest of a micro-batch, shared out."""
+    (microbatch,) = read(text).inner
+    layers, loops = setting.blocks // setting.chunks, microbatch.inner
+    forward = loops[0].own
+    return Plain(forward, (microbatch.own + sum(layers * loop.own for loop in loops)) / layers - forward)
+
+
+def make_pipeline(setting: Setting) -> jpipe.Pipeline:
+    """The model of a setting, compiled for devices that need not be there."""
+    size, stages = setting.size, setting.stages
+    return transformer_pipeline(
+        size,
+        stages,
+        setting.microbatches,
+        mesh=stage_mesh(setting.devices(), stages),
+        remat=setting.remat,
+        schedule=setting.schedule,
+        num_chunks=setting.chunks,
+    )
+
+
+class Walk:
+    """A compiled step of a pipeline of embedding, blocks and head, its loops taken as often as they turn.
+
+    Args:
+      pipe: the pipeline.
+      text: its step, compiled.
+    """
+
+    def __init__(self, pipe: jpipe.Pipeline, remat: str, text: str):
+        schedule, counts = pipe.schedule, list(pipe.partition.counts)
+        self.table, self.num_stages = lower(schedule, keep_inputs=MODES[remat].keep_inputs), schedule.num_stages
+        names = [str(name) for name in ("Embed.0", "Block.1", "Head.2")]
+        blocks = [n - (s == 0) - (s == len(counts) - 1) for s, n in enumerate(counts)]
+        self.trips = [
+            dict(zip(names, (int(s == 0), n, int(s == len(counts) - 1)), strict=True)) for s, n in enumerate(blocks)
+        ]
+        self.step = read(text)
+        self.ticks = self.loop("ticks")
+
+    def loop(self, *names: str) -> Loop:
+        """The loop in loops of these names.
+
+        Raises:
+          SystemExit: there is none, so that this can't be a step as it is known here.
+        """
+        found = self.step.find(*names)
+        if found is None:
+            raise SystemExit(f"the compiled program has no loop {'/'.join(names)}")
+        return found
+
+    def layer(self, kind: str, name: str) -> float:
+        """Cycles of one layer's action ("F", "B")."""
+        return self.loop(kind, name).own
+
+    def action(self, kind: str, virtual_stage: int, take: Callable[[str, str], float] | None = None) -> float:
+        """Cycles of an action, or of its layers alone if they take what `take` says."""
+        own = 0 if take or not self.step.find(kind) else self.loop(kind).own
+        return own + sum(n * (take or self.layer)(kind, name) for name, n in self.trips[virtual_stage].items() if n)
+
+    def actions(self, take: Callable[[str, str], float] | None = None) -> float:
+        """Cycles of all actions of a step: in each slot of each tick those of the slowest stage."""
+        total = 0.0
+        for slot in self.table.slots:
+            for t, code in itertools.product(range(self.table.num_ticks), range(1, len(slot.kinds) + 1)):
+                stages = np.flatnonzero(slot.kind[t] == code)
+                virtual = [int(slot.chunk[t, k]) * self.num_stages + int(k) for k in stages]
+                total += max((self.action(slot.kinds[code - 1], s, take) for s in virtual), default=0)
+        return total
+
+    def cycles(self) -> float:
+        """Cycles of the step, the optimiser's among them."""
+        return self.step.own + self.table.num_ticks * self.ticks.own + self.actions()
+
+
+def measure(setting: Setting) -> tuple[str, ...]:
+    """A row of the table."""
+    begin = time.perf_counter()
+    plain = plain_cycles(compile_plain(setting).as_text(), setting)
+    pipe, size = make_pipeline(setting), setting.size
+    compiled = compiled_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches))
+    seconds = time.perf_counter() - begin
+    walk = Walk(pipe, setting.remat, compiled.as_text())
+    forward, backward = walk.layer("F", "Block.1"), walk.layer("B", "Block.1")
+    alone = {("F", "Block.1"): plain.forward, ("B", "Block.1"): plain.backward}
+    ideal = walk.actions(lambda kind, name: alone.get((kind, name), 0))
+    used = walk.actions(walk.layer)
+    moves = transfers(walk.ticks)
+    hidden = sum(bool(move.loops) for move in moves)
+    return (
+        str(setting),
+        f"{forward / 1e6:.3f}",
+        f"{forward / plain.forward:.3f}",
+        f"{backward / 1e6:.3f}",
+        f"{backward / plain.backward:.3f}",
+        f"{(walk.cycles() - walk.step.own) / used - 1:.1%}",
+        f"{walk.cycles() / 1e6:.1f}",
+        f"{ideal / (walk.cycles() - walk.step.own):.3f}",
+        f"{largest_move(walk.step) / 2**20:.1f}",
+        f"{hidden} of {len(moves)}",
+        mib(compiled.memory_analysis().temp_size_in_bytes),
+        f"{seconds:.0f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for field in fields(Setting):
+        value = field.default
+        parser.add_argument(f"--{field.name}", nargs="+", type=type(value), default=[value], help="(default %(default)s)")
+    options = parser.parse_args()
+    on_cpu()
+    names = [field.name for field in fields(Setting)]
+    rows = [
+        measure(Setting(**dict(zip(names, values, strict=True))))
+        for values in itertools.product(*(getattr(options, name) for name in names))
+    ]
+    show("A training step on TPUs, as their compiler estimates it", COLUMNS, rows, f"jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main()
