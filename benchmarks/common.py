@@ -5,9 +5,11 @@ Import this before any backend starts: `on_cpu` decides what a CPU looks like.
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jpipe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # what reads compiled programs
+from tpu_program import tpu_devices as tpu_devices
 
 console = Console(width=None if os.environ.get("COLUMNS") else 120)
 
@@ -35,15 +40,6 @@ def on_cpu(num_devices: int = 1, core: int | None = None) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
-
-
-def tpu_devices(topology: str) -> list[Any]:
-    """The devices of a TPU that isn't there, such as "v5e:2x2": programs compile for them and can't run."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    from jax.experimental import topologies
-
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
 def stage_mesh(devices: Sequence[Any], num_stages: int) -> Mesh:
@@ -299,9 +295,14 @@ def check_losses(losses: dict[str, float], tolerance: float = 2e-3) -> None:
 # --- memory and tables ---
 
 
+def lowered_step(pipe: Any, tx: Any, batch: Any) -> Any:
+    """A pipeline's training step, lowered from shapes alone."""
+    return jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch)
+
+
 def compiled_step(pipe: Any, tx: Any, batch: Any) -> Any:
-    """A pipeline's training step, compiled from shapes alone."""
-    return jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch).compile()
+    """The same, compiled."""
+    return lowered_step(pipe, tx, batch).compile()
 
 
 def mib(num_bytes: float) -> str:

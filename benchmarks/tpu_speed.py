@@ -24,14 +24,13 @@ import optax
 from common import (
     Size,
     batch_shapes,
-    compiled_step,
+    lowered_step,
     make_layers,
     mib,
     on_cpu,
     settings,
     show,
     stage_mesh,
-    tpu_devices,
     transformer_pipeline,
 )
 from jax.sharding import NamedSharding, PartitionSpec
@@ -41,7 +40,7 @@ from jpipe.remat import MODES
 from jpipe.ticks import lower
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tpu_program import Loop, largest_move, read, transfers
+from tpu_program import compile_with_text, largest_move, read, tpu_devices, transfers
 
 VOCAB = 256  # so small that the ends take next to nothing
 CHIPS = {
@@ -106,7 +105,7 @@ class Plain:
     backward: float
 
 
-def compile_plain(setting: Setting) -> Any:
+def lower_plain(setting: Setting) -> Any:
     """A scan over the micro-batches, of a scan over a stage's blocks."""
     size, count = setting.size, setting.microbatches
     block = make_layers(size)[1]
@@ -134,7 +133,7 @@ def compile_plain(setting: Setting) -> Any:
 
         return jax.lax.scan(microbatch, jax.tree.map(jnp.zeros_like, params), (inputs, cotangents))
 
-    return jax.jit(step).lower(params, stacked(count, x), stacked(count, x)).compile()
+    return jax.jit(step).lower(params, stacked(count, x), stacked(count, x))
 
 
 def plain_cycles(text: str, setting: Setting) -> Plain:
@@ -176,26 +175,22 @@ class Walk:
             dict(zip(names, (int(s == 0), n, int(s == len(counts) - 1)), strict=True)) for s, n in enumerate(blocks)
         ]
         self.step = read(text)
-        self.ticks = self.loop("ticks")
-
-    def loop(self, *names: str) -> Loop:
-        """The loop in loops of these names.
-
-        Raises:
-          SystemExit: there is none, so that this can't be a step as it is known here.
-        """
-        found = self.step.find(*names)
-        if found is None:
-            raise SystemExit(f"the compiled program has no loop {'/'.join(names)}")
-        return found
+        (self.ticks,) = self.step.find("ticks")
 
     def layer(self, kind: str, name: str) -> float:
-        """Cycles of one layer's action ("F", "B")."""
-        return self.loop(kind, name).own
+        """Cycles of one layer's action ("F", "B"), what it computes again included.
+
+        Raises:
+          SystemExit: it has no loop, so that this can't be a step as it is known here.
+        """
+        loops = self.ticks.find(kind, name)
+        if not loops:
+            raise SystemExit(f"the compiled program has no loop {kind}/{name}")
+        return sum(loop.own for loop in loops)
 
     def action(self, kind: str, virtual_stage: int, take: Callable[[str, str], float] | None = None) -> float:
         """Cycles of an action, or of its layers alone if they take what `take` says."""
-        own = 0 if take or not self.step.find(kind) else self.loop(kind).own
+        own = 0 if take else sum(loop.own for loop in self.ticks.find(kind))
         return own + sum(n * (take or self.layer)(kind, name) for name, n in self.trips[virtual_stage].items() if n)
 
     def actions(self, take: Callable[[str, str], float] | None = None) -> float:
@@ -216,11 +211,11 @@ class Walk:
 def measure(setting: Setting) -> tuple[str, ...]:
     """A row of the table."""
     begin = time.perf_counter()
-    plain = plain_cycles(compile_plain(setting).as_text(), setting)
+    plain = plain_cycles(compile_with_text(lower_plain(setting))[1], setting)
     pipe, size = make_pipeline(setting), setting.size
-    compiled = compiled_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches))
+    compiled, text = compile_with_text(lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches)))
     seconds = time.perf_counter() - begin
-    walk = Walk(pipe, setting.remat, compiled.as_text())
+    walk = Walk(pipe, setting.remat, text)
     forward, backward = walk.layer("F", "Block.1"), walk.layer("B", "Block.1")
     alone = {("F", "Block.1"): plain.forward, ("B", "Block.1"): plain.backward}
     ideal = walk.actions(lambda kind, name: alone.get((kind, name), 0))

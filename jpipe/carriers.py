@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.indexing import put_slice
+from jpipe.indexing import put_slice, row_major
 
 Leaves = Sequence[jax.ShapeDtypeStruct]
 
@@ -64,12 +64,12 @@ class SlotCarrier:
         """Puts each leaf into its slot."""
         carrier = list(carrier)
         for index, leaf in zip(self._indices(leaves), leaves, strict=True):
-            carrier[index] = leaf
+            carrier[index] = row_major(leaf)
         return carrier
 
     def unpack(self, carrier: list[Any], leaves: Leaves) -> list[Any]:
         """Takes each leaf out of its slot."""
-        return [carrier[index] for index in self._indices(leaves)]
+        return [row_major(carrier[index]) for index in self._indices(leaves)]
 
     def crossing(self, carrier: list[Any]) -> list[Any]:
         """The slots that some cut needs."""

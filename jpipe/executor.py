@@ -1,8 +1,9 @@
 """The executor: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the
-table says, or nothing; then boundaries cross by `ppermute`, the only collective between stages inside of the loop, and
-are written into the rows that the table gives them.
+table says, or nothing. What it leaves at its boundaries crosses by `ppermute`, the only collective between stages inside
+of the loop, and is written into the rows that the table gives it. It crosses while the next slot runs, unless that one
+may need it: where a tick has a slot for each kind, forwards send beside backwards and backwards beside forwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jpipe.schedule import ACTION_KINDS
 from jpipe.shardings import PARTIAL
 from jpipe.stages import Carry, Gather, Stage
 from jpipe.storage import Row, accumulator_dtype
-from jpipe.ticks import SlotTable
+from jpipe.ticks import SlotTable, crosses_beside
 
 
 def run_forward(program: Program, stage: Stage) -> list[Any]:
@@ -109,7 +110,8 @@ def _initial(program: Program) -> Carry:
 
 
 def _rows(tree: Any, count: int) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), tree)
+    """Rows for boundary values, and one for what nobody waits for."""
+    return jax.tree.map(lambda leaf: jnp.zeros((count + 1, *leaf.shape), leaf.dtype), tree)
 
 
 def _no_loss(program: Program) -> list[Any]:
@@ -125,21 +127,27 @@ def _from_last_stage(leaf: Any) -> Any:
 
 def _run_ticks(program: Program, stage: Stage, carry: Carry) -> Carry:
     slots = program.table.slots
-    columns = [{name: getattr(slot, name) for name in _COLUMNS} for slot in slots]
+    kinds = [slot.kinds for slot in slots]
+    table = jnp.asarray([[getattr(slot, name) for name in _COLUMNS] for slot in slots])
+    mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)
 
-    def tick(carry: Carry, rows: list[dict[str, Any]]) -> tuple[Carry, None]:
-        for slot, row in zip(slots, rows, strict=True):
-            cell = {name: take_row(entries, stage.device) for name, entries in row.items()}
+    def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
+        for i, slot in enumerate(slots):
+            cell = {name: row[i, j] for j, name in enumerate(_COLUMNS)}
+            before = [kind for kind in slots[i - 1].kinds if crosses_beside(kinds, kind, i - 1)]
+            crossing = {kind: _send(program, kind, carry) for kind in before if _arrives(slot, kind)}
             for kind in slot.kinds:
                 action = partial(_act, program, stage, kind, cell)
                 with jax.named_scope(kind):
                     carry = when(_active(slot, kind, cell), action, carry)
-            for kind in slot.kinds:
-                carry = _send(program, slot, kind, cell, carry)
+            now = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
+            crossing |= {kind: _send(program, kind, carry) for kind in now if _arrives(slot, kind)}
+            for kind, values in crossing.items():
+                carry = _receive(kind, cell, values, carry)
         return carry, None
 
     with jax.named_scope("ticks"):
-        return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, columns))[0]
+        return jax.lax.scan(tick, carry, mine)[0]
 
 
 def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: Any, carry: Carry) -> tuple[Any, Carry]:
@@ -193,33 +201,32 @@ def _activation(program: Program, cell: dict[str, Any], carry: Carry) -> Any:
 
 def _row(buffers: Any, row: Any) -> Any:
     """The boundary value in a row. The first virtual stage (row -1) has none, and doesn't look at what it gets."""
-
-    def take(buffer: Any) -> Any:
-        if buffer.shape[0] == 0:  # nothing arrives anywhere
-            return jnp.zeros(buffer.shape[1:], buffer.dtype)
-        return take_row(buffer, jnp.maximum(row, 0))
-
-    return jax.tree.map(take, buffers)
+    return jax.tree.map(lambda buffer: take_row(buffer, jnp.maximum(row, 0)), buffers)
 
 
-def _send(program: Program, slot: SlotTable, kind: str, cell: dict[str, Any], carry: Carry) -> Carry:
-    """Moves boundaries to the neighbours and writes what arrives into its row."""
+def _arrives(slot: SlotTable, kind: str) -> bool:
+    """Whether anything that an action of `kind` left ever arrives in this slot."""
     flow = ACTION_KINDS[kind].flow
-    if not flow:
-        return carry
-    buffers, arrival = ("activations", "activation_in") if flow > 0 else ("gradients", "gradient_in")
-    if (getattr(slot, arrival) < 0).all():
-        return carry
+    return bool(flow) and bool((getattr(slot, _BUFFERS[flow][1]) >= 0).any())
+
+
+def _send(program: Program, kind: str, carry: Carry) -> Any:
+    """What the neighbours left at the boundary towards this stage, after an action of `kind`."""
+    flow = ACTION_KINDS[kind].flow
     sent = program.carrier.crossing(carry["x"]) if flow > 0 else program.cotangents.crossing(carry["dx"])
-    num_stages, row = program.schedule.num_stages, cell[arrival]
+    num_stages = program.schedule.num_stages
     pairs = [(k, (k + flow) % num_stages) for k in range(num_stages)]
     if program.schedule.num_chunks == 1:
         pairs = [(a, b) for a, b in pairs if b - a == flow]
-    place = jnp.maximum(row, 0)
+    return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, pairs), sent)
 
-    def receive(buffer: Any, leaf: Any) -> Any:
-        old = take_row(buffer, place)
-        new = jnp.where(row >= 0, jax.lax.ppermute(leaf, AXIS, pairs), old)
-        return put_row(buffer, new, place)
 
-    return carry | {buffers: jax.tree.map(receive, carry[buffers], sent)}
+def _receive(kind: str, cell: dict[str, Any], values: Any, carry: Carry) -> Carry:
+    """Writes what arrived into its row."""
+    buffers, arrival = _BUFFERS[ACTION_KINDS[kind].flow]
+    row = cell[arrival]
+    write = lambda buffer, leaf: put_row(buffer, leaf, jnp.where(row >= 0, row, buffer.shape[0] - 1))
+    return carry | {buffers: jax.tree.map(write, carry[buffers], values)}
+
+
+_BUFFERS = {1: ("activations", "activation_in"), -1: ("gradients", "gradient_in")}

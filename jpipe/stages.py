@@ -63,12 +63,15 @@ class Stage:
             """One layer forward: reads its input from the carrier and puts its output there."""
             carry, kind = dict(carry), self.program.model.kinds[c]
             x = [] if kind.entry else self.program.carrier.unpack(carry["x"], self._local(kind.takes, kind.takes_at))
-            (at, batch, x), trip = anchor((microbatch, self._batch_of(kind, microbatch), x), trip)
+            (at, row), trip = anchor((microbatch, save), trip)
+            batch = self._batch_of(kind, at)
+            if len(kind.members) == 1:
+                (batch, x), trip = anchor((batch, x), trip)
             given = self._given(c, member, at, batch)
             outcome, stored = self.program.forwards[c](given, x)
-            if save is not None:
+            if row is not None:
                 assert self.program.residuals is not None
-                carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, save)
+                carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, row)
             if not kind.final:
                 carry["x"] = self.program.carrier.pack(carry["x"], outcome.outputs)
             elif "loss" in carry:
@@ -89,15 +92,15 @@ class Stage:
         def visit(c: int, member: Any, trip: Any, carry: Carry) -> tuple[Any, Carry]:
             """One layer backward: the same with cotangents."""
             carry, kind, tape = dict(carry), self.program.model.kinds[c], self.program.tapes[c]
-            stored = places.read(residuals, c, member, saved)
+            (at, row), trip = anchor((microbatch, saved), trip)
             shapes = [leaf for leaf in self._local(kind.gives, kind.gives_at) if is_float(leaf)]
             dy = [jnp.ones(leaf.shape, leaf.dtype) for leaf in tape.outputs]  # of the loss
             if not kind.final:
                 dy = self.program.cotangents.unpack(carry["dx"], shapes)
-            values, trip = anchor((microbatch, self._batch_of(kind, microbatch), stored, dy), trip)
-            at, batch, stored, dy = values
-            given = self._given(c, member, at, batch)
-            gradients, dx = tape.backward(given, stored, dy)
+            batch, stored = self._batch_of(kind, at), places.read(residuals, c, member, row)
+            if len(kind.members) == 1:
+                (batch, stored, dy), trip = anchor((batch, stored, dy), trip)
+            gradients, dx = tape.backward(self._given(c, member, at, batch), stored, dy)
             home = self.program.model.home_of(c)
             if home in self.shared:
                 sums = [a + g.astype(a.dtype) for a, g in zip(carry["shared"][home], gradients, strict=True)]
@@ -113,7 +116,9 @@ class Stage:
     def _sweep(self, virtual_stage: Any, visit: Callable, carry: Carry, *, reverse: bool = False) -> Carry:
         """`trip, carry = visit(kind, member, trip, carry)` for each of the virtual stage's layers, or backwards.
 
-        Whether there is a trip says whether the stage has the layer at all; what is costly has to be anchored to it.
+        Whether there is a trip says whether the stage has the layer at all, so what is costly has to be anchored to it. What
+        says where to read is enough if the trips of a loop are of different members; a member that is alone may be the
+        only thing that is ever read, and is anchored itself.
         """
         route, kinds = self.program.route, self.program.model.kinds
 

@@ -241,8 +241,7 @@ class Storage:
         return entry + at.row * look_up(self.banks[shelf.banks[leaf]].strides, at.device)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Which row of a storage with rows: that of one micro-batch in flight on a device (both may be traced)."""
 
     row: Any

@@ -8,7 +8,7 @@ the memory held is what the order needs and no more.
 Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,8 @@ class SlotTable:
         (last virtual stage, F, idle).
       residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
       activation_in: row into which stage k writes what arrives from stage k-1 (modulo K) at the end of this slot, after
-        the slot's action has read its own; -1 if nothing arrives.
+        the slot's action has read its own; -1 if nothing arrives. What a slot's actions leave arrives at the end of the
+        next slot, or of the same one where the next may need it (`crosses_beside`).
       gradient_in: the same for the cotangent that arrives from stage k+1 (modulo K).
     """
 
@@ -128,12 +129,18 @@ def _boundaries(schedule: Schedule, times: dict[Placed, int], kind: str, readers
     One that arrives at the end of slot tau is live from tau + 1 on, since a slot's action reads before arrivals are
     written: the row of an input read for the last time may take the arrival of the same slot.
     """
-    values = []
+    values, slots = [], schedule.slots
     for stage, action in times:
         source = boundary_source(schedule, stage, action)
         if action.kind == kind and source is not None:
-            values.append(_Value(stage, times[source] + 1, _uses(times, stage, action, readers)))
+            arrives = times[source] + crosses_beside(slots, kind, times[source] % len(slots))
+            values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers)))
     return values
+
+
+def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
+    """Whether what actions of `kind` leave in a slot crosses while the next one runs, which has none that needs it."""
+    return kind not in slots[(slot + 1) % len(slots)]
 
 
 def _residuals(times: dict[Placed, int]) -> list[_Value]:

@@ -62,7 +62,8 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     buffers = {name: [[EMPTY] * rows for rows in getattr(table, f"{name}_rows")] for name in names}
     trains = any(action.kind == "B" for action in schedule.actions[0])
     ran: list[list[Action]] = [[] for _ in schedule.actions]
-    for tick, slot in itertools.product(range(table.num_ticks), table.slots):
+    crossing: dict[tuple[str, int], Tag] = {}  # what the slot before left and no action of this one may need
+    for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
         sent: dict[tuple[str, int], Tag] = {}
         for stage in range(schedule.num_stages):
             action = _cell(slot, tick, stage)
@@ -74,11 +75,15 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
             for name, value in expected.items():
                 assert _read(buffers[name][stage], getattr(slot, name)[tick, stage]) == value
             _play_residual(buffers["residual"][stage], slot.residual[tick, stage], action, trains)
+        beside = {kind for kind in "FB" if kind not in table.slots[(i + 1) % len(table.slots)].kinds}
+        arrived = crossing | {key: tag for key, tag in sent.items() if key[0] not in beside}
+        crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
         for stage, (name, kind) in itertools.product(range(schedule.num_stages), BOUNDARIES.items()):
             row = getattr(slot, f"{name}_in")[tick, stage]
-            assert (row >= 0) == ((kind, stage) in sent)
+            assert (row >= 0) == ((kind, stage) in arrived)
             if row >= 0:
-                buffers[name][stage][row] = sent[kind, stage]
+                buffers[name][stage][row] = arrived[kind, stage]
+    assert not crossing
     assert tuple(map(tuple, ran)) == schedule.actions
 
 
@@ -137,7 +142,8 @@ def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, 
             source = (sender % schedule.num_stages, Action(kind, action.microbatch, sender // schedule.num_stages))
             if action.kind == kind and source in times:
                 last = backward if kind == "F" and keep_inputs else tau
-                live[name][stage].append(range(times[source] + 1, last + 1))
+                beside = kind not in schedule.slots[(times[source] + 1) % len(schedule.slots)]
+                live[name][stage].append(range(times[source] + 1 + beside, last + 1))
         if action.kind == "F" and backward > tau:
             live["residual"][stage].append(range(tau, backward + 1))
     last = max(times.values())
@@ -200,9 +206,9 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "kind": ([1, 1, 1, 0, 0], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 1, 2, 0, 0], [0, 0, 1, 2, 0]),
         "activation": ([-1, -1, -1, -1, -1], [-1, 0, 0, 0, -1]),  # F0 is read before F1 arrives, so one row does
-        "activation_in": ([-1, -1, -1, -1, -1], [0, 0, 0, -1, -1]),
+        "activation_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
         "residual": ([0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]),
-        "gradient_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
+        "gradient_in": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),  # crosses beside the forwards of the tick after
     }
     for name, columns in by_stage.items():
         assert tuple(map(list, getattr(forward, name).T)) == columns, name
@@ -210,7 +216,8 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
         "gradient": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
-        "gradient_in": ([-1, 0, 0, 0, -1], [-1, -1, -1, -1, -1]),
+        "gradient_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
+        "activation_in": ([-1, -1, -1, -1, -1], [0, 0, 0, -1, -1]),  # crosses beside the backwards of its tick
         "residual": ([-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]),
         "activation": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
     }

@@ -1,12 +1,16 @@
-"""Reads a program compiled for a TPU, `read(compiled.as_text())`: its loops, what they take by the compiler's own estimate, what they move.
+"""Reads a program compiled for a TPU: its loops, what they take by the compiler's own estimate, what they move.
 
 The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are those
 of one trip without the loops inside; how often each turns is in tables that only the caller knows.
 """
 
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
@@ -79,13 +83,10 @@ class Loop:
         for loop in self.inner:
             yield from loop.walk()
 
-    def find(self, *names: str) -> "Loop | None":
-        """The loop inside that lies in loops of these names, the last its own."""
-        for loop in self.walk():
-            scopes = loop.scope.split("/")
-            if loop.name == names[-1] and all(name in scopes for name in names[:-1]):
-                return loop
-        return None
+    def find(self, *names: str) -> list["Loop"]:
+        """The loops inside that lie in loops of these names, the last their own."""
+        inside = lambda loop: all(name in loop.scope.split("/") for name in names)
+        return [loop for loop in self.walk() if loop.name == names[-1] and inside(loop)]
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,29 @@ def num_bytes(dtype: str, dims: str) -> int:
     return count * _BYTES.get(dtype, 1)
 
 
+def tpu_devices(topology: str) -> list[Any]:
+    """The devices of a TPU that isn't there, such as "v5e:2x2": programs compile for them and can't run."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+
+
+def compile_with_text(lowered: Any) -> tuple[Any, str]:
+    """(compiled, its text) of `jitted.lower(...)`.
+
+    The text is what the compiler wrote down itself: `compiled.as_text()` reads the program back, and fails on some for v4 and
+    v5p ("async-update instruction should have 1 operands").
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        (file,) = Path(folder).glob("*.after_codegen.txt")
+        return compiled, file.read_text()
+
+
 def read(text: str) -> Loop:
-    """The loops of `compiled.as_text()`."""
+    """The loops of a compiled program."""
     computations, entry = _computations(text)
     return _loop(computations, entry, "")
 
