@@ -28,8 +28,8 @@ OWN_SLOTS, CROSSING_SLOTS = 4, 2
 class Carrier(Protocol):
     """One common type for the values at all boundaries."""
 
-    def zeros(self) -> Any:
-        """An empty carrier."""
+    def empty(self) -> Any:
+        """A carrier with nothing in it, of any values."""
         ...
 
     def pack(self, carrier: Any, leaves: list[Any]) -> Any:
@@ -56,9 +56,9 @@ class SlotCarrier:
     slots: tuple[jax.ShapeDtypeStruct, ...]
     crosses: tuple[bool, ...]
 
-    def zeros(self) -> list[Any]:
-        """Zeros of each type."""
-        return [jnp.zeros(slot.shape, slot.dtype) for slot in self.slots]
+    def empty(self) -> list[Any]:
+        """An array of each type."""
+        return [jax.lax.empty(slot.shape, slot.dtype) for slot in self.slots]
 
     def pack(self, carrier: list[Any], leaves: list[Any]) -> list[Any]:
         """Puts each leaf into its slot."""
@@ -96,9 +96,9 @@ class FlatCarrier:
     sizes: tuple[tuple[str, int], ...]
     crossing_sizes: tuple[tuple[str, int], ...]
 
-    def zeros(self) -> dict[str, Any]:
-        """Zeros of each dtype."""
-        return {name: jnp.zeros((size,), name) for name, size in self.sizes}
+    def empty(self) -> dict[str, Any]:
+        """A buffer of each dtype."""
+        return {name: jax.lax.empty((size,), jnp.dtype(name)) for name, size in self.sizes}
 
     def pack(self, carrier: dict[str, Any], leaves: list[Any]) -> dict[str, Any]:
         """Writes each leaf at its offset."""

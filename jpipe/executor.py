@@ -58,8 +58,8 @@ def run_training(program: Program, stage: Stage, grads: Any) -> tuple[list[Any],
     carry["loss"] = _no_loss(program)
     carry["grads"] = grads
     carry["updates"] = {name: _accumulators(stage.variables[name]) for name in program.storages if name != "params"}
-    carry["residuals"] = program.residuals.zeros()
-    carry["dx"] = program.cotangents.zeros()
+    carry["residuals"] = program.residuals.empty()
+    carry["dx"] = program.cotangents.empty()
     carry["shared"] = {
         home: [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)) for leaf in leaves]
         for home, leaves in stage.shared.items()
@@ -105,13 +105,13 @@ def _gather_shared(program: Program, stage: Stage, grads: Any, sums: dict[int, l
 
 
 def _initial(program: Program) -> Carry:
-    x = program.carrier.zeros()
+    x = program.carrier.empty()
     return {"x": x, "activations": _rows(program.carrier.crossing(x), max(program.table.activation_rows))}
 
 
 def _rows(tree: Any, count: int) -> Any:
     """Rows for boundary values, and one for what nobody waits for."""
-    return jax.tree.map(lambda leaf: jnp.zeros((count + 1, *leaf.shape), leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jax.lax.empty((count + 1, *leaf.shape), leaf.dtype), tree)
 
 
 def _no_loss(program: Program) -> list[Any]:

@@ -162,6 +162,10 @@ class Storage:
         """Buffers of one stage, zero; `dtype_of` maps a bank's dtype to that of its buffer."""
         return {name: jnp.zeros(bank.shape, dtype_of(bank.dtype)) for name, bank in self.named_banks}
 
+    def empty(self) -> Buffers:
+        """Buffers of one stage in which nothing is written yet, of any values."""
+        return {name: jax.lax.empty(bank.shape, bank.dtype) for name, bank in self.named_banks}
+
     def shapes(self) -> Buffers:
         """`zeros` as ShapeDtypeStructs."""
         return jax.eval_shape(self.zeros)

@@ -25,14 +25,14 @@ def values(leaves, seed):
 def check(boundaries, cuts):
     """Packs the boundaries one after the other, each crossing where there is a cut."""
     carrier = make_carrier(boundaries, cuts)
-    now = carrier.zeros()
+    now = carrier.empty()
     for index, boundary in enumerate(boundaries):
         given = values(boundary, index)
         now = carrier.pack(now, given)
         if index in cuts:
-            now = carrier.arrived(carrier.zeros(), carrier.crossing(now))
-        assert jax.tree.structure(now) == jax.tree.structure(carrier.zeros())
-        for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(carrier.zeros()), strict=True):
+            now = carrier.arrived(carrier.empty(), carrier.crossing(now))
+        assert jax.tree.structure(now) == jax.tree.structure(carrier.empty())
+        for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(carrier.empty()), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), "the type is common to all boundaries"
         assert_equal(carrier.unpack(now, boundary), given)
     return carrier
@@ -69,7 +69,7 @@ def test_many_types_lie_end_to_end():
     boundaries = [[leaf((4, n)), leaf((8,), "int32")] for n in range(3, 12)]
     carrier = check(boundaries, [1])
     assert isinstance(carrier, FlatCarrier)
-    assert {name: a.shape for name, a in carrier.zeros().items()} == {"float32": (44,), "int32": (8,)}
+    assert {name: a.shape for name, a in carrier.empty().items()} == {"float32": (44,), "int32": (8,)}
 
 
 @pytest.mark.parametrize("boundaries", [[], [[]], [[], [leaf((2,))]]])
