@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.indexing import put_slice, row_major
+from jpipe.indexing import put_slice
+from jpipe.memory_order import row_major
 
 Leaves = Sequence[jax.ShapeDtypeStruct]
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def look_up(table: Sequence[int], index: Any) -> Any:
@@ -43,15 +42,6 @@ def take_row(array: Any, row: Any) -> Any:
 def put_row(array: Any, value: Any, row: Any) -> Any:
     """The array with a row replaced (in place, in a loop)."""
     return jax.lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
-
-
-def row_major(array: Any) -> Any:
-    """The array, laid out in memory with its last dimension innermost.
-
-    A compiler chooses the layout of what a loop carries for the operations inside, and where two loops disagree it copies
-    the whole buffer from one to the other. What loops hand to each other is therefore held to one layout.
-    """
-    return with_layout_constraint(array, Layout(tuple(range(array.ndim)))) if array.ndim > 1 else array
 
 
 def _start(array: Any, index: tuple) -> list:

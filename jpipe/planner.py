@@ -180,6 +180,7 @@ class Planner:
                 bounds=plan.bounds,
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 splits=self.splits,
+                mesh=self.mesh,
             )
 
 

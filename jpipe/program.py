@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jpipe.carriers import Carrier, make_carrier
 from jpipe.kinds import Sequential
+from jpipe.memory_order import given_orders
 from jpipe.merging import Merging, make_merging
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
@@ -151,6 +153,7 @@ def build_program(
     bounds: Sequence[tuple[int, int]],
     storages: dict[str, Storage],
     splits: Splits,
+    mesh: Mesh,
 ) -> Program:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -161,6 +164,7 @@ def build_program(
       bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
       storages: the places of the variables, by collection.
       splits: what arrays are split over.
+      mesh: the devices.
     """
     schedule, remat = purpose.schedule, purpose.remat
     steps = tuple(LayerStep(kind, purpose.key, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
@@ -184,6 +188,7 @@ def build_program(
             [[stage_of[i] for i in kind.members] for kind in model.kinds],
             num_devices=schedule.num_stages,
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
+            orders=[given_orders(tape.program, tape.stored_at, mesh) for tape in tapes],
         )
     final = forwards[model.kind_of[-1]]
     return Program(

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.indexing import look_up, put_slice, take_slice
 from jpipe.loops import anchor, each
+from jpipe.memory_order import Order, in_order
 
 Buffers = dict[str, Any]
 """`{bank: array}`."""
@@ -36,11 +37,12 @@ OWN_BANKS = 1 / 4
 
 
 class LeafType(NamedTuple):
-    """What leaves in one typed bank have in common."""
+    """What leaves in one typed bank have in common; `order`: how they lie in memory, if that is held to something."""
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = PartitionSpec()
+    order: Order | None = None
 
     @property
     def elements(self) -> int:
@@ -54,9 +56,11 @@ class LeafType(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A bank's name: `float32_256x128`, with the mesh axes behind if there are any."""
+        """A bank's name: `float32_256x128`, with the mesh axes behind if there are any, and an order other than theirs."""
         axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
-        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes])
+        moved = self.order is not None and self.order != tuple(range(len(self.shape)))
+        order = ["by", *map(str, self.order or ())] if moved else []
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order])
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,23 @@ class TypedBank:
     def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
         """The leaf at an entry; of a device's part of the array, its part of the leaf."""
         del shape  # as the array has it
-        return take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
+        array = in_order(array, self._order)
+        leaf = take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
+        return in_order(leaf, self.type.order)
 
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf at an entry replaced (in place, in a loop)."""
-        return put_slice(array, leaf.astype(array.dtype)[None], (entry,))
+        leaf = in_order(leaf.astype(array.dtype), self.type.order)
+        return in_order(put_slice(in_order(array, self._order), leaf[None], (entry,)), self._order)
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
         array[entry] = np.asarray(leaf)
+
+    @property
+    def _order(self) -> Order | None:
+        """Of the array."""
+        return None if self.type.order is None else (0, *(d + 1 for d in self.type.order))
 
 
 @dataclass(frozen=True)
@@ -270,6 +282,7 @@ def build_storage(
     num_devices: int,
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
+    orders: Sequence[Sequence[Order | None]] | None = None,
 ) -> Storage:
     """Gives every layer its place.
 
@@ -279,11 +292,13 @@ def build_storage(
       num_devices: K.
       specs: for each kind and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
+      orders: for each kind and leaf, how it lies in memory (default: as the compiler likes).
     """
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
+    orders = orders or [[None] * len(group) for group in leaves]
     types = [
-        [LeafType(tuple(leaf.shape), leaf.dtype.name, spec) for leaf, spec in zip(*pair, strict=True)]
-        for pair in zip(leaves, specs, strict=True)
+        [LeafType(tuple(leaf.shape), leaf.dtype.name, spec, order) for leaf, spec, order in zip(*group, strict=True)]
+        for group in zip(leaves, specs, orders, strict=True)
     ]
     counts: dict[LeafType, Counter] = {}  # by type, the leaves of each cell
     for group, places in zip(types, cells, strict=True):

@@ -88,6 +88,8 @@ class Tape:
       stored: the shapes of the residuals.
       inputs: shapes of the inputs.
       outputs: shapes of the outputs that have cotangents.
+      program: what `forward` replays.
+      stored_at: which of the program's results are the residuals.
     """
 
     forward: Forward
@@ -97,6 +99,8 @@ class Tape:
     stored: tuple[jax.ShapeDtypeStruct, ...]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
+    program: ClosedJaxpr
+    stored_at: tuple[int, ...]
 
     def backward(self, given: Any, stored: list[Any], cotangents: list[Any]) -> tuple[list, list]:
         """(gradients of the parameters, cotangents of the floating-point inputs)."""
@@ -217,6 +221,8 @@ def partition_tape(whole: WholeTape, shardings: LayerShardings) -> Tape:
         stored=_shapes(_chosen(forward.program.out_avals[num_outcome:], whole.stored_at)),
         inputs=_shapes(forward.program.in_avals[whole.num_given :]),
         outputs=_shapes(backward.program.in_avals[len(whole.leaves) :]),
+        program=forward.program,
+        stored_at=tuple(num_outcome + i for i in whole.stored_at),
     )
 
 
