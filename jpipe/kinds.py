@@ -9,8 +9,9 @@ unless they share their kind with others; then an identity layer does it for the
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -87,6 +88,7 @@ class Sequential:
       first: index of the user's layer 0 in that numbering (1 if an identity layer reads the inputs, else 0).
       num_layers: the number of the user's layers.
       axes: what a stage's arrays are split over.
+      traced_as: for each kind the index of the first that is the same but for its members (`unrolled`).
     """
 
     kinds: tuple[Kind, ...]
@@ -94,6 +96,7 @@ class Sequential:
     first: int
     num_layers: int
     axes: tuple[Axis, ...]
+    traced_as: tuple[int, ...]
 
     def kind_at(self, layer: int) -> Kind:
         """The kind of a layer in the user's numbering."""
@@ -216,7 +219,33 @@ def _with_ends(groups: list[_Group], group_of: list[int], axes: tuple[Axis, ...]
         )
         for c, g in enumerate(groups)
     )
-    return Sequential(kinds, tuple(group_of), int(load), len(group_of) - load - lose, axes)
+    num_layers = len(group_of) - load - lose
+    return Sequential(kinds, tuple(group_of), int(load), num_layers, axes, tuple(range(len(kinds))))
+
+
+def unrolled(model: Sequential, bounds: Sequence[tuple[int, int]]) -> Sequential:
+    """The same model with a kind for each place that a layer may have among those of its kind on a virtual stage.
+
+    A virtual stage then has at most one layer of each kind, and no loop over layers.
+
+    Args:
+      model: as traced.
+      bounds: for each virtual stage its first layer and one past its last, ends included in the numbering.
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    place_of: list[tuple[int, int]] = []
+    for start, stop in bounds:
+        seen: Counter = Counter()
+        for i in range(start, stop):
+            c = model.kind_of[i]
+            place_of.append((c, seen[c]))
+            members.setdefault(place_of[-1], []).append(i)
+            seen[c] += 1
+    places = sorted(members, key=lambda place: members[place][0])
+    kinds = tuple(replace(model.kinds[c], members=tuple(members[c, n])) for c, n in places)
+    kind_of = tuple(map(places.index, place_of))
+    traced_as = tuple(places.index((c, 0)) for c, _ in places)
+    return replace(model, kinds=kinds, kind_of=kind_of, traced_as=traced_as)
 
 
 def _identity(name: str, index: int, takes: Any, takes_at: list[Sharding]) -> _Group:

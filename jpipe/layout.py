@@ -157,13 +157,16 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mesh) -> dict[str, Layout]:
+def make_layouts(
+    model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mesh, *, apart: bool = False
+) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 
     Args:
       model: the traced layers.
       bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
       mesh: with K devices along `stage`.
+      apart: each leaf of a kind has a bank of its own.
     """
     num_stages = mesh.shape[AXIS]
     stage_of = [s % num_stages for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
@@ -178,6 +181,7 @@ def make_layouts(model: Sequential, bounds: Sequence[tuple[int, int]], mesh: Mes
             cells,
             num_devices=num_stages,
             specs=[kind.specs.get(name, []) if home.members else [] for kind, home in zip(kinds, homes, strict=True)],
+            apart=apart,
         )
         members = tuple(home.members for home in homes)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), members, mesh)

@@ -24,6 +24,7 @@ from jpipe.checks import (
     check_optimizer,
     check_reads_nothing,
     check_tied,
+    check_unroll,
     check_update,
     check_variables,
 )
@@ -82,6 +83,8 @@ class Pipeline:
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or at each "use", forward and
         backward, so that only one layer's are whole at a time.
+      unroll: as in `jax.lax.scan`, whether a stage's layers are compiled one by one, each with arrays of its own,
+        rather than once for all that are alike, as a loop.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -103,6 +106,7 @@ class Pipeline:
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
+        unroll: bool = False,
     ):
         chosen = {
             "schedule": schedule,
@@ -113,6 +117,7 @@ class Pipeline:
             "merge": merge,
             "shard_over": shard_over,
             "gather": gather,
+            "unroll": unroll,
         }
         self._layers = as_layers(layers)
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
@@ -139,6 +144,7 @@ class Pipeline:
             mesh=self.mesh,
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             gather=check_gather(gather),
+            unroll=check_unroll(unroll),
         )
         self._arguments = ((layers, loss_fn), sizes | chosen)
         self._jit_train_steps: dict[Any, Any] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, layer_costs
-from jpipe.kinds import Sequential, same_type
+from jpipe.kinds import Sequential, same_type, unrolled
 from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
@@ -40,7 +41,8 @@ class Plan:
     """Cuts and layout of a pipeline.
 
     Attributes:
-      model: the layers, traced at the first batch's shapes.
+      traced: the layers, traced at the first batch's shapes.
+      unroll: whether each place of a layer on a stage is compiled for itself.
       partition: the cuts into K*V virtual stages, and the costs.
       layouts: where the variables lie, by collection.
       batch: structure of the first batch (a pytree of ShapeDtypeStructs).
@@ -49,7 +51,8 @@ class Plan:
       gather: whether parameters that are split over data axes are gathered once a "step" or at each "use".
     """
 
-    model: Sequential
+    traced: Sequential
+    unroll: bool
     partition: Partition
     layouts: dict[str, Layout]
     batch: Any
@@ -60,7 +63,16 @@ class Plan:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
-        return layer_bounds(self.model, self.partition)
+        return layer_bounds(self.traced, self.partition)
+
+    @cached_property
+    def model(self) -> Sequential:
+        """The layers as the stages run them."""
+        return self.arranged(self.traced)
+
+    def arranged(self, model: Sequential) -> Sequential:
+        """A model, traced at whatever shapes, as the stages run it."""
+        return unrolled(model, self.bounds) if self.unroll else model
 
     def check_model(self, model: Sequential) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
@@ -69,7 +81,7 @@ class Plan:
           ValueError: naming the first layer that differs.
         """
         for index in range(model.num_layers):
-            old, new = self.model.kind_at(index), model.kind_at(index)
+            old, new = self.traced.kind_at(index), model.kind_at(index)
             users = lambda m, kind: [i - m.first for i in kind.members]
             if not same_type(old.variables, new.variables):
                 raise ValueError(
@@ -78,7 +90,7 @@ class Plan:
                     f"not {describe(old.variables)}; give batches of the same features as at init, or init a pipeline "
                     "for these"
                 )
-            if users(self.model, old) != users(model, new):
+            if users(self.traced, old) != users(model, new):
                 raise ValueError(
                     f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
                     f"{describe(old.takes)} at init, so that other layers are like it than were; cast the batch"
@@ -169,6 +181,7 @@ def make_plan(
     mesh: Mesh,
     splits: Splits,
     gather: str,
+    unroll: bool,
 ) -> Plan:
     """Measures the layers, cuts the model and lays out its variables.
 
@@ -180,7 +193,7 @@ def make_plan(
       num_chunks: V.
       mesh: the devices, K of them along `stage`.
       splits: what a stage's arrays are split over.
-      gather: as in `Plan`.
+      gather, unroll: as in `Plan`.
 
     Warns:
       UserWarning: a layer alone costs more than the share of a stage, and the model more than next to nothing; or it
@@ -192,7 +205,9 @@ def make_plan(
     negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
     if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
-    return Plan(model, cuts, make_layouts(model, layer_bounds(model, cuts), mesh), batch, mesh, splits, gather)
+    bounds = layer_bounds(model, cuts)
+    layouts = make_layouts(unrolled(model, bounds) if unroll else model, bounds, mesh, apart=unroll)
+    return Plan(model, unroll, cuts, layouts, batch, mesh, splits, gather)
 
 
 def _ignore(message: str) -> None:

@@ -47,6 +47,7 @@ class Planner:
     mesh: Mesh
     splits: Splits
     gather: str
+    unroll: bool
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
     _checked: set[Any] = field(default_factory=set)
@@ -114,6 +115,7 @@ class Planner:
                     mesh=self.mesh,
                     splits=self.splits,
                     gather=self.gather,
+                    unroll=self.unroll,
                 )
         return self._plan
 
@@ -174,13 +176,14 @@ class Planner:
         )
         with shapes_only(self.mesh):
             return build_program(
-                self.model(shapes, bare),
+                plan.arranged(self.model(shapes, bare)),
                 purpose,
                 shapes,
                 bounds=plan.bounds,
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 splits=self.splits,
                 mesh=self.mesh,
+                apart=plan.unroll,
             )
 
 

@@ -81,8 +81,8 @@ class Program:
     Attributes:
       model: the layers.
       steps: forward and backward of each kind.
-      forwards: the forward of each kind, as one device runs it.
-      tapes: forward, residuals and backward of each kind; empty in a forward-only program.
+      forwards: the forward of each kind in a forward action, as one device runs it.
+      tapes: forward with residuals and backward of each kind; empty in a forward-only program.
       mergings: how each kind's state is merged over micro-batches.
       rates: functions that give how fast the running averages of each kind move, in training.
       storages: the places of the variables, by collection.
@@ -154,6 +154,7 @@ def build_program(
     storages: dict[str, Storage],
     splits: Splits,
     mesh: Mesh,
+    apart: bool,
 ) -> Program:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -165,17 +166,23 @@ def build_program(
       storages: the places of the variables, by collection.
       splits: what arrays are split over.
       mesh: the devices.
+      apart: each residual of a kind has a buffer of its own.
     """
     schedule, remat = purpose.schedule, purpose.remat
-    steps = tuple(LayerStep(kind, purpose.key, purpose.read_inputs, purpose.loss_fn, remat) for kind in model.kinds)
-    given = [given_shapes(step, batch) for step in steps]
-    tapes = tuple(map(lambda step, g: step.tape(g, splits), steps, given)) if schedule.trains else ()
-    forwards = tuple(tape.forward for tape in tapes) or tuple(
-        step.traced(g, splits) for step, g in zip(steps, given, strict=True)
-    )
-    mergings = tuple(make_merging(kind, purpose.merge) for kind in model.kinds)
-    moving = [] if purpose.key is None else list(zip(steps, given, mergings, strict=True))
-    rates = tuple(step.state_rates(g, [mean for mean, _ in m.moments], splits) for step, g, m in moving)
+
+    def each(make: Callable[[int], Any]) -> tuple[Any, ...]:
+        """What is made from the index of a kind, once for those that are the same."""
+        made = {c: make(c) for c in dict.fromkeys(model.traced_as)}
+        return tuple(made[c] for c in model.traced_as)
+
+    steps = each(lambda c: LayerStep(model.kinds[c], purpose.key, purpose.read_inputs, purpose.loss_fn, remat))
+    given = each(lambda c: given_shapes(steps[c], batch))
+    tapes = each(lambda c: steps[c].tape(given[c], splits)) if schedule.trains else ()
+    alone = remat.keep_inputs or not schedule.trains  # a forward that nothing is kept of
+    forwards = each(lambda c: steps[c].traced(given[c], splits) if alone else tapes[c].forward)
+    mergings = each(lambda c: make_merging(model.kinds[c], purpose.merge))
+    means = lambda c: [mean for mean, _ in mergings[c].moments]
+    rates = () if purpose.key is None else each(lambda c: steps[c].state_rates(given[c], means(c), splits))
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     boundaries = model.boundaries
     floats = [[leaf for leaf in boundary if is_float(leaf)] for boundary in boundaries]
@@ -188,7 +195,8 @@ def build_program(
             [[stage_of[i] for i in kind.members] for kind in model.kinds],
             num_devices=schedule.num_stages,
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
-            orders=[given_orders(tape.program, tape.stored_at, mesh) for tape in tapes],
+            orders=each(lambda c: given_orders(tapes[c].program, tapes[c].stored_at, mesh)),
+            apart=apart,
         )
     final = forwards[model.kind_of[-1]]
     return Program(

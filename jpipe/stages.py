@@ -68,7 +68,8 @@ class Stage:
             if len(kind.members) == 1:
                 (batch, x), trip = anchor((batch, x), trip)
             given = self._given(c, member, at, batch)
-            outcome, stored = self.program.forwards[c](given, x)
+            run = self.program.forwards[c] if row is None else self.program.tapes[c].forward
+            outcome, stored = run(given, x)
             if row is not None:
                 assert self.program.residuals is not None
                 carry["residuals"] = self.program.residuals.write(carry["residuals"], c, member, stored, row)
@@ -134,9 +135,13 @@ class Stage:
                 start, stop = take_slice(table, at, (2, 1, 1, len(kinds))).reshape(2, len(kinds))
             for c in reversed(range(len(kinds))) if reverse else range(len(kinds)):
                 with jax.named_scope(f"{kinds[c].layer.name}.{c}"):
-                    carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
+                    if rounds == 1 and once[0, c]:
+                        carry = one_layer(c, start[c], carry)[1]
+                    else:
+                        carry = each(start[c], stop[c], partial(one_layer, c), carry, reverse=reverse)
             return r, carry
 
+        once = ((route.stop - route.start) == 1).all(axis=0)  # [R, C]: a loop of one trip on all virtual stages
         rounds = route.start.shape[1]
         if rounds == 1 or isinstance(virtual_stage, int):
             for r in reversed(range(rounds)) if reverse else range(rounds):

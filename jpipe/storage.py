@@ -37,12 +37,19 @@ OWN_BANKS = 1 / 4
 
 
 class LeafType(NamedTuple):
-    """What leaves in one typed bank have in common; `order`: how they lie in memory, if that is held to something."""
+    """What leaves in one typed bank have in common.
+
+    Attributes:
+      shape, dtype, spec: theirs.
+      order: how they lie in memory, if that is held to something.
+      owner: (kind, leaf), if these have a bank to themselves.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = PartitionSpec()
     order: Order | None = None
+    owner: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
@@ -56,11 +63,12 @@ class LeafType(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A bank's name: `float32_256x128`, with the mesh axes behind if there are any, and an order other than theirs."""
+        """A bank's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and an owner."""
         axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
         moved = self.order is not None and self.order != tuple(range(len(self.shape)))
         order = ["by", *map(str, self.order or ())] if moved else []
-        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order])
+        owner = ["of", *map(str, self.owner)] if self.owner else []
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *owner])
 
 
 @dataclass(frozen=True)
@@ -283,6 +291,7 @@ def build_storage(
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
     orders: Sequence[Sequence[Order | None]] | None = None,
+    apart: bool = False,
 ) -> Storage:
     """Gives every layer its place.
 
@@ -293,12 +302,16 @@ def build_storage(
       specs: for each kind and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
       orders: for each kind and leaf, how it lies in memory (default: as the compiler likes).
+      apart: each leaf of a kind has a bank of its own, if it has a typed one.
     """
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
     orders = orders or [[None] * len(group) for group in leaves]
     types = [
-        [LeafType(tuple(leaf.shape), leaf.dtype.name, spec, order) for leaf, spec, order in zip(*group, strict=True)]
-        for group in zip(leaves, specs, orders, strict=True)
+        [
+            LeafType(tuple(leaf.shape), leaf.dtype.name, spec, order, (c, i) if apart else None)
+            for i, (leaf, spec, order) in enumerate(zip(*group, strict=True))
+        ]
+        for c, group in enumerate(zip(leaves, specs, orders, strict=True))
     ]
     counts: dict[LeafType, Counter] = {}  # by type, the leaves of each cell
     for group, places in zip(types, cells, strict=True):
