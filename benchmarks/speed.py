@@ -17,7 +17,7 @@ from worker import Run, Worker, run_together
 
 SIZE = Size(layers=8, width=128, heads=4, seq=128, vocab=256, microbatch=8)
 BY_HAND = [f"{remat}, {style}" for remat in ("none", "layer") for style in ("scanned", "unrolled")]
-REMATS = ["none", "layer", "stage"]
+BY_JPIPE = [f"{remat}, {style}" for remat in ("none", "layer") for style in ("looped", "unrolled")]
 
 
 def free_port() -> int:
@@ -48,8 +48,8 @@ def main() -> None:
     single = [Worker("jpipe", *split)]
 
     variants = {("by hand, one core", name): (hands[:1], name) for name in BY_HAND}
-    variants |= {("two processes", remat): (pair, remat) for remat in REMATS}
-    variants |= {("one process", remat): (single, remat) for remat in REMATS}
+    variants |= {("two processes", remat): (pair, remat) for remat in BY_JPIPE}
+    variants |= {("one process", remat): (single, remat) for remat in BY_JPIPE}
     check_losses({str(name): run_together(*variant).loss for name, variant in variants.items()})
     variants |= {("both cores at once", name): (hands, name) for name in BY_HAND[:2]}
     runs = {name: [] for name in variants}

@@ -5,6 +5,7 @@ answers with a line of JSON: its times and loss. While the others work it sleeps
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -120,9 +121,9 @@ def steppers_of_pipeline(size: Size, num_microbatches: int, num_stages: int) -> 
     everywhere = NamedSharding(mesh, PartitionSpec())
     batch = {name: jax.make_array_from_process_local_data(everywhere, a, a.shape) for name, a in batch.items()}
     steppers = {}
-    for remat in ("none", "layer", "stage"):
-        pipe = transformer_pipeline(size, num_stages, num_microbatches, remat=remat, mesh=mesh)
-        steppers[remat] = pipeline_stepper(pipe, tx, batch, trees)
+    for remat, unroll in itertools.product(("none", "layer"), (False, True)):
+        pipe = transformer_pipeline(size, num_stages, num_microbatches, remat=remat, unroll=unroll, mesh=mesh)
+        steppers[f"{remat}, {'unrolled' if unroll else 'looped'}"] = pipeline_stepper(pipe, tx, batch, trees)
     return steppers
 
 

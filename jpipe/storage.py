@@ -106,6 +106,12 @@ class TypedBank:
         leaf = in_order(leaf.astype(array.dtype), self.type.order)
         return in_order(put_slice(in_order(array, self._order), leaf[None], (entry,)), self._order)
 
+    def add(self, array: Any, entry: Any, leaf: Any) -> Any:
+        """The array with a leaf added to that at an entry (in place, in a loop)."""
+        if array.shape[0] == 1:  # the sum is all of the array, and adding up in its shape needs no other
+            return array + leaf.astype(array.dtype)[None]
+        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
+
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
         array[entry] = np.asarray(leaf)
@@ -141,6 +147,10 @@ class Pool:
     def put(self, array: Any, entry: Any, leaf: Any) -> Any:
         """The array with the leaf that begins at an entry replaced (in place, in a loop)."""
         return put_slice(array, leaf.reshape(-1).astype(array.dtype), (entry,))
+
+    def add(self, array: Any, entry: Any, leaf: Any) -> Any:
+        """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
+        return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
         """`put` on the host."""
@@ -211,9 +221,11 @@ class Storage:
 
     def add(self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any]) -> Buffers:
         """Buffers with floating-point `leaves` added to a member's, in the buffers' dtype; others replace it."""
-        old = self.read(buffers, c, member)
-        new = [a + leaf.astype(a.dtype) if is_float(leaf) else leaf for a, leaf in zip(old, leaves, strict=True)]
-        return self.write(buffers, c, member, new)
+        shelf, buffers = self.shelves[c], dict(buffers)
+        for i, (name, leaf) in enumerate(zip(shelf.banks, leaves, strict=True)):
+            change = self.banks[name].add if is_float(leaf) else self.banks[name].put
+            buffers[name] = change(buffers[name], self._entry(shelf, i, member, None), leaf)
+        return buffers
 
     def assemble(self, cell: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
         """One bank of one device, on the host.

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jpipe.shardings import Axis, Sharding, settled
 from jpipe.spmd import LocalProgram, partition_program
-from jpipe.tracing import depends_on, only_needed, replay, trace
+from jpipe.tracing import depends_on, only_needed, replay, trace, without_roundings
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,7 @@ def trace_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given
         return outcome, jax.tree.leaves(vjp)
 
     program, (outcome, leaves) = trace(run, given, inputs)
+    program = without_roundings(program)
     num_outcome, num_given = len(jax.tree.leaves(outcome)), len(jax.tree.leaves(given))
     sources, stored_at, derived_at = _sort(program, num_outcome, len(given.params), num_given)
     again = program.jaxpr.replace(outvars=[program.jaxpr.outvars[num_outcome + i] for i in derived_at])

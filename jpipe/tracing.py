@@ -61,6 +61,23 @@ def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(_changed(program.jaxpr, stops), program.consts)
 
 
+def without_roundings(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without the `reduce_precision` to what a number has anyway, which `jax.checkpoint` puts on what it saves.
+
+    Those of narrow numbers stay: a compiler may compute with wider ones in between, and forward and backward are to see
+    the same. Of others they are copies that nobody needs.
+    """
+
+    def change(equation: Any) -> Any:
+        if equation.primitive.name != "reduce_precision":
+            return equation
+        dtype = equation.outvars[0].aval.dtype
+        whole = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+        return None if dtype.itemsize >= 4 and equation.params == whole else equation
+
+    return ClosedJaxpr(_changed(program.jaxpr, change), program.consts)
+
+
 def _changed(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
     """A program with its equations changed, in the programs inside of it too; None hands the operands through."""
     names: dict[Any, Any] = {}
