@@ -1,8 +1,8 @@
 """What a training step takes on TPUs that aren't there, by the compiler's own estimate, beside plain JAX.
 
-A step is compiled for a named topology, and the `estimated_cycles` of its operations are added up along its loops, which turn
-as often as the table of ticks and the route say. Plain JAX is a scan over as many equal blocks as a stage has, its gradients
-added up, under the same remat. Needs `pip install libtpu`, and no TPU.
+A step is compiled for a named topology, and the `estimated_cycles` of its operations are added up along its loops,
+which turn as often as the table of ticks and the route say. Plain JAX is a scan over as many equal blocks as a stage has,
+its gradients added up, under the same remat. Needs `pip install libtpu`, and no TPU.
 
 The ideal step is the same table of ticks in which layers take what they take in plain JAX, and nothing else takes any
 time: M/(M+K-1) of the machine. Transfers that have work beside them take none; those that don't are named.
@@ -24,11 +24,11 @@ import optax
 from common import (
     Size,
     batch_shapes,
+    console,
     lowered_step,
     make_layers,
     mib,
     on_cpu,
-    settings,
     show,
     stage_mesh,
     transformer_pipeline,
@@ -42,6 +42,7 @@ from jpipe.ticks import lower
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tpu_program import compile_with_text, largest_move, read, tpu_devices, transfers
 
+BLOCK = "Block.1"
 VOCAB = 256  # so small that the ends take next to nothing
 CHIPS = {
     "v3": {4: "v3:2x1", 8: "v3:2x2", 32: "v3:4x4"},
@@ -56,6 +57,7 @@ COLUMNS = (
     "of plain",
     "B",
     "of plain",
+    "of plain that adds nothing up",
     "tick beyond layers",
     "step, Mcycles",
     "share of the ideal",
@@ -79,10 +81,13 @@ class Setting:
     schedule: str = "1f1b"
     chunks: int = 1
     blocks: int = 4  # of a stage
+    unroll: int = 0
 
     def __str__(self) -> str:
         schedule = f"{self.schedule}, V={self.chunks}" if self.chunks > 1 else self.schedule
-        return f"{self.chip}, K={self.stages}, {self.width} wide, {self.microbatch}x{self.seq}, {self.remat}, {schedule}"
+        unrolled = ", unrolled" if self.unroll else ""
+        sizes = f"{self.width} wide, {self.microbatch}x{self.seq}"
+        return f"{self.chip}, K={self.stages}, {sizes}, {self.remat}, {schedule}{unrolled}"
 
     @property
     def size(self) -> Size:
@@ -97,12 +102,34 @@ class Setting:
         return tpu_devices(CHIPS[self.chip][self.stages])
 
 
+LARGE = {"width": 2048, "seq": 2048}
+TABLE = [
+    Setting(),
+    *[Setting(chip, microbatch=4, remat=r) for chip in ("v4", "v5e", "v5p", "v6e") for r in ("layer", "none", "stage")],
+    *[Setting(schedule="gpipe", remat=remat) for remat in ("layer", "none")],
+    *[Setting(schedule="interleaved", chunks=2, remat=remat) for remat in ("layer", "none")],
+    *[Setting("v5p", 8, **LARGE, remat=remat) for remat in ("layer", "none", "stage")],
+    Setting("v5e", 8, **LARGE),
+    Setting("v5p", 8, **LARGE, microbatch=4),
+    *[Setting("v5p", 32, **LARGE, remat=remat) for remat in ("layer", "none")],
+    *[Setting(unroll=1, microbatch=4, remat=remat) for remat in ("layer", "none")],
+]
+"""What the README shows."""
+
+
 @dataclass(frozen=True)
 class Plain:
-    """Cycles of one block in plain JAX, forward and backward; the gradients added up."""
+    """Cycles of one block in plain JAX.
+
+    Attributes:
+      forward: of the forward.
+      backward: of the backward.
+      adding: of adding its gradients to those of the micro-batches before.
+    """
 
     forward: float
     backward: float
+    adding: float
 
 
 def lower_plain(setting: Setting) -> Any:
@@ -137,11 +164,10 @@ def lower_plain(setting: Setting) -> Any:
 
 
 def plain_cycles(text: str, setting: Setting) -> Plain:
-    """Of one block: the forward's loop, and all the rest of a micro-batch, shared out."""
+    """Of one block: the forward's loop, the backward's (with what it computes again), and the rest, shared out."""
     (microbatch,) = read(text).inner
-    layers, loops = setting.blocks // setting.chunks, microbatch.inner
-    forward = loops[0].own
-    return Plain(forward, (microbatch.own + sum(layers * loop.own for loop in loops)) / layers - forward)
+    forward, *backward = (loop.own for loop in microbatch.inner)
+    return Plain(forward, sum(backward), microbatch.own / (setting.blocks // setting.chunks))
 
 
 def make_pipeline(setting: Setting) -> jpipe.Pipeline:
@@ -155,6 +181,7 @@ def make_pipeline(setting: Setting) -> jpipe.Pipeline:
         remat=setting.remat,
         schedule=setting.schedule,
         num_chunks=setting.chunks,
+        unroll=bool(setting.unroll),
     )
 
 
@@ -163,17 +190,17 @@ class Walk:
 
     Args:
       pipe: the pipeline.
+      setting: what it was made from.
       text: its step, compiled.
     """
 
-    def __init__(self, pipe: jpipe.Pipeline, remat: str, text: str):
-        schedule, counts = pipe.schedule, list(pipe.partition.counts)
-        self.table, self.num_stages = lower(schedule, keep_inputs=MODES[remat].keep_inputs), schedule.num_stages
-        names = [str(name) for name in ("Embed.0", "Block.1", "Head.2")]
-        blocks = [n - (s == 0) - (s == len(counts) - 1) for s, n in enumerate(counts)]
-        self.trips = [
-            dict(zip(names, (int(s == 0), n, int(s == len(counts) - 1)), strict=True)) for s, n in enumerate(blocks)
-        ]
+    def __init__(self, pipe: jpipe.Pipeline, setting: Setting, text: str):
+        self.table = lower(pipe.schedule, keep_inputs=MODES[setting.remat].keep_inputs)
+        self.num_stages, self.unroll = setting.stages, bool(setting.unroll)
+        self.blocks = setting.blocks // setting.chunks
+        head = f"Head.{self.blocks + 1 if self.unroll else 2}"
+        last = setting.stages * setting.chunks - 1
+        self.trips = [{"Embed.0": int(s == 0), BLOCK: self.blocks, head: int(s == last)} for s in range(last + 1)]
         self.step = read(text)
         (self.ticks,) = self.step.find("ticks")
 
@@ -183,6 +210,8 @@ class Walk:
         Raises:
           SystemExit: it has no loop, so that this can't be a step as it is known here.
         """
+        if self.unroll and name == BLOCK:
+            return sum(loop.own for loop in self.ticks.find(kind)) / self.blocks
         loops = self.ticks.find(kind, name)
         if not loops:
             raise SystemExit(f"the compiled program has no loop {kind}/{name}")
@@ -190,7 +219,7 @@ class Walk:
 
     def action(self, kind: str, virtual_stage: int, take: Callable[[str, str], float] | None = None) -> float:
         """Cycles of an action, or of its layers alone if they take what `take` says."""
-        own = 0 if take else sum(loop.own for loop in self.ticks.find(kind))
+        own = 0 if take or self.unroll else sum(loop.own for loop in self.ticks.find(kind))
         return own + sum(n * (take or self.layer)(kind, name) for name, n in self.trips[virtual_stage].items() if n)
 
     def actions(self, take: Callable[[str, str], float] | None = None) -> float:
@@ -209,16 +238,23 @@ class Walk:
 
 
 def measure(setting: Setting) -> tuple[str, ...]:
-    """A row of the table."""
+    """A row of the table, or why there is none."""
+    try:
+        return _measure(setting)
+    except jax.errors.JaxRuntimeError as error:  # it doesn't fit
+        return (str(setting), str(error).partition("\n")[0][:60], *[""] * (len(COLUMNS) - 2))
+
+
+def _measure(setting: Setting) -> tuple[str, ...]:
     begin = time.perf_counter()
     plain = plain_cycles(compile_with_text(lower_plain(setting))[1], setting)
     pipe, size = make_pipeline(setting), setting.size
     compiled, text = compile_with_text(lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches)))
     seconds = time.perf_counter() - begin
-    walk = Walk(pipe, setting.remat, text)
-    forward, backward = walk.layer("F", "Block.1"), walk.layer("B", "Block.1")
-    alone = {("F", "Block.1"): plain.forward, ("B", "Block.1"): plain.backward}
-    ideal = walk.actions(lambda kind, name: alone.get((kind, name), 0))
+    walk = Walk(pipe, setting, text)
+    forward, backward = walk.layer("F", BLOCK), walk.layer("B", BLOCK)
+    alone = {("F", BLOCK): plain.forward, ("B", BLOCK): plain.backward + plain.adding}
+    ideal = walk.actions(lambda kind, name: alone.get((kind, name)) or walk.layer(kind, name))
     used = walk.actions(walk.layer)
     moves = transfers(walk.ticks)
     hidden = sum(bool(move.loops) for move in moves)
@@ -227,6 +263,7 @@ def measure(setting: Setting) -> tuple[str, ...]:
         f"{forward / 1e6:.3f}",
         f"{forward / plain.forward:.3f}",
         f"{backward / 1e6:.3f}",
+        f"{backward / (plain.backward + plain.adding):.3f}",
         f"{backward / plain.backward:.3f}",
         f"{(walk.cycles() - walk.step.own) / used - 1:.1%}",
         f"{walk.cycles() / 1e6:.1f}",
@@ -240,16 +277,18 @@ def measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of the README."
     for field in fields(Setting):
-        value = field.default
-        parser.add_argument(f"--{field.name}", nargs="+", type=type(value), default=[value], help="(default %(default)s)")
+        parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
     options = parser.parse_args()
     on_cpu()
     names = [field.name for field in fields(Setting)]
-    rows = [
-        measure(Setting(**dict(zip(names, values, strict=True))))
-        for values in itertools.product(*(getattr(options, name) for name in names))
-    ]
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = TABLE if not chosen else [Setting(**dict(zip(chosen, v))) for v in itertools.product(*chosen.values())]
+    rows = []
+    for setting in settings:
+        rows.append(measure(setting))
+        console.print(*rows[-1], sep=" | ", highlight=False)
     show("A training step on TPUs, as their compiler estimates it", COLUMNS, rows, f"jax {jax.__version__}")
 
 

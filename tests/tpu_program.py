@@ -15,7 +15,9 @@ from typing import Any
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](?:\{([\d,]*)[^}]*?(S\(\d+\))?\})?")
-_MOVES = frozenset("parameter constant copy transpose broadcast bitcast reshape tuple get-tuple-element convert".split())
+_MOVES = frozenset(
+    "parameter constant copy transpose broadcast bitcast reshape tuple get-tuple-element convert".split()
+)
 
 
 @dataclass(frozen=True)
