@@ -1,8 +1,8 @@
 """What a training step takes on TPUs that aren't there, by the compiler's own estimate, beside plain JAX.
 
 A step is compiled for a named topology, and the `estimated_cycles` of its operations are added up along its loops,
-which turn as often as the table of ticks and the route say. Plain JAX is a scan over as many equal blocks as a stage has,
-its gradients added up, under the same remat. Needs `pip install libtpu`, and no TPU.
+which turn as often as the table of ticks and the route say. Plain JAX is a scan over as many equal blocks as a stage
+has, its gradients added up, under the same remat. Needs `pip install libtpu`, and no TPU.
 
 The ideal step is the same table of ticks in which layers take what they take in plain JAX, and nothing else takes any
 time: M/(M+K-1) of the machine. Transfers that have work beside them take none; those that don't are named.
@@ -284,7 +284,8 @@ def main() -> None:
     on_cpu()
     names = [field.name for field in fields(Setting)]
     chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    settings = TABLE if not chosen else [Setting(**dict(zip(chosen, v))) for v in itertools.product(*chosen.values())]
+    combinations = itertools.product(*chosen.values())
+    settings = [Setting(**dict(zip(chosen, values, strict=True))) for values in combinations] if chosen else TABLE
     rows = []
     for setting in settings:
         rows.append(measure(setting))

@@ -285,17 +285,6 @@ def check_alive(what: str, tree: Any) -> None:
             raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
 
 
-def check_unroll(unroll: Any) -> bool:
-    """The user's choice of whether a stage's layers are compiled one by one.
-
-    Raises:
-      TypeError: no bool.
-    """
-    if not isinstance(unroll, bool):
-        raise TypeError(f"unroll={unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop")
-    return unroll
-
-
 _BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
 
 

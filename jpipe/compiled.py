@@ -150,11 +150,11 @@ def _stage(plan: Plan, program: Program, variables: Any, batch: Any, key: Any) -
     """One device at the start of a step, its variables and micro-batches at hand."""
     params, device = plan.layouts["params"], device_index(plan.mesh)
     gather: Gather = params.gathered_leaves
-    if plan.gather == "step":
+    if plan.options.gather == "step":
         variables, gather = variables | {"params": params.gathered(variables["params"])}, lambda home, leaves: leaves
     shared = send_shared(program, variables, device, gather)
     rates = [rate() for rate in program.rates]
-    return Stage(program, variables, batch, key, shared, rates, device, gather)
+    return Stage(program, variables, batch, key, shared, rates, device, gather, plan.options.cast == "use")
 
 
 def _specs(plan: Plan) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The executor: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its column of the
-table says, or nothing. What it leaves at its boundaries crosses by `ppermute`, the only collective between stages inside
-of the loop, and is written into the rows that the table gives it. It crosses while the next slot runs, unless that one
-may need it: where a tick has a slot for each kind, forwards send beside backwards and backwards beside forwards.
+table says, or nothing. What it leaves at its boundaries crosses by `ppermute`, the only collective between stages
+inside of the loop, and is written into the rows that the table gives it. It crosses while the next slot runs, unless
+that one may need it: where a tick has a slot for each kind, forwards send beside backwards and backwards beside
+forwards.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
 disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to
-one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward then
-reads a row in the order that it wants, and copies that row at most.
+one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward
+then reads a row in the order that it wants, and copies that row at most.
 """
 
 from __future__ import annotations

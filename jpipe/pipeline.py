@@ -24,7 +24,6 @@ from jpipe.checks import (
     check_optimizer,
     check_reads_nothing,
     check_tied,
-    check_unroll,
     check_update,
     check_variables,
 )
@@ -35,13 +34,14 @@ from jpipe.layout import StageTree, as_auto, take_apart
 from jpipe.merging import check_rules
 from jpipe.meshes import as_mesh
 from jpipe.optimizer import TrainState, global_norm, state_shardings, update_with_loss
+from jpipe.options import Options
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition
 from jpipe.plan import Plan, as_balance
 from jpipe.planner import Planner
 from jpipe.remat import as_remat
 from jpipe.schedule import Schedule
-from jpipe.splits import Splits, check_gather, check_shard_over
+from jpipe.splits import Splits, check_shard_over
 from jpipe.tracing import key_shape
 
 Variables = dict[str, StageTree]
@@ -83,6 +83,8 @@ class Pipeline:
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or at each "use", forward and
         backward, so that only one layer's are whole at a time.
+      cast: when parameters are cast to the type that a layer computes in: once a "step", which on TPUs keeps a narrow
+        copy of all of them, or at each "use", which takes more time.
       unroll: as in `jax.lax.scan`, whether a stage's layers are compiled one by one, each with arrays of its own,
         rather than once for all that are alike, as a loop.
 
@@ -106,6 +108,7 @@ class Pipeline:
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
+        cast: str = "step",
         unroll: bool = False,
     ):
         chosen = {
@@ -117,6 +120,7 @@ class Pipeline:
             "merge": merge,
             "shard_over": shard_over,
             "gather": gather,
+            "cast": cast,
             "unroll": unroll,
         }
         self._layers = as_layers(layers)
@@ -143,8 +147,7 @@ class Pipeline:
             schedule=self.schedule,
             mesh=self.mesh,
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
-            gather=check_gather(gather),
-            unroll=check_unroll(unroll),
+            options=Options(gather, cast, unroll),
         )
         self._arguments = ((layers, loss_fn), sizes | chosen)
         self._jit_train_steps: dict[Any, Any] = {}

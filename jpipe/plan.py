@@ -22,6 +22,7 @@ from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
 from jpipe.notices import warn_user
+from jpipe.options import Options
 from jpipe.partition import Partition, partition, partition_from_counts
 from jpipe.splits import Splits
 from jpipe.steps import LayerStep
@@ -42,23 +43,21 @@ class Plan:
 
     Attributes:
       traced: the layers, traced at the first batch's shapes.
-      unroll: whether each place of a layer on a stage is compiled for itself.
       partition: the cuts into K*V virtual stages, and the costs.
       layouts: where the variables lie, by collection.
       batch: structure of the first batch (a pytree of ShapeDtypeStructs).
       mesh: the devices.
       splits: what a stage's arrays are split over.
-      gather: whether parameters that are split over data axes are gathered once a "step" or at each "use".
+      options: how steps are carried out.
     """
 
     traced: Sequential
-    unroll: bool
     partition: Partition
     layouts: dict[str, Layout]
     batch: Any
     mesh: Mesh
     splits: Splits
-    gather: str
+    options: Options
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -72,7 +71,7 @@ class Plan:
 
     def arranged(self, model: Sequential) -> Sequential:
         """A model, traced at whatever shapes, as the stages run it."""
-        return unrolled(model, self.bounds) if self.unroll else model
+        return unrolled(model, self.bounds) if self.options.unroll else model
 
     def check_model(self, model: Sequential) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
@@ -180,8 +179,7 @@ def make_plan(
     num_chunks: int,
     mesh: Mesh,
     splits: Splits,
-    gather: str,
-    unroll: bool,
+    options: Options,
 ) -> Plan:
     """Measures the layers, cuts the model and lays out its variables.
 
@@ -193,7 +191,7 @@ def make_plan(
       num_chunks: V.
       mesh: the devices, K of them along `stage`.
       splits: what a stage's arrays are split over.
-      gather, unroll: as in `Plan`.
+      options: how steps are carried out.
 
     Warns:
       UserWarning: a layer alone costs more than the share of a stage, and the model more than next to nothing; or it
@@ -206,8 +204,8 @@ def make_plan(
     if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
     bounds = layer_bounds(model, cuts)
-    layouts = make_layouts(unrolled(model, bounds) if unroll else model, bounds, mesh, apart=unroll)
-    return Plan(model, unroll, cuts, layouts, batch, mesh, splits, gather)
+    layouts = make_layouts(unrolled(model, bounds) if options.unroll else model, bounds, mesh, apart=options.unroll)
+    return Plan(model, cuts, layouts, batch, mesh, splits, options)
 
 
 def _ignore(message: str) -> None:

@@ -19,6 +19,7 @@ from jpipe.kinds import Sequential, batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
 from jpipe.merging import check_collections
 from jpipe.meshes import check_context, num_shards, shapes_only
+from jpipe.options import Options
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition
 from jpipe.plan import Balance, Plan, early_partition, make_plan
@@ -46,8 +47,7 @@ class Planner:
     schedule: Schedule
     mesh: Mesh
     splits: Splits
-    gather: str
-    unroll: bool
+    options: Options
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
     _checked: set[Any] = field(default_factory=set)
@@ -114,8 +114,7 @@ class Planner:
                     num_chunks=self.schedule.num_chunks,
                     mesh=self.mesh,
                     splits=self.splits,
-                    gather=self.gather,
-                    unroll=self.unroll,
+                    options=self.options,
                 )
         return self._plan
 
@@ -183,7 +182,7 @@ class Planner:
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 splits=self.splits,
                 mesh=self.mesh,
-                apart=plan.unroll,
+                apart=plan.options.unroll,
             )
 
 

@@ -140,17 +140,3 @@ def check_shard_over(mesh: Mesh, names: Any) -> tuple[str, ...]:
             known = [n for n in mesh.axis_names if is_batch_axis(n)]
             raise ValueError(f"shard_over={names!r} names {name!r}; this mesh has the data axes {known}")
     return names
-
-
-GATHER = ("step", "use")
-
-
-def check_gather(gather: Any) -> str:
-    """The user's choice of when parameters that are split over data axes are gathered.
-
-    Raises:
-      ValueError: neither once a step nor at each use.
-    """
-    if gather not in GATHER:
-        raise ValueError(f"gather={gather!r} is unknown; use one of {list(GATHER)}")
-    return gather

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jpipe.indexing import look_up, put_row, take_row, take_slice
 from jpipe.kinds import Kind
-from jpipe.loops import anchor, each
+from jpipe.loops import anchor, each, of_trip
 from jpipe.program import Program
 from jpipe.shardings import local_structs
 from jpipe.steps import Given, Outcome, needs_batch
@@ -41,6 +41,7 @@ class Stage:
       rates: how fast running averages move, by kind; see `jpipe.merging`.
       device: the stage index k, a Python integer if there is one stage only.
       gather: (home, a layer's parameters as they lie in `variables`) -> as its forward and backward take them.
+      cast_at_use: what a layer makes of its parameters alone isn't kept for the next micro-batch.
     """
 
     program: Program
@@ -51,6 +52,7 @@ class Stage:
     rates: list[list[Any]]
     device: Any
     gather: Gather
+    cast_at_use: bool
 
     def forward(self, virtual_stage: Any, microbatch: Any, carry: Carry, save: Row | None) -> Carry:
         """Runs the stage's layers on `carry["x"]`.
@@ -117,9 +119,9 @@ class Stage:
     def _sweep(self, virtual_stage: Any, visit: Callable, carry: Carry, *, reverse: bool = False) -> Carry:
         """`trip, carry = visit(kind, member, trip, carry)` for each of the virtual stage's layers, or backwards.
 
-        Whether there is a trip says whether the stage has the layer at all, so what is costly has to be anchored to it. What
-        says where to read is enough if the trips of a loop are of different members; a member that is alone may be the
-        only thing that is ever read, and is anchored itself.
+        Whether there is a trip says whether the stage has the layer at all, so what is costly has to be anchored to it.
+        What says where to read is enough if the trips of a loop are of different members; of a member that is alone,
+        what is read is anchored too.
         """
         route, kinds = self.program.route, self.program.model.kinds
 
@@ -168,6 +170,8 @@ class Stage:
         params = self.shared.get(home)
         if params is None:
             params = self.gather(home, storages["params"].read(self.variables["params"], c, member))
+        if self.cast_at_use:
+            params = [of_trip(leaf, microbatch) for leaf in params]
         return Given(params, self._read_state(self.variables, c, member), key, batch)
 
     def _accumulate(

@@ -62,10 +62,10 @@ def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_roundings(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program without the `reduce_precision` to what a number has anyway, which `jax.checkpoint` puts on what it saves.
+    """A program without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
 
     Those of narrow numbers stay: a compiler may compute with wider ones in between, and forward and backward are to see
-    the same. Of others they are copies that nobody needs.
+    the same. Those of others are copies that nobody needs.
     """
 
     def change(equation: Any) -> Any:

@@ -1,7 +1,7 @@
 """Reads a program compiled for a TPU: its loops, what they take by the compiler's own estimate, what they move.
 
-The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are those
-of one trip without the loops inside; how often each turns is in tables that only the caller knows.
+The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are
+those of one trip without the loops inside; how often each turns is in tables that only the caller knows.
 """
 
 import os
@@ -15,9 +15,7 @@ from typing import Any
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](?:\{([\d,]*)[^}]*?(S\(\d+\))?\})?")
-_MOVES = frozenset(
-    "parameter constant copy transpose broadcast bitcast reshape tuple get-tuple-element convert".split()
-)
+_MOVES = ("parameter", "constant", "copy", "transpose", "broadcast", "bitcast", "reshape", "tuple", "convert")
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,8 @@ def tpu_devices(topology: str) -> list[Any]:
 def compile_with_text(lowered: Any) -> tuple[Any, str]:
     """(compiled, its text) of `jitted.lower(...)`.
 
-    The text is what the compiler wrote down itself: `compiled.as_text()` reads the program back, and fails on some for v4 and
-    v5p ("async-update instruction should have 1 operands").
+    The text is what the compiler wrote down itself: `compiled.as_text()` reads the program back, and fails on some for
+    v4 and v5p ("async-update instruction should have 1 operands").
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
@@ -157,7 +155,7 @@ def transfers(loop: Loop) -> list[Transfer]:
 
 
 def large_moves(program: Loop, limit: int) -> list[str]:
-    """What copies, transposes or fills more than `limit` bytes inside of loops; fetching ahead into a faster memory is none."""
+    """What copies, transposes or fills more than `limit` bytes inside of loops, but for what is fetched ahead."""
     return [
         f"{op.opcode} of {op.bytes:,} bytes in {loop.name}: {op.type[:80]}"
         for loop in program.walk()
