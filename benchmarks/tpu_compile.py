@@ -94,14 +94,14 @@ def demo(topology: str) -> None:
     show("The example's step, MiB a chip", ("dtype", *BYTES), rows, caption)
 
 
-def transformer_l(topology: str, layers: list[int], remat: str) -> None:
+def transformer_l(topology: str, layers: list[int], remat: str, cast: str) -> None:
     """The paper's largest model on eight cores had 103 layers."""
     mesh = stage_mesh(tpu_devices(topology), len(tpu_devices(topology)))
     stages, m = mesh.size, 32
     rows = []
     for count in layers:
         size = Size(count, 2048, 32, 1024, 32000, 1, "bfloat16")
-        pipe = transformer_pipeline(size, stages, m, remat=remat, mesh=mesh)
+        pipe = transformer_pipeline(size, stages, m, remat=remat, cast=cast, mesh=mesh)
         begin = time.perf_counter()
         try:
             found = figures(compiled_step(pipe, optax.rmsprop(1e-4), batch_shapes(size, m)))
@@ -111,7 +111,7 @@ def transformer_l(topology: str, layers: list[int], remat: str) -> None:
         row = (f"{count} layers, {size.parameters / 1e9:.2f}B parameters", *found)
         rows.append((*row, f"{time.perf_counter() - begin:.0f}"))
     caption = settings(
-        mesh.devices.flat[0], topology, f"K={stages}", f"M={m}", f"remat {remat}", "bfloat16 activations"
+        mesh.devices.flat[0], topology, f"K={stages}", f"M={m}", f"remat {remat}", f"cast {cast}", "bfloat16 activations"
     )
     show("Transformer-L, MiB a core (16 GB each)", ("model", *BYTES, "compile, s"), rows, caption)
 
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=known, help=f"of {known} (default: all)")
     parser.add_argument("--layers", type=int, nargs="+", default=[103], help="of Transformer-L (default %(default)s)")
     parser.add_argument("--remat", default="layer", help="of Transformer-L (default %(default)s)")
+    parser.add_argument("--cast", default="step", help="of Transformer-L (default %(default)s)")
     parser.add_argument("--init-layers", type=int, default=160, help="of the model initialised (default %(default)s)")
     options = parser.parse_args()
     on_cpu()
@@ -170,7 +171,7 @@ def main() -> None:
         if what == "demo":
             demo("v5e:2x2")
         elif what == "transformer-l":
-            transformer_l("v3:2x2", options.layers, options.remat)
+            transformer_l("v3:2x2", options.layers, options.remat, options.cast)
         elif what == "amoebanet-d":
             amoebanet_d("v3:2x2", 4)
         else:
