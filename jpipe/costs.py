@@ -9,12 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from jpipe.flops import Flops, count_flops
@@ -28,67 +31,98 @@ PARAMETER_COPIES = 4
 """Arrays like a parameter that training holds: itself, its gradient, and two moments of an optimiser such as Adam."""
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a layer takes in a training step, for one micro-batch; whoever needs a sum adds.
+
+    Attributes:
+      forward: its part of a forward action, in FLOPs or seconds.
+      backward: its part of a backward action, what remat computes again included, without gradients of parameters.
+      weight_gradient: what those take besides.
+      parameter_bytes: of its parameters, shared ones at every use.
+      state_bytes: of its other variables.
+      residual_bytes: of what waits for its backward.
+    """
+
+    forward: float
+    backward: float
+    weight_gradient: float
+    parameter_bytes: int
+    state_bytes: int
+    residual_bytes: int
+
+    @property
+    def total(self) -> float:
+        """Forward and backward, in FLOPs or seconds."""
+        return self.forward + self.backward + self.weight_gradient
+
+    @property
+    def size(self) -> float:
+        """Bytes that training holds for it, with one micro-batch in flight."""
+        return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(Cost)])
+
+
 def layer_costs(
     model: Sequential,
     steps: tuple[LayerStep, ...],
     batch: Any,
-    balance: str,
+    unit: str,
     *,
     mesh: Mesh,
     warn: Callable[[str], None],
-) -> list[float]:
+) -> list[Cost]:
     """The cost of each of the user's layers.
 
     Args:
       model: the traced layers.
       steps: their forward and backward, by kind; the final one includes the loss.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
-      balance: "flops" (floating-point operations, counted on the traced programs by `jpipe.flops`: the same number
-        whatever the devices), "time" (seconds on a device at hand, the median of several runs), "size" (bytes:
-        `PARAMETER_COPIES` of the parameters, shared ones at every use, state, and the layer's residuals of a
-        micro-batch), or "even" (1 each).
+      unit: "flops" (floating-point operations, counted on the traced programs by `jpipe.flops`: the same number
+        whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
-      warn: is given a message for each layer with a part that "flops" can't count.
+      warn: is given a message for each layer with a part whose FLOPs can't be counted.
 
     Raises:
-      ValueError: balance is "time", and there is no device like those of the mesh.
+      ValueError: unit is "time", and there is no device like those of the mesh.
     """
-    if balance == "even":
-        return [1.0] * model.num_layers
-    if balance == "flops":
-        counts = [_flops(step, batch) for step in steps]
-        _warn_of_unknown(model, counts, warn)
-        by_kind = [count.flops for count in counts]
-    elif balance == "time":
+    if unit == "time":
         device = _device_like(mesh)
-        by_kind = [_seconds(step, batch, device) for step in steps]
+        actions = [_seconds(step, batch, device) for step in steps]
+        if jax.process_count() > 1:  # all have to cut alike
+            actions = multihost_utils.broadcast_one_to_all(np.asarray(actions)).tolist()
     else:
-        by_kind = [_bytes(step, batch) for step in steps]
-    if balance == "time" and jax.process_count() > 1:  # all have to cut alike
-        by_kind = multihost_utils.broadcast_one_to_all(np.asarray(by_kind)).tolist()
+        counts = [_flops(step, batch) for step in steps]
+        _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
+        actions = [[part.flops for part in parts] for parts in counts]
+    by_kind = [Cost(*action, *_bytes(step, batch)) for action, step in zip(actions, steps, strict=True)]
     costs = [by_kind[c] for c in model.kind_of]
     # What the added ends cost belongs to their neighbours.
     first, last = model.first, model.first + model.num_layers - 1
-    costs[first] += sum(costs[:first])
-    costs[last] += sum(costs[last + 1 :])
+    costs[first] = sum(costs[:first], costs[first])
+    costs[last] = sum(costs[last + 1 :], costs[last])
     return costs[first : last + 1]
 
 
-def _arguments(step: LayerStep, batch: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Shapes of what a layer is given, takes, and is sent back as cotangents."""
+def _flops(step: LayerStep, batch: Any) -> tuple[Flops, Flops, Flops]:
+    """Of the forward, of the backward but for gradients of parameters, and of those."""
     given = given_shapes(step, batch)
-    tape = step.whole(given)
-    return given, list(tape.inputs), list(tape.outputs)
+    whole = step.whole(given)
+    kept = count_flops(whole.forward)
+    forward, again = kept, count_flops(_without_first(whole.derive, 0))
+    if step.remat.keep_inputs:
+        forward, again = count_flops(trace(step.forward, given, list(whole.inputs))[0]), again + kept
+    backward, inputs_only = count_flops(whole.backward), count_flops(_without_first(whole.backward, len(given.params)))
+    gradients = Flops(max(0.0, backward.flops - inputs_only.flops), unknown=backward.unknown)
+    return forward, again + inputs_only, gradients
 
 
-def _flops(step: LayerStep, batch: Any) -> Flops:
-    def train(given: Any, x: list[Any], cotangents: list[Any]) -> Any:
-        outcome, vjp = step.differentiate(given, x)
-        return outcome, vjp(cotangents)
-
-    given, takes, cotangents = _arguments(step, batch)
-    again = count_flops(trace(step.forward, given, takes)[0]) if step.remat.keep_inputs else Flops()
-    return again + count_flops(trace(train, given, takes, cotangents)[0])
+def _without_first(program: ClosedJaxpr, count: int) -> ClosedJaxpr:
+    """A program without its first results, and without what only they need."""
+    wanted = [i >= count for i in range(len(program.jaxpr.outvars))]
+    return ClosedJaxpr(dce_jaxpr(program.jaxpr, wanted, instantiate=True)[0], program.consts)
 
 
 def _warn_of_unknown(model: Sequential, counts: list[Flops], warn: Callable[[str], None]) -> None:
@@ -123,17 +157,22 @@ def _device_like(mesh: Mesh) -> Any:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(step: LayerStep, batch: Any, device: Any) -> float:
+def _seconds(step: LayerStep, batch: Any, device: Any) -> tuple[float, float, float]:
     # On one device, whatever the mesh, and for real even if the caller is being traced.
     with no_mesh(), jax.ensure_compile_time_eval(), jax.default_device(device):
-        shapes = _arguments(step, batch)
-        tape = step.tape(shapes[0])
-        given, x, cotangents = jax.tree.map(_example, shapes)
+        shapes = given_shapes(step, batch)
+        tape = step.tape(shapes)
+        given, x, cotangents = jax.tree.map(_example, (shapes, list(tape.inputs), list(tape.outputs)))
         forward, backward = jax.jit(tape.forward), jax.jit(tape.backward)
+        inputs_only = jax.jit(lambda *arguments: tape.backward(*arguments)[1])
         stored = forward(given, x)[1]
-        seconds = _median_seconds(lambda: forward(given, x))
-        times = 2 if step.remat.keep_inputs else 1
-        return times * seconds + _median_seconds(lambda: backward(given, stored, cotangents))
+        first = again = _median_seconds(lambda: forward(given, x))
+        if step.remat.keep_inputs:
+            alone = jax.jit(step.traced(shapes))
+            first = _median_seconds(lambda: alone(given, x))
+        seconds = _median_seconds(lambda: backward(given, stored, cotangents))
+        without = min(seconds, _median_seconds(lambda: inputs_only(given, stored, cotangents)))
+        return first, without + again * step.remat.keep_inputs, seconds - without
 
 
 def _median_seconds(run: Callable[[], Any]) -> float:
@@ -155,8 +194,9 @@ def _example(leaf: Any) -> Any:
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(step: LayerStep, batch: Any) -> float:
+def _bytes(step: LayerStep, batch: Any) -> tuple[int, int, int]:
+    """Of parameters, other variables and residuals."""
     kind, tape = step.kind, step.whole(given_shapes(step, batch))
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in kind.variables.items() if name != "params"}
-    return float(PARAMETER_COPIES * size(kind.variables.get("params")) + size(state) + size(tape.stored))
+    return size(kind.variables.get("params")), size(state), size(tape.stored)

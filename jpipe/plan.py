@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.costs import BALANCES, layer_costs
+from jpipe.costs import BALANCES, Cost, layer_costs
 from jpipe.kinds import Sequential, same_type, unrolled
 from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
@@ -44,6 +44,7 @@ class Plan:
     Attributes:
       traced: the layers, traced at the first batch's shapes.
       partition: the cuts into K*V virtual stages, and the costs.
+      costs: what each layer takes; empty where nobody asked.
       layouts: where the variables lie, by collection.
       batch: structure of the first batch (a pytree of ShapeDtypeStructs).
       mesh: the devices.
@@ -53,6 +54,7 @@ class Plan:
 
     traced: Sequential
     partition: Partition
+    costs: tuple[Cost, ...]
     layouts: dict[str, Layout]
     batch: Any
     mesh: Mesh
@@ -198,14 +200,23 @@ def make_plan(
         has a part whose FLOPs can't be counted.
     """
     warn = warn_user if isinstance(balance, str) else _ignore
-    measure = lambda name: layer_costs(model, tuple(steps), batch, name, mesh=mesh, warn=warn)
+    measured: list[Cost] = []
+
+    def measure(name: str) -> list[float]:
+        if name == "even":
+            return [1.0] * model.num_layers
+        unit = "time" if name == "time" else "flops"
+        quiet = _ignore if name == "size" else warn
+        measured[:] = layer_costs(model, tuple(steps), batch, unit, mesh=mesh, warn=quiet)
+        return [cost.size if name == "size" else cost.total for cost in measured]
+
     cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
     negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
     if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
     bounds = layer_bounds(model, cuts)
     layouts = make_layouts(unrolled(model, bounds) if options.unroll else model, bounds, mesh, apart=options.unroll)
-    return Plan(model, cuts, layouts, batch, mesh, splits, options)
+    return Plan(model, cuts, tuple(measured), layouts, batch, mesh, splits, options)
 
 
 def _ignore(message: str) -> None:

@@ -128,3 +128,18 @@ def test_no_warning_of_a_model_that_takes_next_to_nothing(balance):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("layer", 1), ("stage", 1), ("full", 2)])
+def test_a_cost_is_kept_in_its_parts(remat, again):
+    """One product forward; one for the input and one for the weights backward, and what remat computes again."""
+    layers = [lambda x: x, jpipe.Layer(square, product), jpipe.Layer(square, product), nn.relu]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    found, size = pipe._planner.known_plan().costs[2], 2 * 4 * 16 * 16
+    parts = found.forward, found.backward, found.weight_gradient
+    for part, products in zip(parts, (1, 1 + again, 1), strict=True):
+        assert products * size <= part < products * size + 0.15 * size * (1 + again)
+    assert found.total == sum(parts) == pipe.partition.layer_costs[2]
+    assert (found.parameter_bytes, found.state_bytes) == (16 * 16 * 4, 0)
+    assert found.residual_bytes == (2 if remat in ("none", "stage") else 1) * 4 * 16 * 4

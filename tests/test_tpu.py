@@ -1,0 +1,160 @@
+"""The compiled step of TPUs that aren't there: in place, its transfers hidden, nothing reduced in a loop.
+
+A CPU shows none of this: its layouts are all alike and its collectives block. The programs are compiled for a named
+topology by the TPU's own compiler (libtpu, for Linux on x86-64), which needs no TPU.
+"""
+
+import importlib.util
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jpipe
+from tpu_program import Loop, compile_with_text, large_moves, read, tpu_devices, transfers
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
+)
+
+STAGES, MICROBATCHES, EXAMPLES, LENGTH, WIDTH, HEADS = 4, 8, 4, 256, 256, 4
+ROW = EXAMPLES * LENGTH * WIDTH * 2
+"""Bytes of a boundary's activations of one micro-batch."""
+
+LARGEST = {"layer": ROW, "none": 4 * ROW, "stage": 4 * ROW}
+"""Bytes of the largest array that one micro-batch leaves in a layer: its input, or the hidden activations."""
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Flax's modules mix their parameters with what they compute in."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Block(nn.Module):
+    """A Transformer block in bfloat16."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = lambda size, h: nn.Dense(size, dtype=jnp.bfloat16)(h)
+        h = nn.LayerNorm(dtype=jnp.bfloat16)(x)
+        q, k, v = (dense(WIDTH, h).reshape(*x.shape[:-1], HEADS, WIDTH // HEADS) for _ in range(3))
+        x = x + dense(WIDTH, jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+        return x + dense(WIDTH, nn.gelu(dense(4 * WIDTH, nn.LayerNorm(dtype=jnp.bfloat16)(x))))
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+
+
+def compiled_step(topology: str, axes: tuple[str, ...] = ("stage",), blocks: int = 2, **options) -> Loop:
+    """The training step of a language model on four stages."""
+    devices = tpu_devices(topology)
+    mesh = Mesh(np.asarray(devices).reshape(STAGES, *[-1] * (len(axes) - 1)), axes)
+    v = options.get("num_chunks", 1)
+    counts = [blocks // v] * STAGES * v
+    counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+    layers = [nn.Embed(256, WIDTH, dtype=jnp.bfloat16), *[Block() for _ in range(blocks * STAGES)], nn.Dense(256)]
+    pipe = jpipe.Pipeline(
+        layers, loss_fn, num_stages=STAGES, num_microbatches=MICROBATCHES, balance=counts, mesh=mesh, **options
+    )
+    shape = (MICROBATCHES * EXAMPLES * (mesh.size // STAGES), LENGTH)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
+    state = pipe.abstract_state(batch, optax.adam(1e-3))
+    return read(compile_with_text(jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch))[1])
+
+
+def check(step: Loop, remat: str, num_transfers: int = 2) -> None:
+    """In place, and each transfer beside a loop."""
+    assert large_moves(step, LARGEST[remat]) == []
+    (ticks,) = step.find("ticks")
+    found = transfers(ticks)
+    assert len(found) == num_transfers
+    assert [transfer.operation.line for transfer in found if not transfer.loops] == []
+
+
+def test_a_step_is_in_place_and_its_transfers_are_hidden():
+    check(compiled_step("v5e:2x2", remat="none"), "none")
+
+
+TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "v4:2x2x1"]
+OPTIONS = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2},
+    "unrolled": {"unroll": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["layer", "none", "stage"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_step_is_in_place_and_its_transfers_are_hidden(topology, options, remat):
+    check(compiled_step(topology, remat=remat, **OPTIONS[options]), remat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
+def test_nothing_is_reduced_over_data_in_a_loop(topology):
+    step = compiled_step(topology, ("stage", "data"))
+    names = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+    found = [o for loop in step.walk() for o in loop.operations if o.opcode.removesuffix("-start") in names]
+    inside = [o.line for loop in step.walk() if loop.scope for o in loop.operations if o in found]
+    assert found
+    assert inside == []
+    check(step, "layer")
+
+
+def plain_step(num_trips: int, unroll: bool) -> Loop:
+    """Matrix products one after the other, in a loop or not."""
+    mesh = Mesh(np.asarray(tpu_devices("v5e:2x2")[:1]), ("one",))
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def run(x, w):
+        with jax.named_scope("products"):
+            return jax.lax.fori_loop(0, num_trips, lambda i, x: jnp.tanh(x @ w), x, unroll=unroll)
+
+    return read(compile_with_text(jax.jit(run).lower(shape, shape))[1])
+
+
+@pytest.mark.slow
+def test_cycles_of_a_loop_times_its_trips_are_those_of_the_loop_unrolled():
+    looped, unrolled = plain_step(6, unroll=False), plain_step(6, unroll=True)
+    (loop,) = looped.find("products")
+    assert not unrolled.inner
+    np.testing.assert_allclose(looped.own + 6 * loop.own, unrolled.own, rtol=0.03)
+
+
+def test_moves_are_told_from_fetching_ahead():
+    text = "\n".join(
+        [
+            "%fused (p: f32[4,8]) -> f32[4,8] {",
+            "  %p = f32[4,8]{1,0} parameter(0)",
+            "  ROOT %t = f32[4,8]{0,1} transpose(%p), dimensions={0,1}",
+            "}",
+            "%body (p: (f32[4,8])) -> (f32[4,8]) {",
+            "  %p = (f32[4,8]{1,0:T(8,128)}) parameter(0)",
+            "  %g = f32[4,8]{1,0:T(8,128)} get-tuple-element(%p), index=0",
+            "  %s = (f32[4,8]{1,0:T(8,128)S(1)}, f32[4,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%g)",
+            "  %d = f32[4,8]{1,0:T(8,128)S(1)} copy-done(%s)",
+            '  %f = f32[4,8]{0,1} fusion(%d), calls=%fused, backend_config={"estimated_cycles":"70"}',
+            '  %c = f32[2,8]{0,1} copy(%d), backend_config={"estimated_cycles":"5"}',
+            "  ROOT %r = (f32[4,8]{1,0:T(8,128)}) tuple(%f)",
+            "}",
+            "ENTRY %main (p: f32[4,8]) -> (f32[4,8]) {",
+            "  %p = (f32[4,8]{1,0:T(8,128)}) parameter(0)",
+            '  ROOT %w = (f32[4,8]{1,0}) while(%p), condition=%cond, body=%body, metadata={op_name="turns/while"}',
+            "}",
+        ]
+    )
+    program = read(text)
+    (loop,) = program.find("turns")
+    assert (program.own, loop.own) == (0, 75)
+    assert [move.split()[0] for move in large_moves(program, 64)] == ["fusion"]
+    assert [move.split()[0] for move in large_moves(program, 63)] == ["fusion", "copy"]
