@@ -1,0 +1,102 @@
+"""Options that change what a step takes change nothing of what it computes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from helpers import assert_close, model, pipeline
+
+# model, schedule, K, M, V, remat, options
+CASES = [
+    ("linen", "1f1b", 2, 4, 1, "none", {"unroll": True}),
+    ("mixed", "1f1b", 3, 4, 1, "stage", {"unroll": True, "cast": "use"}),
+    ("alternating", "interleaved", 2, 4, 2, "layer", {"unroll": True}),
+    ("nnx factories", "gpipe", 2, 3, 1, "layer", {"cast": "use"}),
+    ("plain", "1f1b", 1, 3, 1, "full", {"unroll": True}),
+    ("linen", "one slot", 4, 4, 1, "none", {"unroll": True}),
+]
+
+
+SLOW = (1, 2, 5)
+PARAMS = [pytest.param(case, marks=[pytest.mark.slow] * (i in SLOW)) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("case", PARAMS, ids=lambda case: "-".join(map(str, case[:-1])))
+def test_the_step_stays_that_of_the_sequential_model(case):
+    kind, order, k, m, v, remat, options = case
+    with jax.enable_x64(True):
+        truth = model(kind, "float64")
+        pipe = pipeline(truth, order, k, m, v, remat=remat, **options)
+        variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        loss, outputs, grads = truth.truth
+        (found, _), gradients = pipe.value_and_grad(variables, truth.batch)
+        assert_close(found, loss, "loss")
+        assert_close(pipe.layer_variables({"params": gradients}), grads, "gradients")
+        assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
+
+
+def square(key, x):
+    return jax.random.normal(key, (16, 16), jnp.float32)
+
+
+def chain(**options):
+    layers = [jpipe.Layer(square, lambda w, x: jnp.sin(x @ w)) for _ in range(8)]
+    sizes = {"num_stages": 2, "num_microbatches": 4}
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes, **options)
+
+
+BATCH = np.ones((8, 16), np.float32)
+
+
+def test_unrolled_layers_have_arrays_of_their_own_and_no_loop():
+    looped, unrolled = chain(), chain(unroll=True)
+    shapes = [jax.eval_shape(pipe.init, jax.random.key(0), BATCH)["params"] for pipe in (looped, unrolled)]
+    assert [leaf.shape for leaf in shapes[0].values()] == [(2, 4, 16, 16)]
+    assert [leaf.shape for leaf in shapes[1].values()] == [(2, 1, 16, 16)] * 4
+    texts = [
+        jax.jit(p.value_and_grad).lower({"params": s}, BATCH).as_text()
+        for p, s in zip((looped, unrolled), shapes, strict=True)
+    ]
+    loops = [len(re.findall("stablehlo.while", text)) for text in texts]
+    assert loops[0] - loops[1] == 2, "over the layers forward, and backward"
+
+
+def test_an_unrolled_pipeline_takes_the_variables_of_a_looped_one_and_trains_the_same():
+    losses = []
+    trees = None
+    for pipe in (chain(), chain(unroll=True)):
+        state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(1e-2))
+        trees = trees or pipe.layer_variables(state.variables)
+        state = state.replace(variables=pipe.from_layer_variables(trees, BATCH))
+        found = []
+        for _ in range(3):
+            state, metrics = pipe.train_step(state, BATCH)
+            found.append(metrics["loss"])
+        losses.append(found)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_parameters_that_are_not_a_number_stay_so():
+    """`cast="use"` multiplies by one."""
+    pipe = chain(cast="use")
+    variables = pipe.init(jax.random.key(0), BATCH)
+    trees = pipe.layer_variables(variables)
+    trees[3] = {"params": jnp.full((16, 16), jnp.nan)} if isinstance(trees[3], dict) else jnp.full((16, 16), jnp.nan)
+    assert np.isnan(pipe.evaluate(pipe.from_layer_variables(trees, BATCH), BATCH))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cast": "never"}, ValueError, r"cast='never' is unknown; use one of \['step', 'use'\]"),
+        ({"unroll": 2}, TypeError, "unroll=2 is not a bool; True compiles a stage's layers one by one"),
+    ],
+)
+def test_a_wrong_option_is_an_error(options, error, message):
+    with pytest.raises(error, match=message):
+        chain(**options)
