@@ -110,9 +110,8 @@ def transformer_l(topology: str, layers: list[int], remat: str, cast: str) -> No
             found = ("-", "-", used.group() if used else "does not fit", "-")
         row = (f"{count} layers, {size.parameters / 1e9:.2f}B parameters", *found)
         rows.append((*row, f"{time.perf_counter() - begin:.0f}"))
-    caption = settings(
-        mesh.devices.flat[0], topology, f"K={stages}", f"M={m}", f"remat {remat}", f"cast {cast}", "bfloat16 activations"
-    )
+    modes = f"K={stages}, M={m}, remat {remat}, cast {cast}, bfloat16 activations"
+    caption = settings(mesh.devices.flat[0], topology, modes)
     show("Transformer-L, MiB a core (16 GB each)", ("model", *BYTES, "compile, s"), rows, caption)
 
 

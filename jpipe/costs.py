@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -62,7 +62,14 @@ class Cost:
         return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(Cost)])
+        return Cost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight_gradient + other.weight_gradient,
+            self.parameter_bytes + other.parameter_bytes,
+            self.state_bytes + other.state_bytes,
+            self.residual_bytes + other.residual_bytes,
+        )
 
 
 def layer_costs(
