@@ -97,14 +97,14 @@ def layer_costs(
     """
     if unit == "time":
         device = _device_like(mesh)
-        actions = [_seconds(step, batch, device) for step in steps]
+        actions = [list(_seconds(step, batch, device)) for step in steps]
         if jax.process_count() > 1:  # all have to cut alike
             actions = multihost_utils.broadcast_one_to_all(np.asarray(actions)).tolist()
     else:
         counts = [_flops(step, batch) for step in steps]
         _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
         actions = [[part.flops for part in parts] for parts in counts]
-    by_kind = [Cost(*action, *_bytes(step, batch)) for action, step in zip(actions, steps, strict=True)]
+    by_kind = [Cost(f, b, w, *_bytes(step, batch)) for (f, b, w), step in zip(actions, steps, strict=True)]
     costs = [by_kind[c] for c in model.kind_of]
     # What the added ends cost belongs to their neighbours.
     first, last = model.first, model.first + model.num_layers - 1
