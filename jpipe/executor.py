@@ -111,8 +111,7 @@ def _initial(program: Program) -> Carry:
 
 
 def _rows(tree: Any, count: int) -> Any:
-    """Rows for boundary values, and one for what nobody waits for."""
-    return jax.tree.map(lambda leaf: jax.lax.empty((count + 1, *leaf.shape), leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jax.lax.empty((count, *leaf.shape), leaf.dtype), tree)
 
 
 def _no_loss(program: Program) -> list[Any]:
@@ -202,7 +201,13 @@ def _activation(program: Program, cell: dict[str, Any], carry: Carry) -> Any:
 
 def _row(buffers: Any, row: Any) -> Any:
     """The boundary value in a row. The first virtual stage (row -1) has none, and doesn't look at what it gets."""
-    return jax.tree.map(lambda buffer: take_row(buffer, jnp.maximum(row, 0)), buffers)
+
+    def take(buffer: Any) -> Any:
+        if buffer.shape[0] == 0:  # nothing arrives anywhere
+            return jax.lax.empty(buffer.shape[1:], buffer.dtype)
+        return take_row(buffer, jnp.maximum(row, 0))
+
+    return jax.tree.map(take, buffers)
 
 
 def _arrives(slot: SlotTable, kind: str) -> bool:
@@ -226,7 +231,11 @@ def _receive(kind: str, cell: dict[str, Any], values: Any, carry: Carry) -> Carr
     """Writes what arrived into its row."""
     buffers, arrival = _BUFFERS[ACTION_KINDS[kind].flow]
     row = cell[arrival]
-    write = lambda buffer, leaf: put_row(buffer, leaf, jnp.where(row >= 0, row, buffer.shape[0] - 1))
+    place = jnp.maximum(row, 0)
+
+    def write(buffer: Any, leaf: Any) -> Any:
+        return put_row(buffer, jnp.where(row >= 0, leaf, take_row(buffer, place)), place)
+
     return carry | {buffers: jax.tree.map(write, carry[buffers], values)}
 
 

@@ -97,7 +97,7 @@ def test_a_stage_updates_its_own_parameters_only():
 
 
 def test_each_parameter_is_moved_once_forward_and_once_backward():
-    """Out of its bank by one slice an action; its gradient is read and written once."""
+    """Out of its bank by one slice an action; its gradient is read and written once, whole where it is alone in its bank."""
     pipe, batch = unlike(4)
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
@@ -106,5 +106,7 @@ def test_each_parameter_is_moved_once_forward_and_once_backward():
     assert len(leaves) == len(WIDTHS)
     for name, bank in storage.banks.items():
         operand = rf".*: \(tensor<{'x'.join(map(str, bank.shape))}xf32>"
-        assert len(re.findall("stablehlo.dynamic_slice" + operand, program)) == 3 * leaves.count(name)
-        assert len(re.findall("stablehlo.dynamic_update_slice" + operand, program)) == leaves.count(name)
+        alone = len(bank.shape) > 1 and bank.shape[0] == 1
+        slices, updates = (2, 0) if alone else (3, 1)
+        assert len(re.findall("stablehlo.dynamic_slice" + operand, program)) == slices * leaves.count(name)
+        assert len(re.findall("stablehlo.dynamic_update_slice" + operand, program)) == updates * leaves.count(name)
