@@ -1,10 +1,11 @@
 """A language model with the TPU's attention kernels, compiled for TPUs that aren't there, under every remat mode.
 
-Flash and splash attention of `jax.experimental.pallas.ops.tpu`, and plain attention beside them. The policy is that of a
-`jax.checkpoint` which keeps what attention gives, and makes the rest again. Needs `pip install libtpu`, and no TPU.
+Flash and splash attention of `jax.experimental.pallas.ops.tpu`, and plain attention beside them. The policy is one of
+`jax.checkpoint` that keeps what attention gives, and makes the rest again. Needs `pip install libtpu`, and no TPU.
 """
 
 import argparse
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from common import Head, Size, batch_shapes, compiled_step, loss_fn, mib, on_cpu, settings, show, stage_mesh, tpu_devices
+from common import (
+    Head,
+    Size,
+    batch_shapes,
+    compiled_step,
+    loss_fn,
+    mib,
+    on_cpu,
+    settings,
+    show,
+    stage_mesh,
+    tpu_devices,
+)
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import flash_attention as flash_ops
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_ops
@@ -35,8 +48,7 @@ COLUMNS = ("attention, remat", "arguments", "temporaries", "compile, s", "compil
 def flash(q: Any, k: Any, v: Any) -> Any:
     """`[B, heads, T, head]` each, as for the others."""
     block = min(512, q.shape[2])
-    names = "block_q block_k_major block_k block_q_major_dkv block_k_major_dkv block_k_dkv block_q_dkv".split()
-    names += "block_k_major_dq block_k_dq block_q_dq".split()
+    names = [field.name for field in dataclasses.fields(flash_ops.BlockSizes) if field.name != "block_b"]
     sizes = flash_ops.BlockSizes(block_b=1, **dict.fromkeys(names, block))
     out = flash_ops.flash_attention(q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes)
     return checkpoint_name(out, SAVED)
@@ -44,7 +56,7 @@ def flash(q: Any, k: Any, v: Any) -> Any:
 
 def splash(q: Any, k: Any, v: Any) -> Any:
     length, block = q.shape[2], min(512, q.shape[2])
-    names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+    names = ["block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"]
     kernel = splash_ops.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[1]),
         block_sizes=splash_ops.BlockSizes(**dict.fromkeys(names, block)),
@@ -120,7 +132,9 @@ def table(size: Size, topology: str, options: argparse.Namespace) -> None:
         for attention in options.attention
         for remat in options.remat
     ]
-    caption = settings(mesh.devices.flat[0], topology, f"K={options.stages}", f"M={options.microbatches}", size, "adamw")
+    caption = settings(
+        mesh.devices.flat[0], topology, f"K={options.stages}", f"M={options.microbatches}", size, "adamw"
+    )
     show(f"Attention kernels on {topology}, MiB a chip", COLUMNS, rows, caption)
 
 
