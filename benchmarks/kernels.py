@@ -56,10 +56,17 @@ def flash(q: Any, k: Any, v: Any) -> Any:
 
 def splash(q: Any, k: Any, v: Any) -> Any:
     length, block = q.shape[2], min(512, q.shape[2])
-    names = ["block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"]
+    sizes = splash_ops.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     kernel = splash_ops.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[1]),
-        block_sizes=splash_ops.BlockSizes(**dict.fromkeys(names, block)),
+        block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=SAVED,
