@@ -109,8 +109,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "remat"),
     [
-        ("flash", "full"),  # and "layer" on a mesh of more axes, below
-        *[pytest.param("flash", remat, marks=SLOW) for remat in ("none", "layer", "stage", *POLICIES)],
+        *[pytest.param("flash", remat, marks=SLOW) for remat in (*MODES, *POLICIES)],  # by default on a mesh, see below
         *[pytest.param("splash", remat, marks=SLOW) for remat in (*MODES, "dots")],
         ("splash", "names"),
     ],
