@@ -175,7 +175,7 @@ def trace_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given
       given: the shapes of what forward and backward are given alike, a NamedTuple whose first field is `params`.
       inputs: the shapes of the inputs.
     """
-    structures: list[Any] = []
+    structures: list[Any] = []  # of each time that it is traced: the last one's counts
 
     def run(given: Any, inputs: list[Any]) -> Any:
         outcome, vjp = differentiate(given, inputs)
@@ -188,7 +188,7 @@ def trace_tape(differentiate: Callable[..., Any], has_cotangent: Callable, given
     sources, stored_at, derived_at = _sort(program, num_outcome, len(given.params), num_given)
     again = program.jaxpr.replace(outvars=[program.jaxpr.outvars[num_outcome + i] for i in derived_at])
     outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in has_cotangent(outcome)]
-    transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[0], leaves)(cotangents)
+    transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents)
     backward, gradients = trace(transpose, leaves, outputs)
     return WholeTape(
         forward=program,

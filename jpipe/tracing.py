@@ -140,7 +140,10 @@ _CALLS_AND_LOOPS = (*_CALLS, "pjit", "core_call", "scan", "while", "cond", "shar
 
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
-    """Whether an equation holds programs that run as they are, of which each knows the mesh that it was traced on."""
+    """Whether an equation holds programs that run as they are, of which each knows the mesh that it was traced on.
+
+    Kernels are among them.
+    """
     is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
     for equation in jaxpr.eqns:
         params = [value for name, value in equation.params.items() if name != "update_jaxpr"]  # of a scatter: a sum
@@ -149,7 +152,7 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
         if equation.primitive.name in _CALLS_AND_LOOPS:
             if any(map(_is_opaque, programs)):
                 return True
-        elif any(isinstance(p, ClosedJaxpr) for p in values):
+        elif equation.primitive.name == "pallas_call" or any(isinstance(p, ClosedJaxpr) for p in values):
             return True
     return False
 
