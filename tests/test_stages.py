@@ -97,7 +97,7 @@ def test_a_stage_updates_its_own_parameters_only():
 
 
 def test_each_parameter_is_moved_once_forward_and_once_backward():
-    """Out of its bank by one slice an action; its gradient is read and written once, whole where it is alone in its bank."""
+    """Out of its bank by one slice an action; its gradient is read and written once, whole if it is alone there."""
     pipe, batch = unlike(4)
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
