@@ -13,6 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -247,14 +248,17 @@ def measure(setting: Setting) -> tuple[str, ...]:
 
 def _measure(setting: Setting) -> tuple[str, ...]:
     begin = time.perf_counter()
-    plain = plain_cycles(compile_with_text(lower_plain(setting))[1], setting)
     pipe, size = make_pipeline(setting), setting.size
-    compiled, text = compile_with_text(lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches)))
+    with ThreadPoolExecutor(2) as pool:
+        alone = pool.submit(compile_with_text, lower_plain(setting))
+        step = lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches))
+        compiled, text = pool.submit(compile_with_text, step).result()
+        plain = plain_cycles(alone.result()[1], setting)
     seconds = time.perf_counter() - begin
     walk = Walk(pipe, setting, text)
     forward, backward = walk.layer("F", BLOCK), walk.layer("B", BLOCK)
-    alone = {("F", BLOCK): plain.forward, ("B", BLOCK): plain.backward + plain.adding}
-    ideal = walk.actions(lambda kind, name: alone.get((kind, name)) or walk.layer(kind, name))
+    cycles = {("F", BLOCK): plain.forward, ("B", BLOCK): plain.backward + plain.adding}
+    ideal = walk.actions(lambda kind, name: cycles.get((kind, name)) or walk.layer(kind, name))
     used = walk.actions(walk.layer)
     moves = transfers(walk.ticks)
     hidden = sum(bool(move.loops) for move in moves)
