@@ -10,12 +10,10 @@ time: M/(M+K-1) of the machine. Transfers that have work beside them take none; 
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +30,7 @@ from common import (
     on_cpu,
     show,
     stage_mesh,
+    tpu_devices,
     transformer_pipeline,
 )
 from jax.sharding import NamedSharding, PartitionSpec
@@ -39,9 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jpipe
 from jpipe.remat import MODES
 from jpipe.ticks import lower
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tpu_program import compile_with_text, largest_move, read, tpu_devices, transfers
+from tpu_program import compile_with_text, largest_move, read, transfers
 
 BLOCK = "Block.1"
 VOCAB = 256  # so small that the ends take next to nothing

@@ -167,8 +167,8 @@ def check_no_example(batch: Any, expected: Any) -> None:
 def on_mesh(tree: Any, mesh: Mesh) -> Any:
     """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
 
-    A model may have no parameters that would say where it runs. Over several processes every program is told so anyway,
-    and a process can't put its own array on devices of the others.
+    A model may have no parameters that would say where it runs. A process can't put its own array on devices of others,
+    and over several every program names the mesh anyway.
     """
     if mesh.is_multi_process:
         return tree

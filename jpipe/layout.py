@@ -166,7 +166,7 @@ def make_layouts(
       model: the traced layers.
       bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
       mesh: with K devices along `stage`.
-      apart: each leaf of a kind has a bank of its own.
+      apart: each leaf of a kind has a bank of its own, if it has a typed one.
     """
     num_stages = mesh.shape[AXIS]
     stage_of = [s % num_stages for s, (first, last) in enumerate(bounds) for _ in range(first, last)]

@@ -32,12 +32,12 @@ def anchor(values: Any, trip: Any) -> tuple[Any, Any]:
 
 
 def of_trip(array: Any, trip: Any) -> Any:
-    """The array, in a way that a compiler can't tell to be the same in the next trip, and that takes no copy.
+    """The array, in a way that a compiler can't tell to be the same in the next trip; it fuses it, rather than copy.
 
     A TPU's compiler sees through `anchor` and slices, and casts whole stacks of parameters ahead of all loops.
 
     Args:
-      array: anything; small ones and integers are left as they are.
+      array: anything; what isn't real, or has less than two dimensions, is left as it is.
       trip: an index that `anchor` gave.
     """
     if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):

@@ -8,7 +8,6 @@ then reads a row in the order that it wants, and copies that row at most.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.tracing import no_mesh
 
@@ -54,7 +53,7 @@ def given_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> li
     chosen = [i for i in results if len(program.out_avals[i].shape) > 1 and id(program.jaxpr.outvars[i]) not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
         return [_row_major_order(program.out_avals[i].shape) for i in results]
-    found = dict(zip(chosen, _compiled_orders(program, tuple(chosen), mesh), strict=True))
+    found = dict(zip(chosen, _compiled_orders(program, chosen, mesh), strict=True))
     return [found.get(i, _row_major_order(program.out_avals[i].shape)) for i in results]
 
 
@@ -62,9 +61,8 @@ def _row_major_order(shape: Sequence[int]) -> Order | None:
     return tuple(range(len(shape))) if len(shape) > 1 else None
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled_orders(program: ClosedJaxpr, results: tuple[int, ...], mesh: Mesh) -> list[Order]:
-    mesh = Mesh(mesh.devices, mesh.axis_names)
+def _compiled_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(program)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in program.in_avals]

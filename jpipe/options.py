@@ -15,7 +15,8 @@ class Options:
       gather: parameters that are split over data axes are gathered once a "step", or at each "use".
       cast: what layers cast parameters to may be kept from the first use to the end of the "step", or is made at each
         "use".
-      unroll: each place of a layer on a stage is compiled for itself.
+      unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
+        lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
 
     Raises:
       ValueError: an unknown word.

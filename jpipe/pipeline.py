@@ -85,8 +85,9 @@ class Pipeline:
         backward, so that only one layer's are whole at a time.
       cast: when parameters are cast to the type that a layer computes in: once a "step", which on TPUs keeps a narrow
         copy of all of them, or at each "use", which takes more time.
-      unroll: as in `jax.lax.scan`, whether a stage's layers are compiled one by one, each with arrays of its own,
-        rather than once for all that are alike, as a loop.
+      unroll: as in `jax.lax.scan`, whether a virtual stage's layers are compiled one by one, each place with arrays of
+        its own, rather than once for all that are alike, as a loop. Variables lie otherwise then: they go to a pipeline
+        without by `layer_variables` and `from_layer_variables`.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.

@@ -17,6 +17,7 @@ from jpipe.batches import batch_size, check_divides, evaluation_microbatches, mi
 from jpipe.checks import check_loss, warn_of_moving_weight
 from jpipe.kinds import Sequential, batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
+from jpipe.memory_order import Order, given_orders
 from jpipe.merging import check_collections
 from jpipe.meshes import check_context, num_shards, shapes_only
 from jpipe.options import Options
@@ -31,6 +32,7 @@ from jpipe.splits import Splits
 from jpipe.spmd import partition_program
 from jpipe.steps import LayerStep, loss_sums
 from jpipe.storage import accumulator_dtype
+from jpipe.tape import Tape
 from jpipe.tracing import key_shape, trace
 
 
@@ -51,6 +53,7 @@ class Planner:
     _plan: Plan | None = None
     _models: dict[Any, Sequential] = field(default_factory=dict)
     _checked: set[Any] = field(default_factory=set)
+    _orders: dict[Any, list[Order | None]] = field(default_factory=dict)
 
     @property
     def partition(self) -> Partition:
@@ -173,6 +176,14 @@ class Planner:
             schedule=schedule,
             merge=self.merge,
         )
+
+        def orders_of(c: int, tape: Tape) -> list[Order | None]:
+            """Found once for each kind of these shapes: that may take a compilation."""
+            known = (c, bare, purpose.key, *_as_key(shapes))
+            if known not in self._orders:
+                self._orders[known] = given_orders(tape.program, tape.stored_at, self.mesh)
+            return self._orders[known]
+
         with shapes_only(self.mesh):
             return build_program(
                 plan.arranged(self.model(shapes, bare)),
@@ -181,7 +192,7 @@ class Planner:
                 bounds=plan.bounds,
                 storages={name: layout.storage for name, layout in plan.layouts.items()},
                 splits=self.splits,
-                mesh=self.mesh,
+                orders_of=orders_of,
                 apart=plan.options.unroll,
             )
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jpipe.carriers import Carrier, make_carrier
 from jpipe.kinds import Sequential
-from jpipe.memory_order import given_orders
+from jpipe.memory_order import Order
 from jpipe.merging import Merging, make_merging
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
@@ -153,7 +152,7 @@ def build_program(
     bounds: Sequence[tuple[int, int]],
     storages: dict[str, Storage],
     splits: Splits,
-    mesh: Mesh,
+    orders_of: Callable[[int, Tape], list[Order | None]],
     apart: bool,
 ) -> Program:
     """Lays out a step for the shapes of one micro-batch.
@@ -165,7 +164,7 @@ def build_program(
       bounds: for each virtual stage, its first layer and one past its last, ends included in the numbering.
       storages: the places of the variables, by collection.
       splits: what arrays are split over.
-      mesh: the devices.
+      orders_of: index of a kind and its tape -> how its residuals lie in memory.
       apart: each residual of a kind has a buffer of its own.
     """
     schedule, remat = purpose.schedule, purpose.remat
@@ -195,7 +194,7 @@ def build_program(
             [[stage_of[i] for i in kind.members] for kind in model.kinds],
             num_devices=schedule.num_stages,
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
-            orders=each(lambda c: given_orders(tapes[c].program, tapes[c].stored_at, mesh)),
+            orders=each(lambda c: orders_of(c, tapes[c])),
             apart=apart,
         )
     final = forwards[model.kind_of[-1]]

@@ -40,6 +40,37 @@ def test_the_step_stays_that_of_the_sequential_model(case):
         assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
 
 
+def not_a_number(shape, dtype):
+    """What memory may hold that nothing was written to."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.full(shape, jnp.iinfo(dtype).max, dtype)
+    return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else True, dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mixed", "interleaved", 2, 4, 2, "none"),
+        pytest.param(("mixed", "1f1b", 3, 3, 1, "stage"), marks=pytest.mark.slow),
+        pytest.param(("linen", "one slot", 2, 4, 1, "layer"), marks=pytest.mark.slow),
+        pytest.param(("alternating", "gpipe", 4, 4, 1, "full"), marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_read_that_was_not_written(case, monkeypatch):
+    """A CPU gives zeros for an empty array, an accelerator whatever lies there."""
+    monkeypatch.setattr(jax.lax, "empty", not_a_number)
+    kind, order, k, m, v, remat = case
+    with jax.enable_x64(True):
+        truth = model(kind, "float64")
+        pipe = pipeline(truth, order, k, m, v, remat=remat)
+        variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        loss, outputs, grads = truth.truth
+        (found, _), gradients = pipe.value_and_grad(variables, truth.batch)
+        assert_close(found, loss, "loss")
+        assert_close(pipe.layer_variables({"params": gradients}), grads, "gradients")
+        assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
+
+
 def square(key, x):
     return jax.random.normal(key, (16, 16), jnp.float32)
 
