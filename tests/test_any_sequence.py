@@ -125,9 +125,9 @@ def _wide():
 
 CASES = [
     ("ResNet", "1f1b", 3, 1, "layer"),
-    ("U-Net", "interleaved", 2, 2, "none"),
+    ("U-Net", "1f1b", 2, 1, "layer"),
     ("tied", "1f1b", 4, 1, "none"),
-    ("translation", "gpipe", 3, 1, "full"),
+    ("translation", "gpipe", 2, 1, "layer"),
 ]
 POLICY = jax.checkpoint_policies.dots_saveable
 

@@ -184,11 +184,14 @@ class Narrow(nn.Module):
 
 
 def test_kept_values_are_freed():
-    """Within a stage they take places for themselves and their cotangent; across, a row a micro-batch in flight."""
+    """Within a stage they take places for themselves and their cotangent; across, a row a micro-batch in flight.
+
+    What crosses does so while the next slot runs, and takes a place meanwhile.
+    """
     size = 100 * 1000 * 4
     none, within, across = temporaries(None, 8), temporaries(4, 8), temporaries(11, 8)
     assert within - none < 3.5 * size
-    assert across - none < 6 * size
+    assert across - none < 7 * size
     assert temporaries(11, 16) < across + 0.1 * size
 
 

@@ -123,7 +123,7 @@ def test_metadata_comes_back(make_mesh, split_model):
         assert kernel.names == (None, "model")
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_on_a_mesh_with_all_axes(make_mesh, split_model, explicit):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         mesh = make_mesh((2, 2, 2), ("stage", "data", "model"), explicit=explicit)
