@@ -98,6 +98,13 @@ class Size:
         )
 
 
+def feed_forward(x: Any, dtype: Any) -> Any:
+    """The second half of a block; to be called in its `__call__`."""
+    width = x.shape[-1]
+    h = nn.gelu(nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
+    return x + nn.Dense(width, dtype=dtype)(h)
+
+
 class Block(nn.Module):
     """A pre-norm Transformer block, `[B, T, width]` to the same."""
 
@@ -111,9 +118,7 @@ class Block(nn.Module):
         qkv = nn.DenseGeneral((3, self.heads, width // self.heads), dtype=self.dtype)(h)
         h = jax.nn.dot_product_attention(*(qkv[:, :, i] for i in range(3)), is_causal=True)
         x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(h))
-        return x + nn.Dense(width, dtype=self.dtype)(h)
+        return feed_forward(x, self.dtype)
 
 
 class Head(nn.Module):

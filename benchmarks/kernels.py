@@ -20,6 +20,7 @@ from common import (
     Size,
     batch_shapes,
     compiled_step,
+    feed_forward,
     loss_fn,
     mib,
     on_cpu,
@@ -56,14 +57,8 @@ def flash(q: Any, k: Any, v: Any) -> Any:
 
 def splash(q: Any, k: Any, v: Any) -> Any:
     length, block = q.shape[2], min(512, q.shape[2])
-    sizes = splash_ops.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = splash_ops.BlockSizes(**dict.fromkeys(names, block))
     kernel = splash_ops.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[1]),
         block_sizes=sizes,
@@ -96,9 +91,7 @@ class Block(nn.Module):
         heads = [nn.DenseGeneral((self.heads, width // self.heads), dtype=self.dtype)(h) for _ in range(3)]
         h = ATTENTION[self.attention](*(y.swapaxes(1, 2) for y in heads)).swapaxes(1, 2)
         x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(h))
-        return x + nn.Dense(width, dtype=self.dtype)(h)
+        return feed_forward(x, self.dtype)
 
 
 def make_layers(size: Size, attention: str) -> list[nn.Module]:

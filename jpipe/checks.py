@@ -15,9 +15,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jpipe.batches import check_same_structure
-from jpipe.kinds import Sequential
 from jpipe.layers import describe
 from jpipe.layout import StageTree
+from jpipe.model import Sequential
 from jpipe.notices import warn_user
 from jpipe.optimizer import update_with_loss
 from jpipe.plan import Plan

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from jpipe.batches import join_microbatches, split_microbatches
 from jpipe.executor import run_forward, run_training, send_shared
 from jpipe.indexing import take_row
-from jpipe.kinds import Kind, trace_init
+from jpipe.kinds import trace_init
 from jpipe.layout import StageTree, device_index, local, stacked
 from jpipe.meshes import on_stages, rest_axes, shapes_only
+from jpipe.model import Kind
 from jpipe.plan import Plan
 from jpipe.program import Program
 from jpipe.shardings import of_spec, replicated, to_spec

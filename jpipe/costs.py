@@ -21,7 +21,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from jpipe.flops import Flops, count_flops
-from jpipe.kinds import Sequential
+from jpipe.model import Sequential
 from jpipe.steps import LayerStep, given_shapes
 from jpipe.tracing import example_key, no_mesh, trace
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.kinds import Sequential
 from jpipe.meshes import AXIS, batch_axes, is_batch_axis, on_stages, part_shape
+from jpipe.model import Sequential
 from jpipe.shardings import gather_axes, names_in, scatter_axes
 from jpipe.storage import Buffers, Storage, build_storage
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.kinds import Kind
 from jpipe.layers import describe
+from jpipe.model import Kind
 from jpipe.storage import is_float
 
 DEFAULTS = {"batch_stats": "moments"}

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.costs import BALANCES, Cost, layer_costs
-from jpipe.kinds import Sequential, same_type, unrolled
 from jpipe.layers import describe
 from jpipe.layout import Layout, make_layouts
 from jpipe.meshes import AXIS
+from jpipe.model import Sequential, same_type, unrolled
 from jpipe.notices import warn_user
 from jpipe.options import Options
 from jpipe.partition import Partition, partition, partition_from_counts

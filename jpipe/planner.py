@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from jpipe.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
 from jpipe.checks import check_loss, warn_of_moving_weight
-from jpipe.kinds import Sequential, batch_shardings, trace_kinds
+from jpipe.kinds import batch_shardings, trace_kinds
 from jpipe.layers import AnyLayer, describe
 from jpipe.memory_order import Order, given_orders
 from jpipe.merging import check_collections
 from jpipe.meshes import check_context, num_shards, shapes_only
+from jpipe.model import Sequential
 from jpipe.options import Options
 from jpipe.orders import make_schedule
 from jpipe.partition import Partition

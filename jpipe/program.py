@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jpipe.carriers import Carrier, make_carrier
-from jpipe.kinds import Sequential
 from jpipe.memory_order import Order
 from jpipe.merging import Merging, make_merging
+from jpipe.model import Sequential
 from jpipe.remat import Remat
 from jpipe.schedule import Schedule
 from jpipe.shardings import Sharding

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.indexing import look_up, put_row, take_row, take_slice
-from jpipe.kinds import Kind
 from jpipe.loops import anchor, each, of_trip
+from jpipe.model import Kind
 from jpipe.program import Program
 from jpipe.shardings import local_structs
 from jpipe.steps import Given, Outcome, needs_batch

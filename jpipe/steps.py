@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.kinds import Kind, same_shapes
 from jpipe.layers import Context, LayerError, describe, positional
+from jpipe.model import Kind, same_shapes
 from jpipe.remat import Remat
 from jpipe.shardings import PARTIAL, Axis, Sharding, in_runs, replicated
 from jpipe.splits import WHOLE, Splits

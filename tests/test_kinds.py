@@ -9,8 +9,9 @@ from flax import nnx
 
 import jpipe
 from jpipe.adapt import as_layers
-from jpipe.kinds import same_type, trace_kinds
+from jpipe.kinds import trace_kinds
 from jpipe.layers import describe
+from jpipe.model import same_type
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)

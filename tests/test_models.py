@@ -15,7 +15,8 @@ import pytest
 import jpipe
 from helpers import assert_close
 from jpipe.adapt import as_layers
-from jpipe.kinds import Sequential, trace_kinds
+from jpipe.kinds import trace_kinds
+from jpipe.model import Sequential
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet
