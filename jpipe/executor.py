@@ -65,7 +65,7 @@ def run_training(program: Program, stage: Stage, grads: Any) -> tuple[list[Any],
         home: [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)) for leaf in leaves]
         for home, leaves in stage.shared.items()
     }
-    carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), max(program.table.gradient_rows))
+    carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), program.table.rows_written("gradient"))
     carry = _run_ticks(program, stage, carry)
     grads = _gather_shared(program, stage, carry["grads"], carry["shared"])
     return _total_loss(program, carry["loss"]), stage.merged_state(carry["updates"]), grads
@@ -107,7 +107,7 @@ def _gather_shared(program: Program, stage: Stage, grads: Any, sums: dict[int, l
 
 def _initial(program: Program) -> Carry:
     x = program.carrier.empty()
-    return {"x": x, "activations": _rows(program.carrier.crossing(x), max(program.table.activation_rows))}
+    return {"x": x, "activations": _rows(program.carrier.crossing(x), program.table.rows_written("activation"))}
 
 
 def _rows(tree: Any, count: int) -> Any:
@@ -228,14 +228,9 @@ def _send(program: Program, kind: str, carry: Carry) -> Any:
 
 
 def _receive(kind: str, cell: dict[str, Any], values: Any, carry: Carry) -> Carry:
-    """Writes what arrived into its row."""
+    """Writes what arrived into its row; where nothing did, the row holds nothing that anybody needs."""
     buffers, arrival = _BUFFERS[ACTION_KINDS[kind].flow]
-    row = cell[arrival]
-    place = jnp.maximum(row, 0)
-
-    def write(buffer: Any, leaf: Any) -> Any:
-        return put_row(buffer, jnp.where(row >= 0, leaf, take_row(buffer, place)), place)
-
+    write = lambda buffer, leaf: put_row(buffer, leaf, cell[arrival])
     return carry | {buffers: jax.tree.map(write, carry[buffers], values)}
 
 

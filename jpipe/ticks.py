@@ -31,8 +31,9 @@ class SlotTable:
         (last virtual stage, F, idle).
       residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
       activation_in: row into which stage k writes what arrives from stage k-1 (modulo K) at the end of this slot, after
-        the slot's action has read its own; -1 if nothing arrives. What a slot's actions leave arrives at the end of the
-        next slot, or of the same one where the next may need it (`crosses_beside`).
+        the slot's action has read its own. What a slot's actions leave arrives at the end of the next slot, or of the
+        same one where the next may need it (`crosses_beside`). Where nothing arrives, but may in other ticks or on other
+        stages, a row that holds nothing then, so that nobody has to ask; -1 if nothing ever arrives in this slot.
       gradient_in: the same for the cotangent that arrives from stage k+1 (modulo K).
     """
 
@@ -64,6 +65,10 @@ class TickTable:
     activation_rows: tuple[int, ...]
     gradient_rows: tuple[int, ...]
     residual_rows: tuple[int, ...]
+
+    def rows_written(self, name: str) -> int:
+        """The rows of the "activation" or "gradient" buffer on every device, those written where nothing arrives too."""
+        return 1 + max(int(getattr(slot, f"{name}_in").max()) for slot in self.slots)
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,7 @@ def lower(schedule: Schedule, *, keep_inputs: bool = False) -> TickTable:
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
         if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
-            arrivals = ((value.first - 1, value.stage, row) for value, row in allocated)
-            columns[f"{name}_in"] = _column(shape, arrivals)
+            columns[f"{name}_in"] = _arrivals(allocated, shape, width)
         rows[f"{name}_rows"] = _count_rows(allocated, schedule.num_stages)
     slots = (
         SlotTable(kinds=kinds, **{name: _read_only(column[i::width]) for name, column in columns.items()})
@@ -173,6 +177,20 @@ def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
         rows[row : row + 1] = [value.last]
         allocated.append((value, row))
     return allocated
+
+
+def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width: int) -> np.ndarray:
+    """Where what arrives at the end of each slot is written; where nothing does, the lowest row that holds nothing."""
+    rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
+    taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)
+    for value, row in allocated:
+        taken[value.first : value.last, value.stage, row] = True
+    free = np.argmin(taken, axis=-1).astype(np.int32)
+    for i in range(width):
+        slot = rows[i::width]
+        if (slot >= 0).any():
+            slot[:] = np.where(slot >= 0, slot, free[i::width])
+    return rows
 
 
 def _count_rows(allocated: list[tuple[_Value, int]], num_stages: int) -> tuple[int, ...]:
