@@ -216,7 +216,7 @@ class Cell(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         norm = nn.BatchNorm(not self.train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)
-        h = nn.tanh(norm(wide(x.shape[-1])(x)))
+        h = nn.tanh(norm(wide(x.shape[-1], use_bias=False)(x)))  # a bias here would have no gradient but rounding
         return x + nn.Dropout(0.25, deterministic=not self.train)(h), None
 
 
