@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from common import on_cpu, settings, show
 
 import jpipe
-from jpipe.partition import partition_from_counts
+from jpipe.planning.partition import partition_from_counts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, transformer_l

@@ -35,7 +35,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 import jpipe
-from jpipe.remat import MODES
+from jpipe.model.remat import MODES
 
 DEFAULT = Size(layers=8, width=1024, heads=8, seq=2048, vocab=8192, microbatch=1, dtype="bfloat16")
 SAVED = "attention"

@@ -19,9 +19,9 @@ import optax
 from common import Stepper, compiled_step, in_turns, on_cpu, pipeline_stepper, settings, show
 
 import jpipe
-from jpipe.adapt import as_layers
-from jpipe.kinds import trace_kinds
-from jpipe.layers import Context, positional
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import Context, positional
+from jpipe.model.trace import trace_kinds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, unet

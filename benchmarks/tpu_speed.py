@@ -36,8 +36,8 @@ from common import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jpipe
-from jpipe.remat import MODES
-from jpipe.ticks import lower
+from jpipe.model.remat import MODES
+from jpipe.schedules.ticks import lower
 from tpu_program import compile_with_text, largest_move, read, transfers
 
 BLOCK = "Block.1"

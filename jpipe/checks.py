@@ -5,7 +5,6 @@ Every error names the offender, its value, what was expected and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jpipe.batches import check_same_structure
-from jpipe.layers import describe
-from jpipe.layout import StageTree
-from jpipe.model import Sequential
-from jpipe.notices import warn_user
-from jpipe.optimizer import update_with_loss
-from jpipe.plan import Plan
-from jpipe.storage import is_float
-from jpipe.tracing import trace, uses
+from jpipe.execution.batches import check_same_structure
+from jpipe.memory.layout import StageTree
+from jpipe.model.groups import Sequential
+from jpipe.planning.plan import Plan
+from jpipe.training.optimizer import update_with_loss
 
 
 def check_variables(plan: Plan, variables: Any) -> None:
@@ -107,89 +102,6 @@ def check_reads_nothing(model: Sequential) -> None:
                 f"layer {index} ({model.kind_at(index).layer.name}) can't read its side input from the bare inputs; "
                 "pass the whole batch to apply"
             )
-
-
-def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
-    """Checks what a loss function returns for one micro-batch.
-
-    Raises:
-      ValueError: it raised an error, or returned neither a floating-point scalar nor a pair of scalars.
-    """
-    outputs = model.kinds[model.kind_of[-1]].gives
-    try:
-        _, loss = trace(loss_fn, outputs, batch)
-    except Exception as error:
-        raise ValueError(
-            f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
-            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch (the first batch that a pipeline "
-            "sees has to be a whole one, not its inputs alone)"
-        ) from error
-    parts: Any = loss if isinstance(loss, tuple) else (loss,)
-    sums, metrics = parts[:2], parts[2] if len(parts) == 3 else {}
-    too_few = isinstance(loss, tuple) and len(loss) < 2
-    if too_few or len(parts) > 3 or not all(map(_is_scalar, sums)):
-        raise ValueError(
-            f"loss_fn returned {describe(loss)}; it has to return a scalar (the mean loss), a pair of scalars "
-            "(loss_sum, weight_sum), or (loss_sum, weight_sum, metrics)"
-        )
-    if not jnp.issubdtype(parts[0].dtype, jnp.floating):
-        raise ValueError(f"loss_fn returned a loss of dtype {parts[0].dtype}; it has to be floating-point")
-    _check_metrics(loss, metrics)
-
-
-def _is_scalar(value: Any) -> bool:
-    return hasattr(value, "shape") and value.shape == ()
-
-
-OWN_METRICS = ("loss", "grad_norm")
-
-
-def _check_metrics(loss: Any, metrics: Any) -> None:
-    """Checks the metrics that a loss function returned.
-
-    Raises:
-      ValueError: no dict, a name that jpipe's own metrics have, or a value that is neither a scalar nor a pair of them.
-    """
-    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"loss_fn returned {describe(loss)}; its third part, metrics, has to be a dict with names as keys"
-        )
-    for name, value in metrics.items():
-        if name in OWN_METRICS:
-            raise ValueError(f"loss_fn returned a metric called {name!r}, as one of jpipe's own is; use another name")
-        pair = value if isinstance(value, tuple) else (value, value)
-        if len(pair) != 2 or not all(map(_is_scalar, pair)):
-            raise ValueError(
-                f"loss_fn returned {describe(value)} as the metric {name!r}; it has to be a scalar (the mean of the "
-                "micro-batch) or a pair of scalars (sum, weight)"
-            )
-
-
-def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> None:
-    """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
-
-    A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely none.
-
-    Args:
-      model: the traced layers.
-      loss_fn: a loss function that passed `check_loss`.
-      batch: one micro-batch, a pytree of ShapeDtypeStructs.
-
-    Warns:
-      UserWarning: the second part depends on floating-point outputs.
-    """
-    outputs = model.kinds[model.kind_of[-1]].gives
-    program, loss = trace(loss_fn, outputs, batch)
-    if not isinstance(loss, tuple) or len(loss) > 2:
-        return
-    needed = uses(program, [i == 1 for i in range(len(program.jaxpr.outvars))])
-    if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
-        warn_user(
-            "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "
-            "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the second, "
-            "which is taken as a constant. If the second is a metric, such as an accuracy, return the loss alone, "
-            "or (loss, 1.0, {'accuracy': accuracy}); if it is a weight, compute it from the batch"
-        )
 
 
 def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:

@@ -12,8 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe import batches, compiled, saving
-from jpipe.adapt import as_layers
+from jpipe import saving
 from jpipe.checks import (
     check_alive,
     check_complete,
@@ -27,22 +26,24 @@ from jpipe.checks import (
     check_update,
     check_variables,
 )
-from jpipe.elementwise import check_elementwise
-from jpipe.fingerprint import fingerprint
-from jpipe.layers import LayerError
-from jpipe.layout import StageTree, as_auto, take_apart
-from jpipe.merging import check_rules
-from jpipe.meshes import as_mesh
-from jpipe.optimizer import TrainState, global_norm, state_shardings, update_with_loss
-from jpipe.options import Options
-from jpipe.orders import make_schedule
-from jpipe.partition import Partition
-from jpipe.plan import Plan, as_balance
-from jpipe.planner import Planner
-from jpipe.remat import as_remat
-from jpipe.schedule import Schedule
-from jpipe.splits import Splits, check_shard_over
-from jpipe.tracing import key_shape
+from jpipe.execution import batches, compiled
+from jpipe.execution.planner import Planner
+from jpipe.jax_tools.random_keys import as_key, key_shape
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import LayerError
+from jpipe.memory.layout import StageTree, as_auto, take_apart
+from jpipe.model.remat import as_remat
+from jpipe.model.state import check_rules
+from jpipe.planning.options import Options
+from jpipe.planning.partition import Partition
+from jpipe.planning.plan import Plan, as_balance
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.sharding.meshes import as_mesh
+from jpipe.sharding.splits import Splits, check_shard_over
+from jpipe.training.elementwise import check_elementwise
+from jpipe.training.fingerprint import fingerprint
+from jpipe.training.optimizer import TrainState, global_norm, state_shardings, update_with_loss
 
 Variables = dict[str, StageTree]
 
@@ -69,7 +70,7 @@ class Pipeline:
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules.
       schedule: "naive", "gpipe", "1f1b", "interleaved", or a `jpipe.Schedule`.
-      remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.remat`.
+      remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.model.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.
       mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its axes called "replica", "data"
@@ -77,8 +78,8 @@ class Pipeline:
       inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
         array.
       merge: rules by collection for state other than parameters: "mean" or "sum" over micro-batches, the "last" one's,
-        or "moments" for running means and variances; see `jpipe.merging`. Default: "moments" for "batch_stats", else
-        the mean of floating-point leaves and the last value of others.
+        or "moments" for running means and variances; see `jpipe.model.state`. Default: "moments" for "batch_stats",
+        else the mean of floating-point leaves and the last value of others.
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or at each "use", forward and
@@ -190,7 +191,7 @@ class Pipeline:
           The variables by collection, `{"params": ..., "batch_stats": ...}`.
         """
         plan = self._planner.plan_for(batch)
-        key = batches.as_key(key)
+        key = as_key(key)
         if not isinstance(key, Tracer):
             key = self._to_all(key)
         return self._jit_init(key, self._ready_values(plan))
@@ -264,7 +265,7 @@ class Pipeline:
           typed like `variables["params"]`.
         """
         self._check_training(variables, batch, key)
-        key = None if key is None else batches.as_key(key)
+        key = None if key is None else as_key(key)
         variables = self._placed(variables)
         return self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
 
@@ -304,7 +305,7 @@ class Pipeline:
             takes the loss as `value` (`reduce_on_plateau`) gets it.
           variables: to start from others, such as `from_layer_variables(trees, batch)`; the first step donates them.
         """
-        key = batches.as_key(key)
+        key = as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from flax import serialization
 
-from jpipe.layout import NOT_SAVED, StageTree
-from jpipe.optimizer import TrainState
+from jpipe.memory.layout import NOT_SAVED, StageTree
+from jpipe.training.optimizer import TrainState
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -15,9 +15,9 @@ from flax import nnx
 
 import jpipe
 from helpers import is_nnx, mean_loss, nnx_filled, nnx_parts, params_of, take_microbatch
-from jpipe.connections import Marked
-from jpipe.shared import Shared, Use
-from jpipe.stages import layer_key
+from jpipe.jax_tools.random_keys import layer_key
+from jpipe.layers.connections import Marked
+from jpipe.layers.shared import Shared, Use
 
 
 def parts(layer: Any) -> tuple[Marked, nn.Module, Any, Any]:

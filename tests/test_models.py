@@ -14,9 +14,9 @@ import pytest
 
 import jpipe
 from helpers import assert_close
-from jpipe.adapt import as_layers
-from jpipe.kinds import trace_kinds
-from jpipe.model import Sequential
+from jpipe.layers.adapt import as_layers
+from jpipe.model.groups import Sequential
+from jpipe.model.trace import trace_kinds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet

@@ -27,7 +27,7 @@ from helpers import (
     pipeline,
     run_layers,
 )
-from jpipe.stages import layer_key
+from jpipe.jax_tools.random_keys import layer_key
 
 KEY = 7
 

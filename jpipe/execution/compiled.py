@@ -1,0 +1,173 @@
+"""The three programs that a pipeline compiles: initialisation, training (loss and gradients) and forward only.
+
+Each wraps what one stage does into one program on all stages, and labels the results with their layouts. All are
+traceable: they run inside a user's own `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jpipe.execution.batches import join_microbatches, split_microbatches
+from jpipe.execution.executor import run_forward, run_training, send_shared
+from jpipe.execution.program import Program
+from jpipe.execution.stages import Gather, Stage
+from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.indexing import take_row
+from jpipe.jax_tools.random_keys import init_key, key_shape
+from jpipe.jax_tools.tracing import replay
+from jpipe.memory.layout import StageTree, device_index, local, stacked
+from jpipe.model.groups import Kind
+from jpipe.model.trace import trace_init
+from jpipe.planning.plan import Plan
+from jpipe.sharding.meshes import on_stages, rest_axes, shapes_only
+from jpipe.sharding.shardings import of_spec, replicated, to_spec
+from jpipe.sharding.spmd import partition_program
+
+
+def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
+    """New variables: each stage makes those of its own layers.
+
+    Args:
+      plan: cuts and layout.
+      key: a random key; see `jpipe.execution.stages.init_key`.
+      ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
+    """
+    specs = _specs(plan)
+    layouts, mesh, homes = plan.layouts, plan.mesh, plan.model.homes
+
+    def body(key: Any, ready: Any) -> Any:
+        """One device's part: its buffers `[1, ...]` by collection."""
+
+        def index_of(c: int, member: Any, _: Any) -> Any:
+            return take_row(jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32), member)
+
+        def visit(c: int, member: Any, index: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+            kind = plan.model.kinds[homes[c].kind]
+            if kind.layer.ready is not None or not kind.variables:
+                return buffers
+            made = _init_layer(plan, kind)(init_key(key, index))
+            return buffers | {
+                name: layouts[name].storage.write(buffers[name], c, member, leaves) for name, leaves in made.items()
+            }
+
+        buffers = {name: layout.zeros() for name, layout in layouts.items()} | local(ready)
+        return stacked(layouts["params"].storage.for_each_local(index_of, visit, device_index(mesh), buffers))
+
+    run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
+    return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
+
+
+def _init_layer(plan: Plan, kind: Kind) -> Callable[[Any], dict[str, list[Any]]]:
+    """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
+    axes, sizes = rest_axes(plan.mesh), plan.mesh.shape
+
+    def run(key: Any) -> dict[str, list[Any]]:
+        with shapes_only(plan.mesh):
+            program, made = trace_init(kind.layer, key_shape(key), kind.takes, plan.batch)
+        wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in kind.specs[name]]
+        local = partition_program(program, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+        leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
+        return replay(local.program, leaves)(key)
+
+    return run
+
+
+def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
+    """`((loss, updates, metrics), grads)` of a batch `[B, ...]`."""
+    key = jax.random.key(0) if key is None else key  # then no layer draws from it
+    layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
+
+    def body(variables: Any, batch: Any, key: Any) -> Any:
+        variables = local(variables)
+        stage = _stage(plan, program, variables, batch, key)
+        sums, updates, grads = run_training(program, stage, params.zeros(accumulator_dtype, at_work=True))
+        divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
+        grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
+        return sums, stacked(updates), stacked(grads)
+
+    specs = _specs(plan)
+    state_specs = {name: tree for name, tree in specs.items() if name != "params"}
+    run = on_stages(
+        body,
+        mesh,
+        (specs, _microbatch_specs(plan, program), PartitionSpec()),
+        ([PartitionSpec()] * len(program.outputs), state_specs, specs["params"]),
+        before=lambda variables, batch, key: (variables, _split(program, batch), key),
+    )
+    run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
+    sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
+    updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
+    loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
+    return (loss, updates, dict(zip(program.metrics, metrics, strict=True))), StageTree(grads, params)
+
+
+def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any) -> Any:
+    """The outputs of a batch `[B, ...]`, or its loss if the program has one."""
+
+    def body(variables: Any, batch: Any) -> Any:
+        return run_forward(program, _stage(plan, program, local(variables), batch, None))
+
+    loses = program.final.loss_fn is not None
+    out = list(zip(program.outputs_at, program.outputs, strict=True))
+    specs = [_stacked_spec(PartitionSpec() if loses else to_spec(s, plan.splits.axes, leaf.ndim)) for s, leaf in out]
+    joined = [PartitionSpec(*spec[1:]) if len(spec) > 1 else PartitionSpec() for spec in specs]
+    run = on_stages(
+        body,
+        plan.mesh,
+        (_specs(plan), _microbatch_specs(plan, program)),
+        [PartitionSpec()] * len(specs) if loses else specs,
+        before=lambda variables, batch: (variables, _split(program, batch)),
+        after=(lambda leaves: leaves) if loses else lambda leaves: list(map(join_microbatches, leaves)),
+        result_specs=[PartitionSpec()] * len(specs) if loses else joined,
+    )
+    remedy = "pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)"
+    leaves = _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
+    if loses:
+        return leaves[0] / leaves[1]
+    return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), leaves)
+
+
+def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(None, *spec)
+
+
+def _not_differentiable(function: Any, remedy: str) -> Any:
+    """`function`, which raises a TypeError with the remedy if somebody differentiates it."""
+    wrapped = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(f"a pipeline can't be differentiated from outside: {remedy}")
+
+    wrapped.defjvp(refuse)
+    return wrapped
+
+
+def _stage(plan: Plan, program: Program, variables: Any, batch: Any, key: Any) -> Stage:
+    """One device at the start of a step, its variables and micro-batches at hand."""
+    params, device = plan.layouts["params"], device_index(plan.mesh)
+    gather: Gather = params.gathered_leaves
+    if plan.options.gather == "step":
+        variables, gather = variables | {"params": params.gathered(variables["params"])}, lambda home, leaves: leaves
+    shared = send_shared(program, variables, device, gather)
+    rates = [rate() for rate in program.rates]
+    return Stage(program, variables, batch, key, shared, rates, device, gather, plan.options.cast == "use")
+
+
+def _specs(plan: Plan) -> dict[str, Any]:
+    return {name: dict(layout.specs) for name, layout in plan.layouts.items()}
+
+
+def _split(program: Program, batch: Any) -> Any:
+    return split_microbatches(batch, program.schedule.num_microbatches)
+
+
+def _microbatch_specs(plan: Plan, program: Program) -> Any:
+    """How all micro-batches `[M, b, ...]` are split."""
+    spec = lambda a: _stacked_spec(to_spec(plan.splits.of_examples(a.shape[0]), plan.splits.axes, a.ndim))
+    return jax.tree.map(spec, program.batch)

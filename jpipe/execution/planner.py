@@ -1,0 +1,208 @@
+"""The planner: from a batch's shapes to the plan, once, and to a program for every shape and purpose.
+
+It traces the layers at the shapes of a micro-batch and keeps what it found. Nothing here computes or allocates anything
+but for measuring layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jpipe.execution.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
+from jpipe.execution.program import Program, Purpose, build_program
+from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.memory_order import Order, given_orders
+from jpipe.jax_tools.random_keys import key_shape
+from jpipe.jax_tools.tracing import trace
+from jpipe.layers.base import AnyLayer, describe
+from jpipe.model.groups import Sequential
+from jpipe.model.layer_step import LayerStep
+from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight
+from jpipe.model.remat import Remat
+from jpipe.model.state import check_collections
+from jpipe.model.tape import Tape
+from jpipe.model.trace import batch_shardings, trace_kinds
+from jpipe.planning.options import Options
+from jpipe.planning.partition import Partition
+from jpipe.planning.plan import Balance, Plan, early_partition, make_plan
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.sharding.meshes import check_context, num_shards, shapes_only
+from jpipe.sharding.shardings import Sharding, settled
+from jpipe.sharding.splits import Splits
+from jpipe.sharding.spmd import partition_program
+
+
+@dataclass(eq=False, kw_only=True)
+class Planner:
+    """What a pipeline was asked for, checked, and what follows from the batches that it has seen."""
+
+    layers: tuple[AnyLayer, ...]
+    loss_fn: Callable[[Any, Any], Any]
+    read_inputs: Callable[[Any], Any]
+    remat: Remat
+    merge: Mapping[str, str]
+    balance: Balance
+    schedule: Schedule
+    mesh: Mesh
+    splits: Splits
+    options: Options
+    _plan: Plan | None = None
+    _models: dict[Any, Sequential] = field(default_factory=dict)
+    _checked: set[Any] = field(default_factory=set)
+    _orders: dict[Any, list[Order | None]] = field(default_factory=dict)
+
+    @property
+    def partition(self) -> Partition:
+        """The cuts, as far as they are known.
+
+        Raises:
+          ValueError: the costs follow from shapes, and no batch was seen yet.
+        """
+        if self._plan is not None:
+            return self._plan.partition
+        early = early_partition(self.balance, len(self.layers), self.schedule.num_stages, self.schedule.num_chunks)
+        if early is None:
+            raise ValueError(
+                f"the partition under balance={self.balance!r} follows from the batch's shapes; call "
+                "pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)"
+            )
+        return early
+
+    def shapes(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of a training batch `[B, ...]`, checked."""
+        size = batch_size(batch)
+        check_divides(size, self.schedule.num_microbatches, num_shards(self.mesh))
+        return microbatch_shapes(batch, self.schedule.num_microbatches)
+
+    def evaluation_schedule(self, batch: Any) -> Schedule:
+        """Forward only, for a batch of any size."""
+        given = self.schedule
+        count = evaluation_microbatches(batch_size(batch), given.num_microbatches, num_shards(self.mesh))
+        sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
+        return make_schedule("forward", **sizes, num_microbatches=count)
+
+    def evaluation_shapes(self, batch: Any) -> Any:
+        """The shapes of one micro-batch of an evaluation batch."""
+        return microbatch_shapes(batch, self.evaluation_schedule(batch).num_microbatches)
+
+    def known_plan(self) -> Plan:
+        """The plan, which a batch has to have decided already."""
+        if self._plan is None:
+            raise ValueError(
+                "this pipeline has seen no batch yet, so it has no layout; call pipe.init(key, batch) first, or pass a "
+                "batch to from_layer_variables(trees, batch)"
+            )
+        return self._plan
+
+    def plan_for(self, batch: Any) -> Plan:
+        """The plan; made from this batch's shapes if it is the first one."""
+        check_context(self.mesh)
+        if self._plan is None:
+            shapes = self.shapes(batch)
+            model = self.model_with_loss(shapes)
+            check_collections(self.merge, model.kinds)
+            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
+            steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
+            with shapes_only(self.mesh):
+                warn_of_moving_weight(model, self.loss_fn, shapes)
+                self._plan = make_plan(
+                    model,
+                    steps,
+                    shapes,
+                    balance=self.balance,
+                    num_chunks=self.schedule.num_chunks,
+                    mesh=self.mesh,
+                    splits=self.splits,
+                    options=self.options,
+                )
+        return self._plan
+
+    def model(self, shapes: Any, bare: bool = False) -> Sequential:
+        """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
+        cache = (bare, *_as_key(shapes))
+        if cache not in self._models:
+            with shapes_only(self.mesh):
+                read = _itself if bare else self.read_inputs
+                model = trace_kinds(self.layers, *self._inputs(read, shapes))
+            if self._plan is not None:
+                self._plan.check_model(model)
+            self._models[cache] = model
+        return self._models[cache]
+
+    def model_with_loss(self, shapes: Any) -> Sequential:
+        """The layers traced at the shapes of a micro-batch, for which the loss is checked too."""
+        model = self.model(shapes)
+        if _as_key(shapes) not in self._checked:
+            with shapes_only(self.mesh):
+                check_loss(model, self.loss_fn, shapes)
+            self._checked.add(_as_key(shapes))
+        return model
+
+    def loss_shape(self) -> jax.ShapeDtypeStruct:
+        """The type of the loss of a whole batch."""
+        plan = self.known_plan()
+        outputs = plan.model.kinds[plan.model.kind_of[-1]].gives
+        with shapes_only(self.mesh):
+            _, (loss, *_) = trace(lambda y, batch: loss_sums(self.loss_fn(y, batch)), outputs, plan.batch)
+        return jax.ShapeDtypeStruct((), accumulator_dtype(loss.dtype))
+
+    def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any, Splits, list[Sharding]]:
+        """What the first layer takes, the batch, what arrays are split over, and how what it takes lies."""
+        try:
+            program, inputs = trace(read_inputs, shapes)
+        except (LookupError, AttributeError) as error:
+            raise ValueError(
+                f"inputs raised {type(error).__name__}: {error} for the batch {describe(shapes)}; it has to return "
+                "what the first layer takes"
+            ) from error
+        at = batch_shardings(shapes, self.splits)
+        found = partition_program(program, self.splits.axes, at, [settled] * len(program.jaxpr.outvars))
+        return inputs, shapes, self.splits, found.shardings
+
+    def program(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Program:
+        """The program for a batch's shapes and a type of key, for training or forward only."""
+        plan = self.known_plan()
+        schedule = self.schedule if train else self.evaluation_schedule(batch)
+        shapes = self.shapes(batch) if train else self.evaluation_shapes(batch)
+        purpose = Purpose(
+            key=key_shape(key) if train else None,
+            read_inputs=_itself if bare else self.read_inputs,
+            loss_fn=self.loss_fn if with_loss else None,
+            remat=self.remat,
+            schedule=schedule,
+            merge=self.merge,
+        )
+
+        def orders_of(c: int, tape: Tape) -> list[Order | None]:
+            """Found once for each kind of these shapes: that may take a compilation."""
+            known = (c, bare, purpose.key, *_as_key(shapes))
+            if known not in self._orders:
+                self._orders[known] = given_orders(tape.program, tape.stored_at, self.mesh)
+            return self._orders[known]
+
+        with shapes_only(self.mesh):
+            return build_program(
+                plan.arranged(self.model(shapes, bare)),
+                purpose,
+                shapes,
+                bounds=plan.bounds,
+                storages={name: layout.storage for name, layout in plan.layouts.items()},
+                splits=self.splits,
+                orders_of=orders_of,
+                apart=plan.options.unroll,
+            )
+
+
+def _as_key(shapes: Any) -> tuple:
+    """What tells shapes apart, hashable."""
+    return jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes))
+
+
+def _itself(batch: Any) -> Any:
+    return batch

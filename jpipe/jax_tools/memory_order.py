@@ -1,0 +1,79 @@
+"""In which order of dimensions arrays lie in memory, where two loops hand them to each other.
+
+A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
+disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to
+one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward
+then reads a row in the order that it wants, and copies that row at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format, Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpipe.jax_tools.tracing import no_mesh
+
+Order = tuple[int, ...]
+"""The dimensions of an array, the outermost first."""
+
+
+def in_order(array: Any, order: Order | None) -> Any:
+    """The array, held to an order; as the compiler likes it if that is None."""
+    if order is None or array.ndim < 2:
+        return array
+    return with_layout_constraint(array, Layout(order))
+
+
+def row_major(array: Any) -> Any:
+    """The array with its last dimension innermost."""
+    return in_order(array, tuple(range(array.ndim)))
+
+
+def given_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
+    """The order in which a layer's forward gives some of its results, by compiling it alone for the mesh's devices.
+
+    Only TPUs' compilers choose: elsewhere, and where all of these results are inputs or have one dimension, nothing is
+    compiled.
+
+    Args:
+      program: the forward, as one device runs it.
+      results: indices of results.
+      mesh: the devices.
+
+    Returns:
+      For each of the results its order; None where there is no choice.
+    """
+    inputs = {id(v) for v in program.jaxpr.invars}
+    chosen = [i for i in results if len(program.out_avals[i].shape) > 1 and id(program.jaxpr.outvars[i]) not in inputs]
+    if mesh.devices.flat[0].platform != "tpu" or not chosen:
+        return [_row_major_order(program.out_avals[i].shape) for i in results]
+    found = dict(zip(chosen, _compiled_orders(program, chosen, mesh), strict=True))
+    return [found.get(i, _row_major_order(program.out_avals[i].shape)) for i in results]
+
+
+def _row_major_order(shape: Sequence[int]) -> Order | None:
+    return tuple(range(len(shape))) if len(shape) > 1 else None
+
+
+def _compiled_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    run = jaxpr_as_fun(program)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in program.in_avals]
+    specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+
+    def chosen(*arguments: Any) -> tuple[list[Any], list[Any]]:
+        found = run(*arguments)
+        return [found[i] for i in results], found
+
+    with no_mesh():
+        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(program.out_avals)
+        program_alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
+        compiled = program_alone.lower(*shapes).compile()
+    return [tuple(np.asarray(form.layout.major_to_minor).tolist()) for form in compiled.output_formats[0]]

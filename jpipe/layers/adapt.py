@@ -1,0 +1,114 @@
+"""From what users call a layer to `AnyLayer`: one place that knows all kinds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from jpipe.layers import flax as flax_layers
+from jpipe.layers.base import AnyLayer, Layer, PlainLayer
+from jpipe.layers.connections import Marked, connect
+from jpipe.layers.flax import LinenLayer, NnxLayer
+from jpipe.layers.functions import signature_of
+from jpipe.layers.shared import Shared, SharedLayer, Use
+
+
+def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
+    """Adapts a user's sequence of layers.
+
+    Raises:
+      TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
+      ValueError: there are no layers.
+    """
+    opened = flax_layers.open_sequential(layers)
+    if not isinstance(opened, Sequence) or isinstance(opened, str):
+        raise TypeError(
+            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        )
+    if len(opened) == 0:
+        raise ValueError("layers is empty; pass at least one layer")
+    marks = [layer if isinstance(layer, Marked) else None for layer in opened]
+    plain = [layer.layer if isinstance(layer, Marked) else layer for layer in opened]
+    _check_repeats(plain, opened is not layers)
+    return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
+
+
+def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
+    """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
+
+    In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
+    what stands inside one `Shared` has.
+    """
+    owners: dict[
+        int, tuple[int, Any, bool]
+    ] = {}  # by part: its first place, what it is shared by, whether Flax ties it
+    for index, layer in enumerate(layers):
+        owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
+        module = owner.layer if owner else layer
+        ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
+        for part in flax_layers.parts_of(module):
+            first, other, tied = owners.setdefault(id(part), (index, owner, ties))
+            if first != index and (ties or tied) and (owner is not other or not owner):
+                raise ValueError(
+                    f"layers[{index}] ({type(module).__name__}) is or holds the same {type(part).__name__} object as "
+                    f"layers[{first}]; wrap the layer once in jpipe.Shared, and use that, to have its parameters in "
+                    "both places; or make two modules"
+                )
+
+
+def _as_layer(layer: Any, index: int) -> AnyLayer:
+    if isinstance(layer, Shared):
+        return _as_use(Use(layer, None), index)
+    if isinstance(layer, Use):
+        return _as_use(layer, index)
+    adapted = flax_layers.adapt(layer, index)
+    if adapted is not None:
+        return adapted
+    if isinstance(layer, Layer):
+        return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
+    kind = layer.func if isinstance(layer, functools.partial) else layer
+    if isinstance(kind, type):
+        raise TypeError(
+            f"layers[{index}] is the class {kind.__name__}, which makes layers and is none; call it, as in "
+            f"{kind.__name__}(...), or for a class of nnx pass `lambda rngs: {kind.__name__}(..., rngs=rngs)`"
+        )
+    if callable(layer):
+        return PlainLayer(getattr(kind, "__name__", type(kind).__name__), None, layer)
+    raise TypeError(
+        f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
+        "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
+    )
+
+
+def _as_use(use: Use, index: int) -> SharedLayer:
+    """A use of a shared layer: the layer, called through the use's method."""
+    if isinstance(use.shared.layer, Marked):
+        raise TypeError(
+            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
+            "jpipe.stash(jpipe.Shared(layer), 'name')"
+        )
+    inner, method = _as_layer(use.shared.layer, index), use.method
+    if method is None:
+        return SharedLayer(inner, use.shared)
+    if isinstance(inner, PlainLayer):
+        if isinstance(method, str):
+            raise TypeError(
+                f"layers[{index}] uses {inner.name} through {method!r}, but functions have no methods; pass a function "
+                "`apply(params, x)`"
+            )
+        return SharedLayer(replace(inner, apply_fn=method, parameters=signature_of(method)), use.shared)
+    assert isinstance(inner, LinenLayer | NnxLayer)
+    module = type(inner.module) if isinstance(inner, LinenLayer) else inner.module_type
+    if not isinstance(method, str):
+        if isinstance(inner, NnxLayer):
+            raise TypeError(f"layers[{index}] uses {inner.name} through a function; name one of its methods")
+    elif not callable(getattr(module, method, None)):
+        raise ValueError(
+            f"layers[{index}] uses {inner.name} through {method!r}, which it doesn't have; name one of its methods"
+        )
+    return SharedLayer(replace(inner, method=method), use.shared)

@@ -1,0 +1,4 @@
+"""The traced model: groups of equal layers, one layer's forward and vjp, what remat keeps, state, the loss.
+
+Knows `layers`, `sharding` and `jax_tools`.
+"""

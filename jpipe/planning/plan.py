@@ -1,0 +1,244 @@
+"""The plan: what a pipeline decides once, from the shapes of the first batch that it sees.
+
+Cuts and layout follow from the layers' costs and stay as they are, so that variables keep their meaning; batches of
+other sizes are only compiled anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jpipe.jax_tools.notices import warn_user
+from jpipe.layers.base import describe
+from jpipe.memory.layout import Layout, make_layouts
+from jpipe.model.groups import Sequential, same_type, unrolled
+from jpipe.model.layer_step import LayerStep
+from jpipe.planning.costs import BALANCES, Cost, layer_costs
+from jpipe.planning.options import Options
+from jpipe.planning.partition import Partition, partition, partition_from_counts
+from jpipe.sharding.meshes import AXIS
+from jpipe.sharding.splits import Splits
+
+Balance = str | tuple[int, ...] | tuple[float, ...]
+
+TOLERATED_SHARE = 1.1
+"""By how much a single layer may exceed the mean cost of a stage without a warning."""
+
+NEGLIGIBLE = {"flops": 1e6, "size": 1e6}
+"""By balance what a whole model may take for a micro-batch without a warning: a CPU core does a million operations in
+about a tenth of a millisecond, no more than a tick takes whatever it computes, so that no balance could be felt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Cuts and layout of a pipeline.
+
+    Attributes:
+      traced: the layers, traced at the first batch's shapes.
+      partition: the cuts into K*V virtual stages, and the costs.
+      costs: what each layer takes; empty where nobody asked.
+      layouts: where the variables lie, by collection.
+      batch: structure of the first batch (a pytree of ShapeDtypeStructs).
+      mesh: the devices.
+      splits: what a stage's arrays are split over.
+      options: how steps are carried out.
+    """
+
+    traced: Sequential
+    partition: Partition
+    costs: tuple[Cost, ...]
+    layouts: dict[str, Layout]
+    batch: Any
+    mesh: Mesh
+    splits: Splits
+    options: Options
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
+        return layer_bounds(self.traced, self.partition)
+
+    @cached_property
+    def model(self) -> Sequential:
+        """The layers as the stages run them."""
+        return self.arranged(self.traced)
+
+    def arranged(self, model: Sequential) -> Sequential:
+        """A model, traced at whatever shapes, as the stages run it."""
+        return unrolled(model, self.bounds) if self.options.unroll else model
+
+    def check_model(self, model: Sequential) -> None:
+        """Checks that the model traced at other shapes still has the variables of this plan.
+
+        Raises:
+          ValueError: naming the first layer that differs.
+        """
+        for index in range(model.num_layers):
+            old, new = self.traced.kind_at(index), model.kind_at(index)
+            users = lambda m, kind: [i - m.first for i in kind.members]
+            if not same_type(old.variables, new.variables):
+                raise ValueError(
+                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
+                    f"{describe(old.takes)} at init, and its variables would be other ones: {describe(new.variables)}, "
+                    f"not {describe(old.variables)}; give batches of the same features as at init, or init a pipeline "
+                    "for these"
+                )
+            if users(self.traced, old) != users(model, new):
+                raise ValueError(
+                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
+                    f"{describe(old.takes)} at init, so that other layers are like it than were; cast the batch"
+                )
+
+
+def as_balance(balance: Any, num_layers: int, num_parts: int) -> Balance:
+    """Checks the user's balance as far as it can be without shapes.
+
+    Raises:
+      ValueError: an unknown name, counts that don't fit (length, sum, zeros), or costs that don't.
+      TypeError: neither a name nor a sequence of numbers.
+    """
+    if isinstance(balance, str):
+        if balance not in BALANCES:
+            raise ValueError(
+                f"balance={balance!r} is unknown; use one of {list(BALANCES)}, layer counts such as [4, 5, 5, 4], or "
+                "one cost a layer as floats"
+            )
+        return balance
+    if isinstance(balance, Partition):
+        raise TypeError("balance is a Partition; pass its layer counts: balance=partition.counts")
+    values: tuple[Any, ...] = (None,)
+    if isinstance(balance, Iterable) and np.ndim(np.asarray(balance, object)) == 1:
+        values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
+    is_costs = any(isinstance(value, float) for value in values)
+    return _costs(values, num_layers) if is_costs else _counts(values, num_layers, num_parts)
+
+
+def _costs(values: tuple, num_layers: int) -> tuple[float, ...]:
+    if len(values) != num_layers:
+        raise ValueError(
+            f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
+        )
+    bad = next((i for i, value in enumerate(values) if not 0 <= value < math.inf), None)
+    if bad is not None:
+        raise ValueError(f"balance[{bad}]={values[bad]}; a cost must be finite and at least 0")
+    return tuple(map(float, values))
+
+
+def _counts(values: tuple, num_layers: int, num_parts: int) -> tuple[int, ...]:
+    if len(values) != num_parts:
+        raise ValueError(
+            f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of "
+            "them (or one cost a layer, as floats)"
+        )
+    if any(value < 1 for value in values):
+        raise ValueError(f"balance={list(values)} has a stage without layers; every count has to be at least 1")
+    if sum(values) != num_layers:
+        raise ValueError(f"balance={list(values)} sums to {sum(values)} but there are {num_layers} layers")
+    return values
+
+
+def cut_layers(
+    balance: Balance, num_stages: int, num_chunks: int, measure: Callable[[str], Sequence[float]]
+) -> Partition:
+    """The cuts for a balance: by measured costs, by the user's costs, or where the user wants them.
+
+    Args:
+      balance: as checked by `as_balance`.
+      num_stages: K.
+      num_chunks: V.
+      measure: name of a balance -> cost of each layer.
+    """
+    if isinstance(balance, str):
+        return partition(measure(balance), num_stages, num_chunks=num_chunks)
+    if all(isinstance(value, int) for value in balance):
+        return partition_from_counts(list(map(int, balance)), measure("flops"), num_chunks)
+    return partition(balance, num_stages, num_chunks=num_chunks)
+
+
+def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chunks: int) -> Partition | None:
+    """The partition, where it doesn't depend on shapes; of unit costs, where they do."""
+    if isinstance(balance, str) and balance != "even":
+        return None
+    return cut_layers(balance, num_stages, num_chunks, lambda _: [1.0] * num_layers)
+
+
+def make_plan(
+    model: Sequential,
+    steps: Sequence[LayerStep],
+    batch: Any,
+    *,
+    balance: Balance,
+    num_chunks: int,
+    mesh: Mesh,
+    splits: Splits,
+    options: Options,
+) -> Plan:
+    """Measures the layers, cuts the model and lays out its variables.
+
+    Args:
+      model: the layers, traced at the shapes of one micro-batch.
+      steps: their forward and backward, for measuring.
+      batch: one micro-batch, a pytree of ShapeDtypeStructs.
+      balance: as checked by `as_balance`.
+      num_chunks: V.
+      mesh: the devices, K of them along `stage`.
+      splits: what a stage's arrays are split over.
+      options: how steps are carried out.
+
+    Warns:
+      UserWarning: a layer alone costs more than the share of a stage, and the model more than next to nothing; or it
+        has a part whose FLOPs can't be counted.
+    """
+    warn = warn_user if isinstance(balance, str) else _ignore
+    measured: list[Cost] = []
+
+    def measure(name: str) -> list[float]:
+        if name == "even":
+            return [1.0] * model.num_layers
+        unit = "time" if name == "time" else "flops"
+        quiet = _ignore if name == "size" else warn
+        measured[:] = layer_costs(model, tuple(steps), batch, unit, mesh=mesh, warn=quiet)
+        return [cost.size if name == "size" else cost.total for cost in measured]
+
+    cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
+    negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
+    if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
+        _warn_of_heavy_layers(model, cuts)
+    bounds = layer_bounds(model, cuts)
+    layouts = make_layouts(unrolled(model, bounds) if options.unroll else model, bounds, mesh, apart=options.unroll)
+    return Plan(model, cuts, tuple(measured), layouts, batch, mesh, splits, options)
+
+
+def _ignore(message: str) -> None:
+    """Where cuts are the user's own, costs are only shown."""
+    del message
+
+
+def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
+    """Warns of the costliest layer if it alone is over the share of a stage, so that no cut can balance the stages."""
+    total, parts = math.fsum(cuts.layer_costs), len(cuts.costs)
+    cost = max(cuts.layer_costs)
+    if parts == 1 or cost * parts <= TOLERATED_SHARE * total:
+        return
+    index = cuts.layer_costs.index(cost)
+    stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
+    warn_user(
+        f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
+        f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
+        f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
+    )
+
+
+def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:
+    """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
+    return list(pairwise([0, *(cut + model.first for cut in cuts.cuts), len(model.kind_of)]))

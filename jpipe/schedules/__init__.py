@@ -1,0 +1,1 @@
+"""Who does what, and when, as plain data: orders, their ticks, their times and pictures. Knows NumPy alone."""

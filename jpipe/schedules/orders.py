@@ -1,0 +1,179 @@
+"""The orders that have names: naive, GPipe, 1F1B, interleaved and forward-only.
+
+Each is a function of (K, M, V) that returns a `Schedule`; a new one is a new order here and an entry in `SCHEDULES`,
+and touches nothing else. K is the number of stages, M of micro-batches, V of chunks a stage.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from numbers import Integral
+from typing import Any
+
+from jpipe.schedules.schedule import Action, Schedule
+
+
+def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """One micro-batch at a time, forth and back: one stage works while the others wait.
+
+    >>> print(naive(2, 2))
+    naive: K=2 stages, M=2 micro-batches, V=1 chunks; slots of a tick: F, B
+    tick    |0     |1     |2     |3     |4     |5     |
+    stage 0 |F0 .  |.  .  |.  B0 |F1 .  |.  .  |.  B1 |
+    stage 1 |.  .  |F0 B0 |.  .  |.  .  |F1 B1 |.  .  |
+    """
+    _check_one_chunk("naive", num_chunks)
+    order = [Action(kind, m) for m in range(num_microbatches) for kind in "FB"]
+    return Schedule([order] * num_stages, name="naive")
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965, figure 2): M micro-batches in flight on every stage.
+
+    The backwards run in the order of the forwards too, so that a stage's stored values are freed first in, first out.
+
+    >>> print(gpipe(2, 3))
+    gpipe: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F, B
+    tick    |0     |1     |2     |3     |4     |5     |6     |
+    stage 0 |F0 .  |F1 .  |F2 .  |.  .  |.  B0 |.  B1 |.  B2 |
+    stage 1 |.  .  |F0 .  |F1 .  |F2 B0 |.  B1 |.  B2 |.  .  |
+    """
+    _check_one_chunk("gpipe", num_chunks)
+    order = [Action(kind, m) for kind in "FB" for m in range(num_microbatches)]
+    return Schedule([order] * num_stages, name="gpipe")
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """One forward, one backward (PipeDream-Flush): the bubble of GPipe, memory that does not grow with M.
+
+    A hop costs a tick, so stage k starts with 2(K-1-k)+1 forwards, which is what it then holds.
+
+    >>> print(one_f_one_b(2, 4))
+    1f1b: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B
+    tick    |0     |1     |2     |3     |4     |5     |
+    stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
+    stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |.  .  |
+    """
+    _check_one_chunk("1f1b", num_chunks)
+    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, 1), name="1f1b")
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """1F1B over V chunks a stage (Megatron-LM, arXiv 2104.04473, section 2.2): the bubble shrinks to (K-1)/(VM+K-1).
+
+    Chunk 1 of a micro-batch on stage 0 follows its chunk 0 on the last stage. It costs V times the hops, and with fewer
+    micro-batches than stages the bubble is larger than that.
+
+    >>> print(interleaved(2, 2, 2))
+    interleaved: K=2 stages, M=2 micro-batches, V=2 chunks; slots of a tick: F, B
+    tick    |0         |1         |2         |3         |4         |5         |6         |7         |
+    stage 0 |F0   .    |F1   .    |F0.1 .    |F1.1 .    |.    B0.1 |.    B1.1 |.    B0   |.    B1   |
+    stage 1 |.    .    |F0   .    |F1   .    |F0.1 B0.1 |F1.1 B1.1 |.    B0   |.    B1   |.    .    |
+    """
+    return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
+
+
+def forward(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Forward only, for inference and evaluation; nothing is kept for a backward.
+
+    >>> print(forward(2, 3))
+    forward: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F
+    tick    |0  |1  |2  |3  |
+    stage 0 |F0 |F1 |F2 |.  |
+    stage 1 |.  |F0 |F1 |F2 |
+    """
+    order = _chunked("F", _groups(num_stages, num_microbatches), range(num_chunks))
+    return Schedule([order] * num_stages, slots=("F",), name="forward")
+
+
+def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    groups = _groups(num_stages, num_microbatches)
+    forwards = _chunked("F", groups, range(num_chunks))
+    backwards = _chunked("B", groups, range(num_chunks)[::-1])
+    orders = []
+    for stage in range(num_stages):
+        # The first backward starts on the last stage when the first group reaches its last chunk there, and is back on
+        # this stage K-1-k ticks later; forwards go on until then.
+        group_size = max(num_stages, *map(len, groups))
+        warm_up = min(len(forwards), (num_chunks - 1) * group_size + 2 * (num_stages - 1 - stage) + 1)
+        order = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
+        orders.append(order)
+    return orders
+
+
+def _groups(num_stages: int, num_microbatches: int) -> list[range]:
+    """Micro-batches in groups of K or somewhat more, as even as can be; fewer than K are one group.
+
+    A group passes one chunk after another. With K of them its first is back at stage 0 just when its last has left;
+    fewer would leave a gap, and where K does not divide M a group of the remainder alone would even deadlock.
+    """
+    count = max(1, num_microbatches // num_stages)
+    bounds = [i * num_microbatches // count for i in range(count + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+def _chunked(kind: str, groups: list[range], chunks: range) -> list[Action]:
+    return [Action(kind, m, chunk) for group in groups for chunk in chunks for m in group]
+
+
+def _check_one_chunk(name: str, num_chunks: int) -> None:
+    if num_chunks > 1:
+        raise ValueError(
+            f"schedule={name!r} has one chunk a stage, got num_chunks={num_chunks}; "
+            "use schedule='interleaved' or num_chunks=1"
+        )
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "forward": forward,
+}
+
+
+def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule of that name; a `Schedule` of one's own is checked against the three numbers and returned.
+
+    Args:
+      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "forward"), or a `Schedule`.
+      num_stages: K.
+      num_microbatches: M.
+      num_chunks: V, the virtual stages a stage; more than 1 with "interleaved" and "forward" only.
+
+    Raises:
+      TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
+      ValueError: a number is less than 1, the name is unknown, the schedule has no chunks, or the numbers disagree.
+
+    >>> make_schedule("1f1b", num_stages=4, num_microbatches=8).ticks.num_ticks
+    14
+    """
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for label, size in sizes.items():
+        _check_size(label, size)
+    if isinstance(name, Schedule):
+        for label, size in sizes.items():
+            if getattr(name, label) != size:
+                raise ValueError(
+                    f"{label}={size}, but the schedule {name.name!r} was made for {getattr(name, label)}; "
+                    f"use {label}={getattr(name, label)} or another schedule"
+                )
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {_known()}")
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r} is unknown; use one of {_known()}, or a jpipe.Schedule of your own")
+    return SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
+
+
+def _known() -> str:
+    return ", ".join(map(repr, SCHEDULES))
+
+
+def _check_size(label: str, size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
+    if int(size) < 1:
+        raise ValueError(f"{label}={size} must be 1 or more")

@@ -1,0 +1,210 @@
+"""How long a schedule takes and what it holds, without running it: bubble, memory and a picture.
+
+It reads the same tick table as the executor, so it times the program that will run and not an idealised one.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jpipe.schedules.schedule import ACTION_KINDS, Action, Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"F": (0.26, 0.52, 0.80), "B": (0.93, 0.55, 0.23), "W": (0.35, 0.65, 0.38)}
+
+
+class Span(NamedTuple):
+    """One action in time: it runs on `stage` from `start` to `end`, in the unit of the times given."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time. Times are in the unit of `forward` and `backward` as given to `simulate`.
+
+    Attributes:
+      schedule: what was simulated.
+      spans: every action with its start and end, in slot order.
+      makespan: the time from the first action's start to the last one's end.
+      busy: K numbers, the time for which each stage works.
+      peak_in_flight: K numbers, the most (micro-batch, chunk) pairs at once whose F has run on that stage and whose B
+        has not yet; 0 in a forward-only schedule, which keeps nothing for a backward.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...] = field(repr=False)
+    makespan: float
+    busy: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the stages' time in which they idle (GPipe, section 2.3)."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
+    def speedup_over_naive(self) -> float:
+        """How many times as fast as naive model parallelism with the same K, M and times.
+
+        The naive order does one action at a time, so its makespan is the work of all stages together.
+        """
+        return sum(self.busy) / self.makespan
+
+    def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None) -> "Axes":
+        """Draws the timeline: a row for each stage, a colour for F and for B, micro-batch numbers, a shade a chunk.
+
+        Args:
+          path_or_ax: where to save the picture, or the axes to draw into; None draws into a new pyplot figure.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ImportError: matplotlib is not installed; `pip install jpipe[plot]`.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Timeline.plot needs matplotlib; pip install 'jpipe[plot]'") from error
+        size = (min(24.0, 3.0 + 0.3 * len(self.spans) / len(self.busy)), 1.2 + 0.45 * len(self.busy))
+        if isinstance(path_or_ax, (str, os.PathLike)):
+            figure = Figure(figsize=size, layout="constrained")
+            axes = figure.subplots()
+            _draw(self, axes)
+            figure.savefig(path_or_ax)
+            return axes
+        if path_or_ax is None:
+            from matplotlib import pyplot
+
+            path_or_ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+        _draw(self, path_or_ax)
+        return path_or_ax
+
+
+def simulate(
+    schedule: Schedule, forward: float | Sequence[float] = 1.0, backward: float | Sequence[float] = 2.0
+) -> Timeline:
+    """Times a schedule as the lockstep program runs it.
+
+    A stage runs its slots in order; an idle slot takes no time. After a slot come the `ppermute`s of the kinds that it
+    admits, on all stages and in all ticks, so a stage starts its next slot when the slot just past has ended on itself,
+    on the stage before (if that slot admits F) and on the stage after (if it admits B). The last stage counts as the
+    one before the first where V > 1. Sending takes no time, and a sender does not wait for its receiver.
+
+    GPipe then takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
+
+    Args:
+      schedule: what to simulate.
+      forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
+        takes a V-th of it.
+      backward: the same for its backward, recomputation included.
+
+    Raises:
+      TypeError: the schedule is not a `Schedule`, or a time is not a number.
+      ValueError: a time is not positive and finite, or there are not K of them.
+
+    >>> from jpipe.orders import make_schedule
+    >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
+    >>> timeline.makespan, timeline.peak_in_flight, round(timeline.bubble_fraction, 3)
+    (33.0, (7, 5, 3, 1), 0.273)
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
+    times = {
+        "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
+        "B": _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
+    }
+    spans: list[Span] = []
+    ends = np.zeros(schedule.num_stages)
+    for kinds, actions in _slots(schedule):
+        ends = ends.copy()
+        for stage, action in actions:
+            start = float(ends[stage])
+            ends[stage] += times[action.kind][stage]
+            spans.append(Span(stage, action, start, float(ends[stage])))
+        ends = _after_hops(ends, kinds, wrap=schedule.num_chunks > 1)
+    return Timeline(
+        schedule=schedule,
+        spans=tuple(spans),
+        makespan=max(span.end for span in spans),
+        busy=tuple(float(sum(times[action.kind][k] for action in order)) for k, order in enumerate(schedule.actions)),
+        peak_in_flight=tuple(_peak_in_flight(spans, stage) for stage in range(schedule.num_stages)),
+    )
+
+
+def _slots(schedule: Schedule) -> Iterator[tuple[str, list[tuple[int, Action]]]]:
+    """The slots in time, each with the kinds that it admits and the stages' actions, read from the tick table."""
+    table = schedule.ticks
+    for tick in range(table.num_ticks):
+        for slot in table.slots:
+            cells = zip(
+                slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist(), strict=True
+            )
+            yield (
+                slot.kinds,
+                [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in enumerate(cells) if kind],
+            )
+
+
+def _after_hops(ends: np.ndarray, kinds: str, *, wrap: bool) -> np.ndarray:
+    """When each stage can go on (`[K]`), given when each ended a slot (`[K]`) after which these kinds send."""
+    starts = ends
+    for flow in {ACTION_KINDS[kind].flow for kind in kinds} - {0}:
+        arrivals = np.roll(ends, flow)
+        if not wrap:
+            arrivals[0 if flow > 0 else -1] = 0.0
+        starts = np.maximum(starts, arrivals)
+    return starts
+
+
+def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:
+    kinds = [span.action.kind for span in spans if span.stage == stage]
+    if "B" not in kinds:
+        return 0
+    return int(np.cumsum([{"F": 1, "B": -1}.get(kind, 0) for kind in kinds]).max())
+
+
+def _stage_times(label: str, times: Any, num_stages: int) -> np.ndarray:
+    try:
+        array = np.asarray(times, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{label}={times!r} must be a number or a sequence of {num_stages} numbers") from error
+    if array.shape not in ((), (num_stages,)):
+        raise ValueError(
+            f"{label}={times!r} has shape {array.shape}; use one number, or one for each of the {num_stages} stages"
+        )
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError(
+            f"{label}={times!r} must be positive and finite; times are those of one micro-batch on a stage"
+        )
+    return np.broadcast_to(array, (num_stages,))
+
+
+def _draw(timeline: Timeline, axes: "Axes") -> None:
+    schedule = timeline.schedule
+    for span in timeline.spans:
+        fade = 0.55 * span.action.chunk / schedule.num_chunks  # later chunks lighter
+        colour = tuple(c + (1 - c) * fade for c in COLOURS[span.action.kind])
+        axes.barh(span.stage, span.end - span.start, left=span.start, height=0.9, color=colour, edgecolor="white")
+        centre = (span.start + span.end) / 2
+        axes.text(centre, span.stage, str(span.action.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
+    for kind in sorted({span.action.kind for span in timeline.spans}, reverse=True):
+        axes.barh(0, 0, color=COLOURS[kind], label={"F": "forward", "B": "backward"}.get(kind, kind))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    axes.set_yticks(range(schedule.num_stages), [f"stage {stage}" for stage in range(schedule.num_stages)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_xlabel("time")
+    axes.set_title(
+        f"{schedule.name}: K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}, "
+        f"bubble {100 * timeline.bubble_fraction:.1f} %"
+    )

@@ -1,0 +1,214 @@
+"""Lowers a schedule to lockstep ticks: the table that the executor runs and the simulator times.
+
+One program runs on all devices, so what a device does in a slot, and where its inputs lie, must be data. This module
+is where orders become that data: `place` says when each action runs, and every value that must be kept (a boundary
+activation, a cotangent, a forward's residuals) gets a row of a buffer for as long as it is live, so the memory held is
+what the order needs and no more.
+
+Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpipe.schedules.schedule import ACTION_KINDS, Action, Placed, Schedule, boundary_source, place
+
+
+@dataclass(frozen=True, eq=False)
+class SlotTable:
+    """What every stage does in one slot of each tick. Arrays are read-only int32 `[T, K]`.
+
+    Attributes:
+      kinds: the kinds that this slot admits.
+      kind: 0 where the stage idles, else 1 + `kinds.index(kind of the action)`.
+      microbatch: the action's micro-batch; 0 where idle.
+      chunk: the action's chunk; 0 where idle.
+      activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
+        `keep_inputs` for B too; -1 where there is none (first virtual stage, idle).
+      gradient: row of the gradient buffer with the cotangent from the next virtual stage, for B; -1 where there is none
+        (last virtual stage, F, idle).
+      residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
+      activation_in: row into which stage k writes what arrives from stage k-1 (modulo K) at the end of this slot, after
+        the slot's action has read its own. What a slot's actions leave arrives at the end of the next slot, or of the
+        same one where the next may need it (`crosses_beside`). Where nothing arrives, but does in other ticks or on
+        other stages, a row that holds nothing then, so that nobody has to ask; -1 if nothing ever arrives in this slot.
+      gradient_in: the same for the cotangent that arrives from stage k+1 (modulo K).
+    """
+
+    kinds: str
+    kind: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    activation: np.ndarray
+    gradient: np.ndarray
+    residual: np.ndarray
+    activation_in: np.ndarray
+    gradient_in: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class TickTable:
+    """A schedule in lockstep ticks.
+
+    Attributes:
+      slots: the slots of a tick, in the order in which they run.
+      num_ticks: T; the last tick has an action.
+      activation_rows: K numbers, the rows of the activation buffer that each stage needs.
+      gradient_rows: the same for cotangents.
+      residual_rows: the same for residuals, which is the number of (micro-batch, chunk) between their F and their B.
+    """
+
+    slots: tuple[SlotTable, ...]
+    num_ticks: int
+    activation_rows: tuple[int, ...]
+    gradient_rows: tuple[int, ...]
+    residual_rows: tuple[int, ...]
+
+    def rows_written(self, name: str) -> int:
+        """The rows of the "activation" or "gradient" buffer: those that any stage ever writes."""
+        return 1 + max(int(getattr(slot, f"{name}_in").max()) for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value kept on a stage, which has its row to itself from slot time `first` to `last`, both included."""
+
+    stage: int
+    first: int
+    uses: tuple[int, ...]  # slot times of the actions that need to know its row, in order
+
+    @property
+    def last(self) -> int:
+        return self.uses[-1]
+
+
+def lower(schedule: Schedule, *, keep_inputs: bool = False) -> TickTable:
+    """Lowers any valid schedule to ticks, each action as soon as possible, each value in the lowest free row.
+
+    Args:
+      schedule: the order of actions.
+      keep_inputs: keep a boundary activation until the B of its micro-batch and chunk has read it again (for remat);
+        otherwise until its F has. Without effect in a forward-only schedule.
+
+    Returns:
+      The table. Slot times at which every stage idles are kept, except after the last action's tick.
+    """
+    times = place(schedule)
+    width = len(schedule.slots)
+    num_ticks = max(times.values()) // width + 1
+    shape = (num_ticks * width, schedule.num_stages)
+    columns = _action_columns(schedule, times, shape)
+    rows = {}
+    for name, values in {
+        "activation": _boundaries(schedule, times, "F", "FB" if keep_inputs else "F"),
+        "gradient": _boundaries(schedule, times, "B", "B"),
+        "residual": _residuals(times),
+    }.items():
+        allocated = _allocate(values)
+        columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
+        if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
+            columns[f"{name}_in"] = _arrivals(allocated, shape, width)
+        rows[f"{name}_rows"] = _count_rows(allocated, schedule.num_stages)
+    slots = (
+        SlotTable(kinds=kinds, **{name: _read_only(column[i::width]) for name, column in columns.items()})
+        for i, kinds in enumerate(schedule.slots)
+    )
+    return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
+
+
+def _action_columns(schedule: Schedule, times: dict[Placed, int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
+    for (stage, action), tau in times.items():
+        columns["kind"][tau, stage] = 1 + schedule.slots[tau % len(schedule.slots)].index(action.kind)
+        columns["microbatch"][tau, stage] = action.microbatch
+        columns["chunk"][tau, stage] = action.chunk
+    return columns
+
+
+def _boundaries(schedule: Schedule, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
+    """The boundary values that actions of `kind` receive.
+
+    One that arrives at the end of slot tau is live from tau + 1 on, since a slot's action reads before arrivals are
+    written: the row of an input read for the last time may take the arrival of the same slot.
+    """
+    values, slots = [], schedule.slots
+    for stage, action in times:
+        source = boundary_source(schedule, stage, action)
+        if action.kind == kind and source is not None:
+            arrives = times[source] + crosses_beside(slots, kind, times[source] % len(slots))
+            values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers)))
+    return values
+
+
+def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
+    """Whether what actions of `kind` leave in a slot crosses while the next one runs, which has none that needs it."""
+    return kind not in slots[(slot + 1) % len(slots)]
+
+
+def _residuals(times: dict[Placed, int]) -> list[_Value]:
+    """What the forwards keep for the backwards: live from the slot of F to the last one that reads it."""
+    readers = "".join(kind for kind in ACTION_KINDS if kind != "F")
+    values = (
+        _Value(stage, tau, (tau, *_uses(times, stage, action, readers)))
+        for (stage, action), tau in times.items()
+        if action.kind == "F"
+    )
+    return [value for value in values if len(value.uses) > 1]
+
+
+def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: str) -> tuple[int, ...]:
+    """Slot times, in order, of the actions of these kinds on the same micro-batch and virtual stage."""
+    same = ((stage, Action(kind, action.microbatch, action.chunk)) for kind in kinds)
+    return tuple(sorted(times[placed] for placed in same if placed in times))
+
+
+def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
+    """Gives each value the lowest row that is free on its stage.
+
+    Taken in the order in which values become live, this needs as many rows as are live at once, and no more.
+    """
+    allocated = []
+    until: dict[int, list[int]] = {}  # by stage: the last slot time for which each row is taken
+    for value in sorted(values, key=lambda value: value.first):
+        rows = until.setdefault(value.stage, [])
+        row = next((row for row, last in enumerate(rows) if last < value.first), len(rows))
+        rows[row : row + 1] = [value.last]
+        allocated.append((value, row))
+    return allocated
+
+
+def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width: int) -> np.ndarray:
+    """Where what arrives at the end of each slot is written; where nothing does, the lowest row that holds nothing."""
+    rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
+    taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)
+    for value, row in allocated:
+        taken[value.first : value.last, value.stage, row] = True
+    free = np.argmin(taken, axis=-1).astype(np.int32)
+    for i in range(width):
+        slot = rows[i::width]
+        if (slot >= 0).any():
+            slot[:] = np.where(slot >= 0, slot, free[i::width])
+    return rows
+
+
+def _count_rows(allocated: list[tuple[_Value, int]], num_stages: int) -> tuple[int, ...]:
+    counts = [0] * num_stages
+    for value, row in allocated:
+        counts[value.stage] = max(counts[value.stage], row + 1)
+    return tuple(counts)
+
+
+def _column(shape: tuple[int, int], entries: Iterable[tuple[int, int, int]]) -> np.ndarray:
+    """-1 everywhere but in the entries, each a slot time, a stage and a row."""
+    column = np.full(shape, -1, np.int32)
+    for tau, stage, row in entries:
+        column[tau, stage] = row
+    return column
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array)
+    array.flags.writeable = False
+    return array

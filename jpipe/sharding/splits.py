@@ -1,0 +1,142 @@
+"""What a stage's arrays are split over: weights at rest and at work, and the examples of a micro-batch.
+
+At rest a weight is split as its layer's metadata says, and over the axes that the pipeline was told to split all of
+them over (`shard_over`). At work the data axes are gathered, and what remains is how the layer's program finds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jpipe.sharding.meshes import AXIS, is_batch_axis, stage_axes
+from jpipe.sharding.shardings import REPLICATED, Axis, Shard, Sharding, names_in, of_spec
+
+SMALLEST = 1024
+"""Elements from which on a weight is split over `shard_over`: for a smaller one, a collective costs more."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What the arrays of one stage are split over.
+
+    Attributes:
+      mesh: all devices; None where there is one a stage.
+      shard_over: mesh axes that parameters are split over besides those that their metadata names.
+    """
+
+    mesh: Mesh | None = None
+    shard_over: tuple[str, ...] = ()
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """At work: the data axes jointly, and each of the others."""
+        return () if self.mesh is None else stage_axes(self.mesh)
+
+    def of_examples(self, size: int) -> Sharding:
+        """How arrays `[b, ...]` of a micro-batch of b examples lie: split if that can be done equally."""
+        return tuple(Shard(0) if a.of_examples and size % a.size == 0 else REPLICATED for a in self.axes)
+
+    def at_work(self, spec: PartitionSpec) -> Sharding:
+        """How a weight lies while its layer computes, if at rest it is split by `spec`."""
+        return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
+
+    def at_rest(self, name: str, variables: dict[str, Any], specs: dict[str, Any]) -> dict[str, list[PartitionSpec]]:
+        """The mesh axes that each leaf of a layer is split over, by collection.
+
+        Args:
+          name: the layer's, for errors.
+          variables: its variables by collection, pytrees of ShapeDtypeStructs.
+          specs: what its metadata says of each leaf.
+
+        Raises:
+          ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
+        """
+        found: dict[str, list[PartitionSpec]] = {}
+        for collection, tree in variables.items():
+            found[collection] = []
+            for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
+                what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+                known = self._known(spec if collection == "params" else _without_data_axes(spec))
+                self._check(what, leaf.shape, known)
+                over = self.shard_over if collection == "params" else ()
+                found[collection].append(self._with_more(leaf.shape, known, over))
+        return found
+
+    def _known(self, spec: PartitionSpec) -> PartitionSpec:
+        """A spec without the axes that the mesh lacks or that split nothing."""
+        if self.mesh is None:
+            return PartitionSpec()
+        sizes = self.mesh.shape
+        keep = lambda name: name != AXIS and sizes.get(name, 1) > 1
+        return _spec([list(filter(keep, names_in(entry))) for entry in spec])
+
+    def _check(self, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+        seen: set[str] = set()
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"{what} to be split by {spec}, which has more dimensions; change the layer's partitioning"
+            )
+        for size, entry in zip(shape, spec, strict=False):
+            names = names_in(entry)
+            twice = [name for name in names if name in seen or names.count(name) > 1]
+            if twice:
+                raise ValueError(f"{what} to be split twice over the mesh axis {twice[0]!r}; name it once")
+            seen.update(names)
+            if size % self._devices(names):
+                raise ValueError(
+                    f"{what} to be split over the mesh axes {names} of {self._devices(names)} devices, which don't "
+                    f"divide {size}; change the layer's partitioning or its size"
+                )
+
+    def _devices(self, names: Sequence[str]) -> int:
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in names)
+
+    def _with_more(self, shape: tuple[int, ...], spec: PartitionSpec, over: Sequence[str]) -> PartitionSpec:
+        """A spec that also splits over the axes of `over`, each along the dimension with the largest parts left."""
+        entries = [list(names_in(entry)) for entry in spec] + [[] for _ in shape[len(spec) :]]
+        for name in over if math.prod(shape) >= SMALLEST else ():
+            if self._devices([name]) == 1 or any(name in entry for entry in entries):
+                continue
+            parts = [n // self._devices(entry) for n, entry in zip(shape, entries, strict=True)]
+            fitting = [dim for dim, n in enumerate(parts) if n % self._devices([name]) == 0]
+            if fitting:
+                entries[max(fitting, key=lambda dim: parts[dim])].append(name)
+        return _spec(entries)
+
+
+WHOLE = Splits()
+"""One device a stage."""
+
+
+def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of state, which isn't gathered as parameters are."""
+    return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])
+
+
+def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
+    """A PartitionSpec of the mesh axes of each dimension."""
+    joined = [tuple(names) if len(names) > 1 else names[0] if names else None for names in entries]
+    while joined and joined[-1] is None:
+        joined.pop()
+    return PartitionSpec(*joined)
+
+
+def check_shard_over(mesh: Mesh, names: Any) -> tuple[str, ...]:
+    """The user's `shard_over`, as mesh axes.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or over which no examples are split.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names or ())
+    for name in names:
+        if name not in mesh.axis_names or not is_batch_axis(name):
+            known = [n for n in mesh.axis_names if is_batch_axis(n)]
+            raise ValueError(f"shard_over={names!r} names {name!r}; this mesh has the data axes {known}")
+    return names

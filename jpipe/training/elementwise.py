@@ -1,0 +1,145 @@
+"""Whether a transformation may see many layers' parameters in one array, as a pipeline keeps them.
+
+Elementwise ones may, and those that sum over all parameters (a global norm). One that takes a norm, a mean or the shape
+of a single parameter would silently compute something else: the trust ratio of lamb, adaptive gradient clipping. So a
+transformation is tried out on a few small arrays, once each by itself and once several in one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+
+from jpipe.jax_tools.tracing import no_mesh
+from jpipe.training.interpret import interpret
+
+
+class Probe(dict):
+    """Small arrays to try a transformation on, a pytree."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Probe,
+    lambda tree: ([(jax.tree_util.DictKey(name), tree[name]) for name in sorted(tree)], tuple(sorted(tree))),
+    lambda names, leaves: Probe(zip(names, leaves, strict=True)),
+)
+
+
+def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """`tx`, but where transformations are tried it does nothing: one that finds each layer's own arrays by itself."""
+
+    def init(params: Any) -> Any:
+        return optax.EmptyState() if isinstance(params, Probe) else tx.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return (updates, state) if isinstance(updates, Probe) else tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+TOLERANCE = 1e-4
+"""By how much updates may be off, of the largest of a parameter: sums in another order are off by 1e-7."""
+
+_SHAPES = {"bias": (3,), "kernel": (4, 3), "heads": (2, 3, 2)}
+_UPDATES, _MOST_STEPS = 3, 32
+
+
+def check_elementwise(tx: optax.GradientTransformation) -> None:
+    """Checks that a transformation does the same to parameters whether or not several lie in one array.
+
+    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which differ by shapes.
+
+    Raises:
+      ValueError: updates are off; by how much, and the remedy, are named.
+    """
+    off = deviation(tx)
+    if off is not None and off > TOLERANCE:
+        raise ValueError(
+            "tx tells parameters apart: where several lie in one array, as a pipeline keeps those of its layers, "
+            f"updates are off by up to {off:.1%} (tried on small arrays); wrap that part of it in "
+            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.lamb(1e-3)))"
+        )
+
+
+@lru_cache(maxsize=32)
+def deviation(tx: optax.GradientTransformation) -> float | None:
+    """By how much updates of arrays in one differ from those of each alone, relative to the largest.
+
+    None if that can't be tried.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, states: Any, trees: Any, value: Any) -> Any:
+        pairs = [tx.update(*given, value=value) for given in zip(grads, states, trees, strict=True)]
+        return [new for new, _ in pairs], [state for _, state in pairs]
+
+    params = _both(_leaves(np.random.default_rng(0), 1.0))
+    # For real, even if the caller is being traced; on one device, whatever the mesh.
+    with no_mesh(), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"), jax.default_device(_device()):
+        try:
+            init, states = _traced(lambda trees: [tx.init(tree) for tree in trees], params)
+            step, _ = _traced(update, params, states, params, np.float32(1))
+            if _draws(step.jaxpr):
+                return None
+            return _run(step, interpret(init, *jax.tree.leaves(params)), params)
+        except Exception:  # whatever it needs, it has with real parameters, or raises there
+            return None
+
+
+def _traced(function: Any, *arguments: Any) -> tuple[ClosedJaxpr, Any]:
+    return jax.make_jaxpr(function, return_shape=True)(*arguments)
+
+
+def _run(step: ClosedJaxpr, states: list[Any], params: tuple[Probe, Probe]) -> float:
+    """The deviation over several steps: until there were some updates, which may be accumulated or start at zero."""
+    random, worst, seen = np.random.default_rng(1), 0.0, 0
+    num_apart, num_updates = len(params[0]), len(jax.tree.leaves(params))
+    for number in range(_MOST_STEPS):
+        grads = _both(_leaves(random, (1.0, 100.0, 0.01)[number % 3]))
+        value = np.float32(1 / (1 + number))
+        results = interpret(step, *jax.tree.leaves(grads), *states, *jax.tree.leaves(params), value)
+        apart, together, states = results[:num_apart], results[num_apart:num_updates], results[num_updates:]
+        pairs = [(found[0, i], apart[2 * n + i]) for n, found in enumerate(together) for i in (0, 1)]
+        worst = max(worst, *(_off(found, expected) for found, expected in pairs))
+        seen += any(np.any(expected) for _, expected in pairs)
+        if seen == _UPDATES:
+            break
+    return worst
+
+
+def _off(found: np.ndarray, expected: np.ndarray) -> float:
+    largest = np.max(np.abs(expected))
+    difference = np.max(np.abs(found - expected))
+    if not np.isfinite(difference):
+        return 0.0 if np.array_equal(found, expected, equal_nan=True) else float("inf")
+    return float(difference / largest) if largest else float(difference > 0)
+
+
+def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndarray]]:
+    """Two arrays of each shape, of different sizes."""
+    make = lambda shape, size: (scale * size * random.standard_normal(shape)).astype(np.float32)
+    return {name: [make(shape, 0.1), make(shape, 3.0)] for name, shape in _SHAPES.items()}
+
+
+def _both(leaves: dict[str, list[np.ndarray]]) -> tuple[Probe, Probe]:
+    """(each array alone, those of one shape in one `[stages, places, ...]`, with an empty place)."""
+    apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
+    return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})
+
+
+def _draws(jaxpr: Jaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    names = ("random_", "threefry", "rng_")
+    return any(e.primitive.name.startswith(names) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+
+
+def _device() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # there are accelerators only
+        return jax.local_devices()[0]

@@ -1,0 +1,265 @@
+"""Optimisers: the training state, and `per_layer` for transformations that look at one parameter at a time.
+
+Under a layout, leaves of many layers lie together in banks. Elementwise transformations and global norms don't notice.
+Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own tree, on
+the device where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.tracing import no_mesh, replay
+from jpipe.layers.functions import signature_of
+from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
+from jpipe.memory.storage import build_storage
+from jpipe.sharding.meshes import AXIS, on_stages, rest_axes
+from jpipe.sharding.shardings import of_spec, replicated
+from jpipe.sharding.spmd import partition_program
+from jpipe.training.elementwise import not_tried
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a training step reads and returns.
+
+    Attributes:
+      step: int32 scalar, the number of steps done.
+      variables: the model's variables by collection.
+      opt_state: the optimiser's state.
+      key: the random key that all steps' keys are derived from.
+      tx: the optax transformation (static).
+    """
+
+    step: Any
+    variables: dict[str, Any]
+    opt_state: Any
+    key: Any
+    tx: optax.GradientTransformation = field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """The Euclidean norm of all gradients together, summed in float32 or better."""
+    wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
+
+
+def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
+    update = optax.with_extra_args_support(tx).update
+    parameters = signature_of(update)
+    takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
+
+
+def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Shows a transformation each layer's own tree, as `layer_variables` gives it, instead of the stage's buffers.
+
+    For transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay masks,
+    `optax.multi_transform`. What they sum over a tree (a clipped norm) they then sum over one layer; keep global norms
+    outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`.
+
+    Args:
+      tx: any optax transformation.
+
+    Returns:
+      A transformation of parameters that a `jpipe.Pipeline` made. Its state lies where the layers do.
+
+    Raises:
+      TypeError: if `tx` is no transformation; in `init`, if the parameters are not a pipeline's.
+    """
+    if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
+        raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> StageTree:
+        """Calls `inner.init` for each layer on the stage where it lies."""
+        layout = _layout_of(params)
+        states = _state_layout(inner, layout)
+
+        def body(params: Any) -> Any:
+            params, device = local(params), device_index(layout.mesh)
+            read = lambda c, member, _: {"params": layout.storage.read(params, c, member)}
+
+            def visit(c: int, member: Any, own: dict[str, Any], buffers: Any) -> Any:
+                made = _on_device(
+                    lambda params: {"state": inner.init(params)}, c, own, {"params": layout, "state": states}
+                )
+                return states.storage.write(buffers, c, member, made["state"])
+
+            return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
+
+        run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
+        return StageTree(jax.jit(run)(dict(params)), states)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[StageTree, StageTree]:
+        """Calls `inner.update` for each layer on the stage where it lies."""
+        layout, states = _layout_of(updates), _layout_of(state)
+        places = {"updates": layout, "state": states, "params": layout}
+        given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
+
+        def new(updates: Any, state: Any, params: Any = None, extra: Any = None) -> dict[str, Any]:
+            return dict(zip(("updates", "state"), inner.update(updates, state, params, **extra), strict=True))
+
+        def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
+            given, device = local(given), device_index(layout.mesh)
+
+            def read(c: int, member: Any, carry: dict[str, Any]) -> dict[str, Any]:
+                return {name: places[name].storage.read(carry[name], c, member) for name in carry}
+
+            def visit(c: int, member: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
+                done = _on_device(new, c, own, places, extra=extra)
+                return carry | {
+                    name: places[name].storage.write(carry[name], c, member, leaves) for name, leaves in done.items()
+                }
+
+            done = layout.storage.for_each_local(read, visit, device, given)
+            return stacked((done["updates"], done["state"]))
+
+        specs = {name: dict(place.specs) for name, place in places.items()}
+        run = on_stages(
+            body,
+            layout.mesh,
+            ({name: specs[name] for name in given}, jax.tree.map(lambda _: PartitionSpec(), extra)),
+            (specs["updates"], specs["state"]),
+        )
+        done, state = jax.jit(run)(given, extra)
+        return StageTree(done, layout), StageTree(state, states)
+
+    return not_tried(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _on_device(
+    function: Callable[..., dict[str, Any]], c: int, own: dict[str, Any], places: dict[str, Layout], **extra: Any
+) -> dict[str, Any]:
+    """What a device does of `function` for one layer.
+
+    Args:
+      function: from the layer's whole trees, by keyword, to others by name.
+      c: the layer's home.
+      own: the device's parts of the leaves of these trees.
+      places: the layout of each tree, of those returned too.
+      extra: what all devices have.
+
+    Returns:
+      The device's parts of the leaves of what `function` returns.
+    """
+    mesh = next(iter(places.values())).mesh
+    axes = rest_axes(mesh)
+    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in places[name].storage.shelves[c].specs]
+    whole = {n: jax.tree.unflatten(places[n].treedefs[c], places[n].storage.shelves[c].leaves) for n in own}
+    names = sorted(own)
+    with no_mesh():
+        program, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
+            whole, jax.eval_shape(lambda x: x, extra)
+        )
+    given = [s for name in names for s in at(name)] + [replicated(axes)] * len(jax.tree.leaves(extra))
+    wanted = [s for name in sorted(found) for s in at(name)]
+    done = partition_program(program, axes, given, [lambda _, s=s: s for s in wanted])
+    return replay(done.program, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
+
+
+def _layout_of(tree: Any) -> Layout:
+    if not isinstance(tree, StageTree):
+        raise TypeError(
+            f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
+            "inside optax.masked and the like, put per_layer outermost"
+        )
+    return tree.layout
+
+
+def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
+    """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
+    trees, specs = [], []
+    for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
+        params = jax.tree.unflatten(treedef, list(shelf.leaves))
+        trees.append(jax.eval_shape(tx.init, params))
+        _check_numbers(trees[-1])
+        specs.append(_state_specs(tx, trees[-1], params, list(zip(shelf.leaves, shelf.specs, strict=True))))
+    shelves = layout.storage.shelves
+    storage = build_storage(
+        [jax.tree.leaves(tree) for tree in trees],
+        [shelf.cells for shelf in shelves],
+        num_devices=layout.num_stages,
+        specs=specs,
+    )
+    return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.members, layout.mesh)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a parameter, or a leaf of an optimiser's state, is split."""
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+def _state_specs(
+    tx: optax.GradientTransformation, state: Any, params: Any, leaves: list[tuple[Any, PartitionSpec]]
+) -> list[PartitionSpec]:
+    """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape."""
+    splits = [_Split(leaf.shape, spec) for leaf, spec in leaves]
+    own = lambda leaf, split: _Split(leaf.shape, split.spec if leaf.shape == split.shape else PartitionSpec())
+    other = lambda leaf: _Split(leaf.shape, PartitionSpec())
+    try:
+        found = optax.tree_utils.tree_map_params(
+            tx, own, state, jax.tree.unflatten(jax.tree.structure(params), splits), transform_non_params=other
+        )
+    except Exception:  # a state that optax can't take apart: by shape, where that leaves no doubt
+        by_shape = {shape: {s.spec for s in splits if s.shape == shape} for shape in {s.shape for s in splits}}
+        only = lambda leaf: next(iter(found)) if len(found := by_shape.get(leaf.shape, ())) == 1 else PartitionSpec()
+        return [only(leaf) for leaf in jax.tree.leaves(state)]
+    return [split.spec for split in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, _Split))]
+
+
+def _check_numbers(state: Any) -> None:
+    """Checks that a layer's state can lie in buffers.
+
+    Raises:
+      TypeError: it holds random keys.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"jpipe.per_layer: the transformation keeps a random key ({leaf.dtype}) in its state at "
+                f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
+                "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
+            )
+
+
+def state_shardings(opt_state: Any, params: StageTree) -> Any:
+    """Shardings for an optimiser's state: of each leaf that mirrors a parameter, that parameter's.
+
+    Args:
+      opt_state: `jax.eval_shape(tx.init, params)`.
+      params: the parameters, or their shapes.
+    """
+    layout = params.layout
+    place = lambda spec: NamedSharding(layout.mesh, spec)
+
+    def guess(leaf: Any) -> NamedSharding:
+        """A statistic of the parameters' arrays is split over the stages, any other is on all of them."""
+        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
+        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
+
+    def of_tree(tree: StageTree) -> StageTree:
+        shapes, specs = tree.layout.shapes, tree.layout.specs
+        same = lambda name, leaf: leaf.shape == shapes[name].shape
+        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
+        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
+
+    is_tree = lambda node: isinstance(node, StageTree)
+    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)

@@ -1,0 +1,145 @@
+"""Costs of layers, by which stages are balanced."""
+
+import warnings
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jpipe
+import jpipe.planning.costs as costs_module
+
+BATCH = np.ones((8, 16), np.float32)
+
+
+WIDE = np.ones((2000, 16), np.float32)
+
+
+def costs(layers, balance, k=2, m=2, **options):
+    sizes = {"num_stages": k, "num_microbatches": m, "balance": balance}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **options)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    return pipe.partition
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("layer", 2), ("stage", 2), ("full", 3)])
+def test_flops_count_the_matrix_products(remat, forwards):
+    """A step multiplies three times for each product: forward, and two in the backward; the first has no input's."""
+    wide = [lambda x: x, *[jpipe.Layer(init, product) for init in (square, square, up, down)], nn.relu]
+    found = costs(wide, "flops", remat=remat).layer_costs
+    products = [2 * 4 * 16 * 16, 2 * 4 * 16 * 16, 2 * 4 * 16 * 64, 2 * 4 * 64 * 16]
+    for cost, size in zip(found[1:], products, strict=False):
+        assert (forwards + 2) * size <= cost < 1.1 * (forwards + 2) * size
+    assert found[-1] < 0.1 * max(products)
+
+
+def square(key, x):
+    return jnp.ones((16, 16), jnp.float32)
+
+
+def up(key, x):
+    return jnp.ones((16, 64), jnp.float32)
+
+
+def down(key, x):
+    return jnp.ones((64, 16), jnp.float32)
+
+
+def product(w, x):
+    """Recomputed by "layer" too, since its derivative needs the result."""
+    return jnp.sin(x @ w)
+
+
+def test_layers_of_one_kind_have_one_cost():
+    found = costs([nn.Dense(16) for _ in range(5)], "flops").layer_costs
+    assert found[1] == found[2] == found[3]
+
+
+def test_size_is_bytes_of_what_training_holds():
+    """Four copies of the parameters; the layer's input, which waits for the backward; the first one's is the batch."""
+    found = costs([nn.Dense(8), nn.Dense(4, use_bias=False)], "size").layer_costs
+    assert found == (4 * (16 * 8 + 8) * 4, (4 * 8 * 4 + 4 * 8) * 4)
+
+
+def test_even():
+    assert costs([nn.Dense(8), nn.Dense(8), nn.relu, nn.relu], "even").layer_costs == (1, 1, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")
+@pytest.mark.parametrize("traced", [False, True])
+def test_time_is_measured_once_a_kind(traced):
+    """Measured, not traced: a layer that takes a thousand times the work takes much longer."""
+    layers = [nn.relu, nn.Dense(16), nn.Dense(16), nn.Dense(4000), nn.Dense(16), nn.Dropout(0.5, deterministic=False)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="time")
+    if traced:
+        jax.eval_shape(pipe.init, jax.random.key(0), WIDE)
+    else:
+        pipe.init(jax.random.key(0), WIDE)
+    found = pipe.partition.layer_costs
+    assert min(found) > 0
+    assert found[1] == found[2]
+    assert max(found) < 10, "seconds"
+    assert found[3] > 3 * found[1]
+
+
+@pytest.mark.parametrize(
+    ("balance", "counts"),
+    [([1, 3], (1, 3)), ([3.0, 1.0, 1.0, 1.0], (1, 3)), ("even", (2, 2)), (np.asarray([3, 1]), (3, 1))],
+)
+def test_ones_own_balance(balance, counts):
+    assert costs([nn.Dense(16) for _ in range(4)], balance).counts == counts
+
+
+def test_a_heavy_head_gets_a_stage_of_its_own_and_a_warning():
+    layers = [nn.Dense(16), nn.Dense(16), nn.Dense(16), nn.Dense(4096)]
+    with pytest.warns(
+        UserWarning, match=r"layer 3 \(Dense\) alone takes \d+% of the model's cost, more than the share"
+    ):
+        assert costs(layers, "flops").cuts == (3,)
+    with pytest.warns(UserWarning, match=r"layer 0 .* alone takes 60% .* 2 stages \(50%\).* 1\.20 times the mean"):
+        costs(layers, [6.0, 1.0, 1.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs(layers, [1, 3])  # the user's own decision
+        costs(layers, [1.0, 1.0, 1.0, 3.0])
+
+
+class Absent:
+    """A device of a topology, as a mesh for compiling ahead of time has it."""
+
+    platform, device_kind, id, process_index = "tpu", "TPU v5 lite", 0, 0
+
+
+def test_time_needs_a_device_like_those_of_the_mesh():
+    """A layer was measured on whatever device was there, a CPU for a mesh of TPUs."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("stage",))
+    assert costs_module._device_like(mesh) is jax.devices()[0]
+    with pytest.raises(ValueError, match=r'balance="time" measures on .*no TPU v5 lite is present here; use'):
+        costs_module._device_like(SimpleNamespace(devices=np.asarray([Absent()])))
+
+
+@pytest.mark.parametrize("balance", ["flops", "size"])
+def test_no_warning_of_a_model_that_takes_next_to_nothing(balance):
+    """A regression: every toy model was warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        costs([nn.Dense(2), nn.Dense(2), nn.Dense(2), nn.Dense(32)], balance)
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("layer", 1), ("stage", 1), ("full", 2)])
+def test_a_cost_is_kept_in_its_parts(remat, again):
+    """One product forward; one for the input and one for the weights backward, and what remat computes again."""
+    layers = [lambda x: x, jpipe.Layer(square, product), jpipe.Layer(square, product), nn.relu]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
+    jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    found, size = pipe._planner.known_plan().costs[2], 2 * 4 * 16 * 16
+    parts = found.forward, found.backward, found.weight_gradient
+    for part, products in zip(parts, (1, 1 + again, 1), strict=True):
+        assert products * size <= part < products * size + 0.15 * size * (1 + again)
+    assert found.total == sum(parts) == pipe.partition.layer_costs[2]
+    assert (found.parameter_bytes, found.state_bytes) == (16 * 16 * 4, 0)
+    assert found.residual_bytes == (2 if remat in ("none", "stage") else 1) * 4 * 16 * 4

@@ -1,0 +1,222 @@
+"""Partitions against brute force, the paper's objective against the default, and what is refused."""
+
+import math
+import re
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jpipe.planning.partition import Partition, partition, partition_from_counts
+
+OBJECTIVES = ("max", "variance")
+
+
+def brute_force(costs, num_stages, objective):
+    """The best cuts by trying them all, the last cut as early as it can be, then the one before it."""
+
+    def rank(cuts):
+        stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *cuts, len(costs)))]
+        squares = sum((num_stages * stage - sum(costs)) ** 2 for stage in stages)
+        return (max(stages) if objective == "max" else 0, squares, cuts[::-1])
+
+    return min(combinations(range(1, len(costs)), num_stages - 1), key=rank)
+
+
+@st.composite
+def problems(draw, elements):
+    costs = draw(st.lists(elements, min_size=1, max_size=10).filter(any))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(problem=problems(st.integers(0, 6)))
+@example(problem=([1] * 10, 4))
+@example(problem=([0, 0, 0, 1, 0, 0], 3))
+def test_equals_brute_force_on_integers(objective, problem):
+    costs, num_stages = problem
+    assert partition(costs, num_stages, objective).cuts == brute_force(costs, num_stages, objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(problem=problems(st.floats(0, 1e300, allow_subnormal=False)))
+def test_is_as_good_as_brute_force_on_floats(objective, problem):
+    costs, num_stages = problem
+    scaled = [cost / max(costs) for cost in costs]
+    found = partition(costs, num_stages, objective)
+    expected = Partition(brute_force(scaled, num_stages, objective), tuple(scaled), objective)
+    found = Partition(found.cuts, tuple(scaled), objective)
+    if objective == "max":
+        assert max(found.costs) == pytest.approx(max(expected.costs), rel=1e-12)
+    assert found.variance == pytest.approx(expected.variance, rel=1e-9, abs=1e-12)
+
+
+@given(problem=problems(st.floats(0, 1e9)), objective=st.sampled_from(OBJECTIVES))
+def test_properties(problem, objective):
+    costs, num_stages = problem
+    found = partition(costs, num_stages, objective)
+    assert len(found.costs) == len(found.counts) == len(found.bounds) == found.num_stages == num_stages
+    assert all(count >= 1 for count in found.counts)
+    assert [layer for start, stop in found.bounds for layer in range(start, stop)] == list(range(len(costs)))
+    assert found.imbalance >= 1 - 1e-12
+    assert partition_from_counts(found.counts, costs).bounds == found.bounds
+
+
+def test_the_two_objectives_differ():
+    costs = [3, 4, 8, 6, 5, 6, 3]
+    assert partition(costs, 3).costs == (7, 14, 14)
+    assert partition(costs, 3, "variance").costs == (15, 11, 9)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "counts"), [(16, 8, (2,) * 8), (10, 4, (2, 2, 3, 3)), (5, 5, (1,) * 5), (7, 1, (7,))]
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("cost", [0.0, 0.1, 1.0])
+def test_equal_layers_are_spread_evenly(num_layers, num_stages, counts, objective, cost):
+    assert partition([cost] * num_layers, num_stages, objective).counts == counts
+
+
+def test_one_heavy_layer_leaves_no_stage_empty():
+    """Cutting the cumulative cost at multiples of total/K would leave stages without layers here."""
+    assert partition([1, 1, 100, 1, 1], 4).counts == (1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_ten_thousand_layers(objective):
+    costs = np.random.default_rng(0).random(10_000)
+    found = partition(costs, 64, objective)
+    assert sum(found.counts) == 10_000
+    assert found.imbalance < 1.01
+
+
+def test_scale_does_not_matter():
+    costs = [3, 4, 8, 6, 5, 6, 3]
+    for scale in (1e-300, 1e300):
+        assert partition([cost * scale for cost in costs], 3).counts == partition(costs, 3).counts
+
+
+def test_picture():
+    assert str(partition([9, *[1] * 9], 4)).splitlines() == [
+        "stage  layers  count  cost  share",
+        "    0       0      1     9  50.0%  <- slowest",
+        "    1     1-3      3     3  16.7%",
+        "    2     4-6      3     3  16.7%",
+        "    3     7-9      3     3  16.7%",
+        "slowest/mean 2.000; cut into even counts the slowest stage would cost 10 (2.222)",
+    ]
+
+
+def test_picture_of_chunks():
+    assert str(partition([1, 1, 1, 1, 2], 2, num_chunks=2)).splitlines() == [
+        "stage  chunk  layers  count  cost  share",
+        "    0      0       0      1     1  16.7%",
+        "    1      0       1      1     1  16.7%",
+        "    0      1     2-3      2     2  33.3%  <- slowest",
+        "    1      1       4      1     2  33.3%",
+        "slowest/mean 1.333; cut into even counts the slowest stage would cost 3 (2.000)",
+    ]
+
+
+def within_limit(costs, sizes, num_parts, objective, limit):
+    """`brute_force` among the partitions that keep to the limit; None if there is none."""
+
+    def rank(cuts):
+        stages = [sum(costs[start:stop]) for start, stop in pairwise((0, *cuts, len(costs)))]
+        squares = sum((num_parts * stage - sum(costs)) ** 2 for stage in stages)
+        return (max(stages) if objective == "max" else 0, squares, cuts[::-1])
+
+    keeps = lambda cuts: all(sum(sizes[a:b]) <= limit for a, b in pairwise((0, *cuts, len(costs))))
+    return min(filter(keeps, combinations(range(1, len(costs)), num_parts - 1)), key=rank, default=None)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@given(
+    problem=problems(st.integers(0, 6)),
+    sizes=st.lists(st.integers(0, 9), min_size=10, max_size=10),
+    limit=st.integers(0, 40),
+    chunks=st.integers(1, 3),
+)
+def test_equals_brute_force_under_a_limit(objective, problem, sizes, limit, chunks):
+    costs, num_stages = problem
+    num_stages = max(1, num_stages // chunks)
+    chunks = min(chunks, len(costs) // num_stages)
+    sizes = sizes[: len(costs)]
+    expected = within_limit(costs, sizes, num_stages * chunks, objective, limit)
+    run = lambda: partition(costs, num_stages, objective, num_chunks=chunks, sizes=sizes, limit=limit)
+    if expected is None:
+        with pytest.raises(ValueError, match="no partition keeps to limit="):
+            run()
+        return
+    found = run()
+    assert found.cuts == expected
+    assert (found.num_stages, found.num_chunks) == (num_stages, chunks)
+
+
+def test_from_counts():
+    found = partition_from_counts([1, 3, 2], range(6))
+    assert found.cuts == (1, 4)
+    assert found.costs == (0, 6, 9)
+    assert found.objective == "counts"
+    assert found.imbalance == 9 / 5
+    assert found.variance == pytest.approx(14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([], 1), ValueError, "costs is empty; give one cost for each layer"),
+        (([1, -2], 1), ValueError, "costs[1]=-2.0; a cost must be finite and at least 0"),
+        (([1, math.nan], 1), ValueError, "costs[1]=nan; a cost must be finite and at least 0"),
+        (([math.inf], 1), ValueError, "costs[0]=inf; a cost must be finite and at least 0"),
+        (([1, "x"], 1), TypeError, "costs[1]='x' is no number; every layer needs a cost of at least 0"),
+        (([1, 2, 3], 5), ValueError, "num_stages=5 is more than the 3 layers; use 1 to 3"),
+        (([1, 2, 3], 0), ValueError, "num_stages=0 is less than 1; use 1 to 3"),
+        (([1, 2, 3], 1.5), TypeError, "num_stages=1.5 is no integer"),
+        (([1, 2], 1, "mean"), ValueError, "objective='mean' is unknown; use one of 'max', 'variance'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        partition(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 with num_stages=2 and 5 layers; use 1 to 2"),
+        ({"num_chunks": 3}, ValueError, "num_chunks=3 with num_stages=2 and 5 layers; use 1 to 2"),
+        ({"num_chunks": 1.5}, TypeError, "num_chunks=1.5 is no integer"),
+        ({"limit": 3}, ValueError, "sizes and limit go together"),
+        ({"sizes": [1] * 5}, ValueError, "sizes and limit go together"),
+        ({"sizes": [1] * 4, "limit": 9}, ValueError, "sizes has 4 entries but there are 5 layers"),
+        ({"sizes": [1, -1, 1, 1, 1], "limit": 9}, ValueError, "sizes[1]=-1.0; a cost must be finite"),
+        (
+            {"sizes": [1] * 5, "limit": 2},
+            ValueError,
+            "no partition keeps to limit=2 bytes a virtual stage; with these",
+        ),
+        ({"sizes": [1] * 5, "limit": "16GB"}, TypeError, "limit='16GB' is no number"),
+        ({"sizes": 3, "limit": 9}, TypeError, "sizes=3 is no sequence; give one number for each layer"),
+        ({"sizes": [1] * 5, "limit": math.nan}, ValueError, "no partition keeps to limit=nan"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        partition([1] * 5, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        ([], ValueError, "counts is empty; give the number of layers of each stage"),
+        ([3, 0], ValueError, "counts[1]=0; every stage needs at least one layer"),
+        ([1, 1], ValueError, "counts=[1, 1] sum to 2; they must sum to the 3 layers"),
+        ([1.0, 2.0], TypeError, "counts[0]=1.0 is no integer"),
+    ],
+)
+def test_bad_counts(counts, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        partition_from_counts(counts, [1, 2, 3])

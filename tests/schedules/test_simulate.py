@@ -1,0 +1,194 @@
+"""Bubbles, memory and times against the formulas, in which f and b are the stages' times and V the chunks."""
+
+import itertools
+import re
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import simulate
+
+TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
+
+
+def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def one_slot_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B as the papers draw it: stage k starts with K-k forwards."""
+    orders = []
+    for stage in range(num_stages):
+        warm_up = min(num_microbatches, num_stages - stage)
+        order = [f"F{m}" for m in range(warm_up)]
+        for m in range(num_microbatches):
+            order += [f"B{m}"] + [f"F{m + warm_up}"] * (m + warm_up < num_microbatches)
+        orders.append(order)
+    return Schedule(orders, slots=("FB",), name="1f1b in one slot")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "percent"),
+    [(4, 4, 42.9), (4, 8, 27.3), (4, 16, 15.8), (4, 32, 8.6), (8, 32, 17.9), (8, 64, 9.9), (1, 5, 0.0), (4, 1, 75.0)],
+)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_of_gpipe_and_1f1b(name, num_stages, num_microbatches, percent):
+    timeline = simulate(make(name, num_stages, num_microbatches))
+    assert round(100 * timeline.bubble_fraction, 1) == percent
+    assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+    assert timeline.makespan == 3 * (num_microbatches + num_stages - 1)
+    assert timeline.busy == (3 * num_microbatches,) * num_stages
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (4, 4), (4, 8), (4, 6), (5, 9)])
+def test_bubble_of_interleaved(num_stages, num_microbatches, num_chunks):
+    timeline = simulate(make("interleaved", num_stages, num_microbatches, num_chunks), forward=1.5, backward=2.5)
+    bubble = (num_stages - 1) / (num_chunks * num_microbatches + num_stages - 1)
+    assert timeline.bubble_fraction == pytest.approx(bubble)
+    assert timeline.busy == pytest.approx((4 * num_microbatches,) * num_stages)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 4), (4, 32), (8, 16), (1, 3), (3, 1)])
+def test_speedup_over_naive(num_stages, num_microbatches):
+    ratio = num_stages * num_microbatches / (num_microbatches + num_stages - 1)
+    assert simulate(make("gpipe", num_stages, num_microbatches)).speedup_over_naive == pytest.approx(ratio)
+    assert simulate(make("naive", num_stages, num_microbatches)).speedup_over_naive == 1.0
+
+
+def test_speedup_of_eight_stages_and_sixteen_microbatches():
+    """128/23, where 4.6 is often said."""
+    assert simulate(make("1f1b", 8, 16)).speedup_over_naive == pytest.approx(float(Fraction(128, 23)))
+
+
+@given(
+    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.sampled_from(["gpipe", "1f1b", "forward"]),
+)
+def test_speedup_compares_with_the_naive_order_at_the_same_times(times, num_microbatches, name):
+    f, b = map(list, zip(*times, strict=True))
+    timeline = simulate(make(name, len(f), num_microbatches), f, b)
+    naive = simulate(make("naive", len(f), num_microbatches), f, b).makespan
+    assert naive == num_microbatches * (sum(f) + sum(b))
+    if name == "forward":
+        naive = num_microbatches * sum(f)
+    assert timeline.speedup_over_naive == naive / timeline.makespan
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=6), st.integers(1, 7))
+def test_gpipe_with_unequal_stages(times, num_microbatches):
+    f, b = map(list, zip(*times, strict=True))
+    timeline = simulate(make("gpipe", len(f), num_microbatches), f, b)
+    expected = sum(f) + (num_microbatches - 1) * max(f) + sum(b) + (num_microbatches - 1) * max(b)
+    assert timeline.makespan == expected
+    assert timeline.busy == tuple(num_microbatches * (x + y) for x, y in times)
+    assert timeline.bubble_fraction == pytest.approx(1 - sum(timeline.busy) / (len(f) * expected))
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "forward"]),
+    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
+    f, b = map(list, zip(*times, strict=True))
+    num_chunks = 2 if name == "interleaved" else 1
+    schedule = make(name, len(f), num_microbatches, num_chunks)
+    timeline = simulate(schedule, f, b)
+    end = {(span.stage, span.action): span.end for span in timeline.spans}
+    for stage, order in enumerate(schedule.actions):
+        spans = [span for span in timeline.spans if span.stage == stage]
+        assert tuple(span.action for span in spans) == order
+        for before, span in itertools.pairwise(spans):
+            assert before.end <= span.start
+        for span in spans:
+            virtual = span.action.chunk * len(f) + stage - (1 if span.action.kind == "F" else -1)
+            if 0 <= virtual < len(f) * num_chunks:
+                source = type(span.action)(span.action.kind, span.action.microbatch, virtual // len(f))
+                assert end[virtual % len(f), source] <= span.start
+    assert timeline.makespan == max(end.values())
+
+
+def test_timeline_of_two_unequal_stages():
+    """Stage 1 takes three times as long: the start of stage 0's last backward waits for it."""
+    timeline = simulate(make("1f1b", 2, 2), forward=[1, 3], backward=[2, 6])
+    assert [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans] == [
+        (0, "F0", 0.0, 1.0),
+        (0, "F1", 1.0, 2.0),
+        (1, "F0", 1.0, 4.0),
+        (1, "B0", 4.0, 10.0),
+        (1, "F1", 10.0, 13.0),
+        (0, "B0", 10.0, 12.0),
+        (1, "B1", 13.0, 19.0),
+        (0, "B1", 19.0, 21.0),
+    ]
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 16), (4, 4), (4, 2), (3, 7)])
+def test_peak_in_flight(num_stages, num_microbatches):
+    def peak(schedule: Schedule) -> tuple[int, ...]:
+        return simulate(schedule).peak_in_flight
+
+    stages, M = range(num_stages), num_microbatches
+    assert peak(make("gpipe", num_stages, M)) == (M,) * num_stages
+    assert peak(make("naive", num_stages, M)) == (1,) * num_stages
+    assert peak(make("forward", num_stages, M)) == (0,) * num_stages
+    assert peak(make("1f1b", num_stages, M)) == tuple(min(M, 2 * (num_stages - 1 - k) + 1) for k in stages)
+    assert peak(one_slot_1f1b(num_stages, M)) == tuple(min(M, num_stages - k) for k in stages)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 8), (4, 16)])
+def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
+    """With F and B equally long the papers' order has the ideal bubble; with B longer, F waits for it in lockstep."""
+    schedule = one_slot_1f1b(num_stages, num_microbatches)
+    bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    assert simulate(schedule, 1.0, 1.0).bubble_fraction == pytest.approx(bubble)
+    assert simulate(schedule, 1.0, 3.0).bubble_fraction > bubble
+
+
+@pytest.mark.parametrize(
+    ("times", "error", "message"),
+    [
+        ({"forward": 0.0}, ValueError, "forward=0.0 must be positive and finite"),
+        ({"backward": -1}, ValueError, "backward=-1 must be positive and finite"),
+        ({"forward": [1.0, float("nan")]}, ValueError, "must be positive and finite"),
+        ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
+        ({"forward": "fast"}, TypeError, "forward='fast' must be a number or a sequence of 2 numbers"),
+    ],
+)
+def test_wrong_times_are_named(times, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        simulate(make("gpipe", 2, 2), **times)
+
+
+def test_only_a_schedule_is_simulated():
+    with pytest.raises(TypeError, match=r"schedule='gpipe' must be a Schedule; make one with jpipe\.make_schedule"):
+        simulate("gpipe")  # pyright: ignore[reportArgumentType]
+
+
+def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
+    pyplot.switch_backend("Agg")
+    timeline = simulate(make("interleaved", 2, 4, 2))
+    timeline.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+    axes = Figure().subplots()
+    assert timeline.plot(axes) is axes
+    assert axes.get_title() == "interleaved: K=2, M=4, V=2, bubble 11.1 %"
+    assert [text.get_text() for text in axes.texts] == [str(span.action.microbatch) for span in timeline.spans]
+    assert timeline.plot().get_title() == axes.get_title()
+    pyplot.close("all")
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"jpipe\[plot\]"):
+        simulate(make("gpipe", 2, 2)).plot()
