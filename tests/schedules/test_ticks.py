@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpipe.schedules import schedule as schedule_module
+from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind
 from jpipe.schedules.orders import SCHEDULES, make_schedule
-from jpipe.schedules.schedule import Action, ActionKind, Schedule, needs, place
-from jpipe.schedules.ticks import TickTable, lower
+from jpipe.schedules.placement import Placement
+from jpipe.schedules.placing import needs, place
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import SlotTable, TickTable, lower
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
 GARBAGE: Tag = ("garbage", -1, -1)
-BOUNDARIES = {"activation": "F", "gradient": "B"}
+BOUNDARIES = {"activation": "F", "cotangent": "B"}
 
 
 @st.composite
@@ -33,14 +35,12 @@ def schedules(draw) -> Schedule:
         for m in range(num_microbatches)
         for v in range(num_chunks)
     ]
-    sizes = make_schedule(
-        "forward", num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )  # only its sizes matter to `needs`
+    placement = Placement(num_stages, num_chunks)
     eager = {placed: seed.random() for placed in every}
     done: set = set()
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     while len(done) < len(every):
-        ready = [p for p in every if p not in done and all(need in done for need in needs(sizes, *p))]
+        ready = [p for p in every if p not in done and all(need in done for need in needs(placement, *p))]
         stage, action = min(ready, key=lambda placed: eager[placed])
         done.add((stage, action))
         orders[stage].append(action)
@@ -68,8 +68,8 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
         sent: dict[tuple[str, int], Tag] = {}
         for stage in range(schedule.num_stages):
-            action = _cell(slot, tick, stage)
-            expected = {"activation": EMPTY, "gradient": EMPTY}
+            action = _action_at(slot, tick, stage)
+            expected = {"activation": EMPTY, "cotangent": EMPTY}
             if action is not None:
                 ran[stage].append(action)
                 expected |= _expected_reads(schedule, stage, action, keep_inputs=keep_inputs)
@@ -95,7 +95,7 @@ def _expected_reads(schedule: Schedule, stage: int, action: Action, *, keep_inpu
     if virtual > 0 and (action.kind == "F" or keep_inputs):
         reads["activation"] = ("F", action.microbatch, virtual - 1)
     if virtual < depth - 1 and action.kind == "B":
-        reads["gradient"] = ("B", action.microbatch, virtual + 1)
+        reads["cotangent"] = ("B", action.microbatch, virtual + 1)
     return reads
 
 
@@ -108,7 +108,7 @@ def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, in
     return {(action.kind, (stage + flow) % schedule.num_stages): (action.kind, action.microbatch, virtual)}
 
 
-def _cell(slot, tick: int, stage: int) -> Action | None:
+def _action_at(slot: SlotTable, tick: int, stage: int) -> Action | None:
     kind = slot.kind[tick, stage]
     if kind == 0:
         assert slot.microbatch[tick, stage] == slot.chunk[tick, stage] == 0
@@ -135,12 +135,12 @@ def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, 
     """The most values that are live at once on each stage, counted slot time by slot time."""
     times = place(schedule)
     live: dict[str, list[list[range]]] = {
-        name: [[] for _ in schedule.actions] for name in ("activation", "gradient", "residual")
+        name: [[] for _ in schedule.actions] for name in ("activation", "cotangent", "residual")
     }
     for (stage, action), tau in times.items():
         virtual = action.chunk * schedule.num_stages + stage
         backward = times.get((stage, Action("B", action.microbatch, action.chunk)), tau)
-        for name, kind, sender in (("activation", "F", virtual - 1), ("gradient", "B", virtual + 1)):
+        for name, kind, sender in (("activation", "F", virtual - 1), ("cotangent", "B", virtual + 1)):
             source = (sender % schedule.num_stages, Action(kind, action.microbatch, sender // schedule.num_stages))
             if action.kind == kind and source in times:
                 last = backward if kind == "F" and keep_inputs else tau
@@ -160,7 +160,7 @@ def check(schedule: Schedule, *, keep_inputs: bool) -> None:
     play(schedule, table, keep_inputs=keep_inputs)
     rows = most_live(schedule, keep_inputs=keep_inputs)
     assert table.activation_rows == rows["activation"]
-    assert table.gradient_rows == rows["gradient"]
+    assert table.cotangent_rows == rows["cotangent"]
     assert table.residual_rows == rows["residual"]
 
 
@@ -182,7 +182,7 @@ def test_every_action_runs_as_soon_as_possible(schedule):
     for stage, order in enumerate(schedule.actions):
         for before, action in zip([None, *order], order, strict=False):
             tau = times[stage, action]
-            held_up = [times[need] for need in needs(schedule, stage, action)]
+            held_up = [times[need] for need in needs(schedule.placement, stage, action)]
             held_up += [] if before is None else [times[stage, before]]
             assert action.kind in schedule.slots[tau % len(schedule.slots)]
             assert all(before < tau for before in held_up)
@@ -210,7 +210,7 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "activation": ([-1, -1, -1, -1, -1], [-1, 0, 0, 0, -1]),  # F0 is read before F1 arrives, so one row does
         "activation_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
         "residual": ([0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]),
-        "gradient_in": (
+        "cotangent_in": (
             [0, 0, 0, 0, 0],
             [0, 0, 0, 0, 0],
         ),  # three of them arrive on stage 0; crosses beside the forwards of the tick after
@@ -220,8 +220,8 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
     by_stage = {
         "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
-        "gradient": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
-        "gradient_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
+        "cotangent": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
+        "cotangent_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
         "activation_in": (
             [0, 0, 0, 0, 0],
             [0, 0, 0, 0, 0],
@@ -231,7 +231,7 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
     }
     for name, columns in by_stage.items():
         assert tuple(map(list, getattr(backward, name).T)) == columns, name
-    assert (table.activation_rows, table.gradient_rows, table.residual_rows) == ((0, 1), (1, 0), (3, 1))
+    assert (table.activation_rows, table.cotangent_rows, table.residual_rows) == ((0, 1), (1, 0), (3, 1))
 
 
 def test_kept_inputs_are_there_for_the_backward():
@@ -264,14 +264,14 @@ def test_rows_in_flight(num_stages, num_microbatches):
     assert residual_rows("forward") == (0,) * num_stages
 
 
-def test_forward_only_keeps_no_gradients():
+def test_forward_only_keeps_no_cotangents():
     table = make_schedule("forward", num_stages=3, num_microbatches=6, num_chunks=2).ticks
-    assert (table.activation_rows, table.gradient_rows, table.residual_rows) == ((1, 1, 1), (0, 0, 0), (0, 0, 0))
+    assert (table.activation_rows, table.cotangent_rows, table.residual_rows) == ((1, 1, 1), (0, 0, 0), (0, 0, 0))
 
 
 def test_a_new_kind_is_lowered_by_its_line_in_the_table_of_kinds(monkeypatch):
     """Weight gradients apart from B: only the executor lacks them, and residuals then live until W."""
-    monkeypatch.setitem(schedule_module.ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
+    monkeypatch.setitem(ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
     orders = [["F0", "F1", "B0", "W0", "B1", "W1"], ["F0", "B0", "F1", "W0", "B1", "W1"]]
     schedule = Schedule(orders, slots=("FBW",))
     assert str(schedule).splitlines()[2:] == [
