@@ -98,6 +98,7 @@ def _check_sequence(label: str, value: object, remedy: str) -> None:
 
 
 def _as_action(item: ActionLike, stage: int) -> Action:
+    """The action that is spelled as an `Action`, a tuple or a string; `stage` is for the message."""
     if isinstance(item, Action):
         parts = (item.kind, item.microbatch, item.chunk)
     elif isinstance(item, str):
@@ -156,6 +157,7 @@ def _check_kind(kind: str, where: str) -> None:
 
 
 def _check_complete(orders: Orders) -> None:
+    """Every kind that occurs or is needed must be on every stage once, for each micro-batch and chunk."""
     highest = max(
         ((action.microbatch, stage, action) for stage, order in enumerate(orders.actions) for action in order),
         key=lambda item: item[0],

@@ -62,7 +62,7 @@ class Timeline:
         return sum(self.busy) / self.makespan
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None) -> "Axes":
-        """Draws the timeline: a row for each stage, a colour for F and for B, micro-batch numbers, a shade a chunk.
+        """Draws the timeline: a line of bars for each stage, a colour for each kind, a shade for each chunk.
 
         Args:
           path_or_ax: where to save the picture, or the axes to draw into; None draws into a new pyplot figure.
