@@ -22,7 +22,7 @@ from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import put_row, take_row
 from jpipe.jax_tools.loops import anchor, when
 from jpipe.memory.storage import Row
-from jpipe.schedules.schedule import ACTION_KINDS
+from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.sharding.meshes import AXIS
 from jpipe.sharding.shardings import PARTIAL
@@ -66,7 +66,7 @@ def run_training(program: Program, stage: Stage, grads: Any) -> tuple[list[Any],
         home: [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)) for leaf in leaves]
         for home, leaves in stage.shared.items()
     }
-    carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), program.table.rows_written("gradient"))
+    carry["gradients"] = _rows(program.cotangents.crossing(carry["dx"]), program.table.rows_written("cotangent"))
     carry = _run_ticks(program, stage, carry)
     grads = _gather_shared(program, stage, carry["grads"], carry["shared"])
     return _total_loss(program, carry["loss"]), stage.merged_state(carry["updates"]), grads
@@ -156,7 +156,7 @@ def _act(program: Program, stage: Stage, kind: str, cell: dict[str, Any], trip: 
     return trip, _ACTIONS[kind](program, stage, cell, carry)
 
 
-_COLUMNS = ("kind", "microbatch", "chunk", "activation", "gradient", "residual", "activation_in", "gradient_in")
+_COLUMNS = ("kind", "microbatch", "chunk", "activation", "cotangent", "residual", "activation_in", "cotangent_in")
 
 
 def _active(slot: SlotTable, kind: str, cell: dict[str, Any]) -> Any:
@@ -187,7 +187,7 @@ def _backward(program: Program, stage: Stage, cell: dict[str, Any], carry: Carry
         saved = Row(0, stage.device)
         again = {"residuals": residuals, "x": _activation(program, cell, carry)}
         residuals = stage.forward(virtual_stage, microbatch, again, saved)["residuals"]
-    dx = program.cotangents.arrived(carry["dx"], _row(carry["gradients"], cell["gradient"]))
+    dx = program.cotangents.arrived(carry["dx"], _row(carry["gradients"], cell["cotangent"]))
     work = {"grads": carry["grads"], "shared": carry["shared"], "dx": dx}
     work = stage.backward(virtual_stage, microbatch, work, residuals, saved)
     return carry | {"residuals": residuals} | work
@@ -235,4 +235,4 @@ def _receive(kind: str, cell: dict[str, Any], values: Any, carry: Carry) -> Carr
     return carry | {buffers: jax.tree.map(write, carry[buffers], values)}
 
 
-_BUFFERS = {1: ("activations", "activation_in"), -1: ("gradients", "gradient_in")}
+_BUFFERS = {1: ("activations", "activation_in"), -1: ("gradients", "cotangent_in")}
