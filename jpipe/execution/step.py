@@ -6,7 +6,7 @@ micro-batch. The executor then only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,10 +23,10 @@ from jpipe.model.loss import LossFn, metric_names
 from jpipe.model.remat import Remat
 from jpipe.model.state import Merging, make_merging
 from jpipe.model.traced_layer import LocalForward, LocalLayer, TracedLayer, local_forward, partition_layer
+from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
 from jpipe.sharding.shardings import Sharding
-from jpipe.sharding.splits import Splits
 
 T = TypeVar("T")
 
@@ -112,31 +112,25 @@ def layer_functions(model: Model, spec: StepSpec) -> tuple[LayerFunction, ...]:
 
 
 def build_step(
+    plan: Plan,
     model: Model,
     spec: StepSpec,
     batch: Shapes,
     *,
-    bounds: Sequence[tuple[int, int]],
-    storages: dict[str, Storage],
-    splits: Splits,
     trace: Callable[[LayerFunction, Arguments], TracedLayer],
     orders: Callable[[LayerFunction, LocalForward], list[Order | None]],
-    apart: bool,
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
     Args:
-      model: the layers, traced at these shapes.
+      plan: cuts and layout.
+      model: the layers as the stages run them, traced at these shapes.
       spec: what the step is for.
       batch: the shapes of one micro-batch.
-      bounds: for each virtual stage, its first layer and one past its last.
-      storages: the places of the variables, by collection.
-      splits: what arrays are split over.
       trace: `trace_layer`, which may remember.
       orders: a layer and its forward -> in which order of dimensions each of its residuals lies in memory.
-      apart: each residual of a group has a buffer of its own.
     """
-    schedule, remat = spec.schedule, spec.remat
+    schedule, remat, bounds, splits = spec.schedule, spec.remat, plan.bounds, plan.splits
     functions = layer_functions(model, spec)
     arguments = [function.shapes(batch) for function in functions]
 
@@ -162,7 +156,7 @@ def build_step(
             device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
             orders=each(lambda g: orders(functions[g], layers[g].forward)),
-            apart=apart,
+            apart=plan.options.unroll,
         )
     boundaries, cuts = model.boundaries, [stop - 1 for _, stop in bounds[:-1]]
     return Step(
@@ -172,7 +166,7 @@ def build_step(
         forwards=forwards,
         layers=layers,
         mergings=each(lambda g: make_merging(functions[g], arguments[g], spec.merge, splits)),
-        storages=storages,
+        storages={name: layout.storage for name, layout in plan.layouts.items()},
         residuals=residuals,
         activations=make_boundaries(boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in boundaries], cuts),

@@ -1,4 +1,4 @@
-"""Each layer's own variables, out of a pipeline's buffers: what `Pipeline.layer_variables` does.
+"""Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
 
 The model is never put on one device: a leaf is split over `stage`, as far as it divides.
 """
@@ -10,10 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.memory.layout import StageTree, device_index, local
+from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.layers.base import LayerError
+from jpipe.memory.layout import Layout, StageTree, device_index, local
+from jpipe.model.groups import Model
 from jpipe.sharding.meshes import AXIS, on_stages, part_shape
 from jpipe.sharding.shardings import names_in
 
@@ -92,6 +96,96 @@ class _SharedOut:
         if self.dimension is not None:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
+
+
+def as_items(model: Model, taken: dict[int, dict[str, Any]]) -> list[Any]:
+    """What `take_apart` found, as the layers' own libraries have it, a list of N."""
+    items = []
+    for index in range(model.num_layers):
+        group = model.group_at(index)
+        own = {name: tree for name, tree in taken.get(index, {}).items() if name in group.variables}
+        items.append(group.layer.to_item(as_auto(own)))
+    return items
+
+
+def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[str, StageTree]:
+    """Global arrays by collection with the values of the layers' own variables; the inverse of `as_items`.
+
+    Args:
+      model: the layers.
+      layouts: the layout of each collection.
+      trees: for each layer its own variables, on the host or on devices.
+
+    Raises:
+      TypeError, ValueError: these aren't the variables of these layers; the first that differs is named.
+    """
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
+    if len(trees) != model.num_layers:
+        raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
+    _check_host_arrays(trees)
+    found: dict[str, dict[int, list[Any]]] = {name: {} for name in layouts}
+    for index, tree in enumerate(trees):
+        group = model.group_at(index)
+        try:
+            own = group.layer.from_item(tree)
+        except LayerError as error:
+            raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
+        expected = group.layer.from_item(group.layer.to_item(group.variables))
+        _check_item(f"trees[{index}] ({group.layer.name})", own, expected)
+        for name in group.variables:
+            found[name][index] = jax.tree.leaves(own[name])
+    _check_tied(model, found["params"])
+    return {name: layout.place(found[name]) for name, layout in layouts.items()}
+
+
+def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
+    """Checks one layer's variables by collection against their shapes.
+
+    Raises:
+      ValueError: a collection or leaf is missing, or has another shape.
+    """
+    lacking = [name for name in expected if name not in own]
+    if lacking:
+        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}")
+    for name, tree in expected.items():
+        check_same_structure(f"{what}[{name!r}]", own[name], tree)
+        check_same_shapes(f"{what}[{name!r}]", own[name], tree)
+
+
+def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
+    """Checks that layers which share their parameters were given the same ones.
+
+    Args:
+      model: the layers.
+      params: the leaves of each layer's parameters.
+
+    Raises:
+      ValueError: naming the first two that differ.
+    """
+    for first, *others in (users for known in model.variable_sets for users in known.users):
+        for other in others:
+            pairs = zip(params.get(first, []), params.get(other, []), strict=True)
+            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
+                raise ValueError(
+                    f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
+                    f"({model.group_at(first).layer.name}) share "
+                    "their parameters; give both the same, or don't share them"
+                )
+
+
+def _check_host_arrays(trees: Any) -> None:
+    """Checks that arrays have values.
+
+    Raises:
+      TypeError: one is being traced.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"trees{jax.tree_util.keystr(path)} is being traced; from_layer_variables puts values on devices, so "
+                "call it outside of jax.jit and its like"
+            )
 
 
 def as_auto(tree: Any) -> Any:

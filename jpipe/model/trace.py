@@ -104,17 +104,17 @@ def _trace_layer(
     takes: Shapes,
     takes_at: list[Sharding],
     batch: Shapes,
-    variables: dict[str, Shapes] | None,
+    shared: dict[str, Shapes] | None,
     splits: Splits,
 ) -> LayerGroup:
-    """The group of a layer that is the first of its group; its variables' shapes are given if it shares them."""
+    """The group of a layer that is the first of its group; `shared` has its variables if another made them."""
     layer = place.layers[place.index]
-    if variables is None:
-        variables = layer.ready
+    variables: dict[str, Shapes] = {}
     try:
-        if variables is None:
-            variables = trace_init(layer, key_shape(), takes, batch)[1]
-        variables = _strong(jax.eval_shape(lambda v: v, variables))
+        made = layer.ready if shared is None else shared
+        if made is None:
+            made = trace_init(layer, key_shape(), takes, batch)[1]
+        variables = _strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
             raise LayerError(

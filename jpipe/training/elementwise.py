@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
+from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.training.interpret import interpret
 
 
 class Probe(dict):

@@ -1,68 +1,28 @@
-"""Optimisers: the training state, and `per_layer` for transformations that look at one parameter at a time.
+"""`per_layer`, for transformations that look at one parameter at a time.
 
-Under a layout, leaves of many layers lie together in banks. Elementwise transformations and global norms don't notice.
-Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own tree, on
-the device where it lies.
+Under a layout, leaves of many layers lie together in buffers. Elementwise transformations and global norms don't
+notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own
+tree, on the device where it lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.tracing import no_mesh, replay
-from jpipe.layers.functions import signature_of
 from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.memory.storage import build_storage
-from jpipe.sharding.meshes import AXIS, on_stages, rest_axes
+from jpipe.sharding.meshes import on_stages, rest_axes
 from jpipe.sharding.shardings import of_spec, replicated
 from jpipe.sharding.spmd import partition_program
 from jpipe.training.elementwise import not_tried
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """What a training step reads and returns.
-
-    Attributes:
-      step: int32 scalar, the number of steps done.
-      variables: the model's variables by collection.
-      opt_state: the optimiser's state.
-      key: the random key that all steps' keys are derived from.
-      tx: the optax transformation (static).
-    """
-
-    step: Any
-    variables: dict[str, Any]
-    opt_state: Any
-    key: Any
-    tx: optax.GradientTransformation = field(metadata={"static": True})
-
-    def replace(self, **changes: Any) -> TrainState:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
-
-
-def global_norm(grads: Any) -> jax.Array:
-    """The Euclidean norm of all gradients together, summed in float32 or better."""
-    wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
-    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
-
-
-def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
-    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
-    update = optax.with_extra_args_support(tx).update
-    parameters = signature_of(update)
-    takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -92,13 +52,13 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
         def body(params: Any) -> Any:
             params, device = local(params), device_index(layout.mesh)
-            read = lambda c, member, _: {"params": layout.storage.read(params, c, member)}
+            read = lambda v, instance, _: {"params": layout.storage.read(params, v, instance)}
 
-            def visit(c: int, member: Any, own: dict[str, Any], buffers: Any) -> Any:
+            def visit(v: int, instance: Any, own: dict[str, Any], buffers: Any) -> Any:
                 made = _on_device(
-                    lambda params: {"state": inner.init(params)}, c, own, {"params": layout, "state": states}
+                    lambda params: {"state": inner.init(params)}, v, own, {"params": layout, "state": states}
                 )
-                return states.storage.write(buffers, c, member, made["state"])
+                return states.storage.write(buffers, v, instance, made["state"])
 
             return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
 
@@ -117,13 +77,13 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
             given, device = local(given), device_index(layout.mesh)
 
-            def read(c: int, member: Any, carry: dict[str, Any]) -> dict[str, Any]:
-                return {name: places[name].storage.read(carry[name], c, member) for name in carry}
+            def read(v: int, instance: Any, carry: dict[str, Any]) -> dict[str, Any]:
+                return {name: places[name].storage.read(carry[name], v, instance) for name in carry}
 
-            def visit(c: int, member: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
-                done = _on_device(new, c, own, places, extra=extra)
+            def visit(v: int, instance: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
+                done = _on_device(new, v, own, places, extra=extra)
                 return carry | {
-                    name: places[name].storage.write(carry[name], c, member, leaves) for name, leaves in done.items()
+                    name: places[name].storage.write(carry[name], v, instance, leaves) for name, leaves in done.items()
                 }
 
             done = layout.storage.for_each_local(read, visit, device, given)
@@ -143,13 +103,13 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _on_device(
-    function: Callable[..., dict[str, Any]], c: int, own: dict[str, Any], places: dict[str, Layout], **extra: Any
+    function: Callable[..., dict[str, Any]], v: int, own: dict[str, Any], places: dict[str, Layout], **extra: Any
 ) -> dict[str, Any]:
     """What a device does of `function` for one layer.
 
     Args:
       function: from the layer's whole trees, by keyword, to others by name.
-      c: the layer's home.
+      v: the index of the layer's set of variables.
       own: the device's parts of the leaves of these trees.
       places: the layout of each tree, of those returned too.
       extra: what all devices have.
@@ -159,8 +119,8 @@ def _on_device(
     """
     mesh = next(iter(places.values())).mesh
     axes = rest_axes(mesh)
-    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in places[name].storage.shelves[c].specs]
-    whole = {n: jax.tree.unflatten(places[n].treedefs[c], places[n].storage.shelves[c].leaves) for n in own}
+    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in places[name].storage.record_types[v].specs]
+    whole = {n: jax.tree.unflatten(places[n].treedefs[v], places[n].storage.record_types[v].leaves) for n in own}
     names = sorted(own)
     with no_mesh():
         program, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
@@ -184,19 +144,19 @@ def _layout_of(tree: Any) -> Layout:
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
     trees, specs = [], []
-    for shelf, treedef in zip(layout.storage.shelves, layout.treedefs, strict=True):
-        params = jax.tree.unflatten(treedef, list(shelf.leaves))
+    record_types = layout.storage.record_types
+    for known, treedef in zip(record_types, layout.treedefs, strict=True):
+        params = jax.tree.unflatten(treedef, list(known.leaves))
         trees.append(jax.eval_shape(tx.init, params))
         _check_numbers(trees[-1])
-        specs.append(_state_specs(tx, trees[-1], params, list(zip(shelf.leaves, shelf.specs, strict=True))))
-    shelves = layout.storage.shelves
+        specs.append(_state_specs(tx, trees[-1], params, list(zip(known.leaves, known.specs, strict=True))))
     storage = build_storage(
         [jax.tree.leaves(tree) for tree in trees],
-        [shelf.cells for shelf in shelves],
-        num_devices=layout.num_stages,
+        [known.devices for known in record_types],
+        device_of=range(layout.num_stages),
         specs=specs,
     )
-    return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.members, layout.mesh)
+    return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.users, layout.mesh)
 
 
 @dataclass(frozen=True)
@@ -238,28 +198,3 @@ def _check_numbers(state: Any) -> None:
                 f"{jax.tree_util.keystr(path)}, and every layer would draw the same numbers; leave that part (noise) "
                 "outside of per_layer, as in optax.chain(optax.add_noise(...), jpipe.per_layer(...))"
             )
-
-
-def state_shardings(opt_state: Any, params: StageTree) -> Any:
-    """Shardings for an optimiser's state: of each leaf that mirrors a parameter, that parameter's.
-
-    Args:
-      opt_state: `jax.eval_shape(tx.init, params)`.
-      params: the parameters, or their shapes.
-    """
-    layout = params.layout
-    place = lambda spec: NamedSharding(layout.mesh, spec)
-
-    def guess(leaf: Any) -> NamedSharding:
-        """A statistic of the parameters' arrays is split over the stages, any other is on all of them."""
-        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
-        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
-
-    def of_tree(tree: StageTree) -> StageTree:
-        shapes, specs = tree.layout.shapes, tree.layout.specs
-        same = lambda name, leaf: leaf.shape == shapes[name].shape
-        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
-        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
-
-    is_tree = lambda node: isinstance(node, StageTree)
-    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)
