@@ -53,7 +53,7 @@ def _of_partial(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
 
 
 def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
-    """A sum, or a function that is its own sum: all operands as partial sums."""
+    """A sum of all operands, or a linear function of one: whatever isn't a partial sum is made one."""
     return RuleResult([PARTIAL] * len(partial), [PARTIAL])
 
 

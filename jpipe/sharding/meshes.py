@@ -1,6 +1,6 @@
 """The mesh of devices: what its axes are for, and how a function of one device becomes a program of all of them.
 
-The axis `stage` has a stage's layers at each of its indices. The other axes split the arrays of a stage: `replica`,
+At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: `replica`,
 `data` and `fsdp` (the data axes) split the examples of a micro-batch, and any of them split weights as the layers'
 metadata asks. Programs are manual over every axis, so that no compiler adds a collective to them; what a device does
 with its parts of arrays is decided by `jpipe.sharding.spmd`. A mesh may have Auto or Explicit axes.

@@ -46,8 +46,9 @@ class Shard:
     """Each device along an axis has equal blocks of the dimension `dim`.
 
     The dimension's n elements are seen as `[outer, axis.size, n / (outer * axis.size)]`; device i has `[:, i, :]`. So
-    with `outer` = 1 it has one run of elements. With `outer` = 2 the first of two devices has elements 0, 1, 4, 5 of 8. Several runs arise where a reshape merges a dimension in front into a split one, and where several axes split
-    one dimension: the axis that cuts last has the larger `outer`.
+    with `outer` = 1 it has one run of elements. With `outer` = 2 the first of two devices has elements 0, 1, 4, 5 of 8.
+    Several runs arise where a reshape merges a dimension in front into a split one, and where several axes split one
+    dimension: the axis that cuts last has the larger `outer`.
     """
 
     dim: int

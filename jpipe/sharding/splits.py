@@ -8,7 +8,7 @@ is gathered along the data axes and remains split over the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,7 +48,9 @@ class Splits:
         """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
         return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
 
-    def at_rest(self, name: str, variables: dict[str, Any], specs: dict[str, Any]) -> dict[str, list[PartitionSpec]]:
+    def at_rest(
+        self, name: str, variables: Mapping[str, Any], specs: Mapping[str, Sequence[PartitionSpec]]
+    ) -> dict[str, list[PartitionSpec]]:
         """What each leaf of a layer's variables is split over at rest.
 
         Args:
@@ -136,7 +138,7 @@ def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
     return PartitionSpec(*joined)
 
 
-def check_shard_over(mesh: Mesh, names: Any) -> tuple[str, ...]:
+def check_shard_over(mesh: Mesh, names: str | Sequence[str] | None) -> tuple[str, ...]:
     """The user's `shard_over` (None, a name or several names), as a tuple of mesh axes.
 
     Raises:
