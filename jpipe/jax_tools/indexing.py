@@ -32,7 +32,7 @@ def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -
 
 
 def put_slice(array: jax.Array, update: jax.Array, index: Sequence[Index]) -> jax.Array:
-    """The array with `update` in place of the slice that begins at `index` (in place, in a loop)."""
+    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else."""
     return jax.lax.dynamic_update_slice(array, update, _start(array, index), allow_negative_indices=False)
 
 
@@ -42,7 +42,7 @@ def take_row(array: jax.Array, row: Index) -> jax.Array:
 
 
 def put_row(array: jax.Array, value: jax.Array, row: Index) -> jax.Array:
-    """The array with `value` in place of `array[row]` (in place, in a loop)."""
+    """The array with `array[row]` replaced by `value`; in a loop this copies nothing else."""
     return jax.lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
 
 
