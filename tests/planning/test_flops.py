@@ -1,4 +1,4 @@
-"""FLOPs counted on traced programs, against the compiler's own count."""
+"""FLOPs counted on jaxprs, against the compiler's own count."""
 
 import functools
 import sys
