@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from jpipe.jax_tools.jaxprs import depends_on, only_needed, without_roundings
+from jpipe.jax_tools.jaxprs import depends_on, uses, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
@@ -94,15 +95,16 @@ def _trace(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     forward = without_roundings(jaxpr)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
     sources, stored, remade = _sort(forward, num_results, len(params), num_arguments)
-    again = forward.jaxpr.replace(outvars=[forward.jaxpr.outvars[num_results + i] for i in remade])
-    needed = only_needed(ClosedJaxpr(again, forward.consts))
+    wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
+    needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
+    remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]
     outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
     backward, gradients = trace(
         lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents), leaves, outputs
     )
     return TracedLayer(
         forward=forward,
-        remake=ClosedJaxpr(needed.jaxpr.replace(invars=needed.jaxpr.invars[: len(params)]), needed.consts),
+        remake=ClosedJaxpr(remake, forward.consts),
         backward=backward,
         results=results,
         vjp_leaves=leaves,
@@ -123,12 +125,18 @@ def _sort(
     sources = {id(v): _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
     stored: list[int] = []
     remade: list[int] = []
-    for i, (leaf, beyond_params) in enumerate(zip(leaves, depends, strict=True)):
+    for i, (leaf, depends_on_more) in enumerate(zip(leaves, depends, strict=True)):
         if id(leaf) not in sources:
-            chosen = stored if beyond_params else remade
-            sources[id(leaf)] = _Source("residual" if beyond_params else "made again", len(chosen))
+            from_params = not depends_on_more and not any(_inputs_of(forward, num_results + i)[num_params:])
+            chosen = remade if from_params else stored
+            sources[id(leaf)] = _Source("made again" if from_params else "residual", len(chosen))
             chosen.append(i)
     return tuple(sources[id(leaf)] for leaf in leaves), tuple(stored), tuple(remade)
+
+
+def _inputs_of(closed: ClosedJaxpr, result: int) -> list[bool]:
+    """Which inputs of a jaxpr have to be there to compute one of its results."""
+    return uses(closed, [i == result for i in range(len(closed.jaxpr.outvars))])
 
 
 # --- as one device runs it --------------------------------------------------------------------------------------------
