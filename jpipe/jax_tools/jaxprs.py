@@ -64,18 +64,6 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
     return dce_jaxpr(closed.jaxpr, wanted or [True] * len(closed.jaxpr.outvars))[1]
 
 
-def only_needed(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without the equations that its outputs don't need; those with side effects go too."""
-    needed = {v for v in closed.jaxpr.outvars if not isinstance(v, Literal)}
-    equations = []
-    for equation in reversed(closed.jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            equations.append(equation)
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
-    effects = frozenset().union(*(equation.effects for equation in equations))
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations[::-1], effects=effects), closed.consts)
-
-
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without any `jax.lax.stop_gradient`, in the jaxprs inside of it too."""
     change: Change = lambda equation: None if equation.primitive.name == "stop_gradient" else equation

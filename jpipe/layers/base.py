@@ -218,14 +218,37 @@ class PlainLayer:
         return lambda *inputs: self.apply(self.from_item(item), inputs, EVALUATION)[0]
 
 
-def identity_layer(name: str, takes: Activation) -> PlainLayer:
-    """A layer that passes on what it takes: a pytree like `takes`."""
-    return PlainLayer(name, None, _same_tuple if type(takes) is tuple else _same)
+@dataclass(frozen=True)
+class Wrapper:
+    """A layer around another one, with the same variables; what it is called with is a matter of its own.
 
+    Attributes:
+      inner: the other layer.
+    """
 
-def _same(x: Activation) -> Activation:
-    return x
+    inner: AnyLayer
 
+    @property
+    def name(self) -> str:
+        return self.inner.name
 
-def _same_tuple(*inputs: Activation) -> Activation:
-    return inputs
+    @property
+    def ready(self) -> Variables | None:
+        return self.inner.ready
+
+    @property
+    def shared(self) -> Shared | None:
+        return self.inner.shared
+
+    def to_item(self, variables: Variables) -> Item:
+        return self.inner.to_item(variables)
+
+    def from_item(self, item: Item) -> Variables:
+        return self.inner.from_item(item)
+
+    def partition_specs(self, variables: Variables) -> Specs:
+        return self.inner.partition_specs(variables)
+
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """The inner layer, to be called with its own inputs."""
+        return self.inner.bind(item)

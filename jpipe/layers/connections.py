@@ -23,17 +23,15 @@ from jpipe.layers.base import (
     CallError,
     Context,
     Inputs,
-    Item,
     LayerError,
     MissingKeyError,
     SideInputError,
-    Specs,
     Variables,
+    Wrapper,
     describe,
     positional,
 )
 from jpipe.layers.functions import same_value
-from jpipe.layers.shared import Shared
 
 Read = Callable[[Batch], Any]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""
@@ -164,38 +162,24 @@ class WithSkips(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConnectedLayer:
+class ConnectedLayer(Wrapper):
     """A layer that stashes, pops or reads, or that skips pass; it takes and gives `WithSkips` where there are some.
 
     Attributes:
-      inner: the layer itself.
       passing: the numbers of the skips that arrive with its inputs.
       stashes: the number under which its output leaves as a skip, if it does.
       pops: the number of the skip that it is called with, if it pops one.
       read: from the batch to its side input, if it has one.
     """
 
-    inner: AnyLayer
     passing: tuple[int, ...]
     stashes: int | None
     pops: int | None
     read: Read | None
 
     @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def ready(self) -> Variables | None:
-        return self.inner.ready
-
-    @property
     def reads_batch(self) -> bool:
         return self.read is not None or self.inner.reads_batch
-
-    @property
-    def shared(self) -> Shared | None:
-        return self.inner.shared
 
     def is_same(self, other: AnyLayer) -> bool:
         if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
@@ -214,19 +198,6 @@ class ConnectedLayer:
         if self.stashes is not None:
             skips = {**skips, self.stashes: outputs}
         return (WithSkips(outputs, skips) if skips else outputs), updates
-
-    def to_item(self, variables: Variables) -> Item:
-        return self.inner.to_item(variables)
-
-    def from_item(self, item: Item) -> Variables:
-        return self.inner.from_item(item)
-
-    def partition_specs(self, variables: Variables) -> Specs:
-        return self.inner.partition_specs(variables)
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        """The inner layer, to be called with its own inputs: nothing is stashed, popped or read."""
-        return self.inner.bind(item)
 
     def _split(self, inputs: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
         """(the layer's own positional inputs, the skips that pass it)."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
-from jpipe.layers.base import AnyLayer, Context, Variables, Wrapper, positional
+from jpipe.layers.base import Activation, AnyLayer, Batch, Context, Inputs, Variables, Wrapper, positional
+
+ReadInputs = Callable[[Batch], Activation]
+"""Micro-batch -> what the first layer is called with, a pytree of arrays."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class ReadingLayer(Wrapper):
       read: micro-batch -> what the layer is called with, a pytree of arrays.
     """
 
-    read: Callable[[Any], Any]
+    read: ReadInputs
 
     @property
     def reads_batch(self) -> bool:
@@ -28,13 +30,13 @@ class ReadingLayer(Wrapper):
     def is_same(self, other: AnyLayer) -> bool:
         return isinstance(other, ReadingLayer) and self.read is other.read and self.inner.is_same(other.inner)
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
         return self.inner.init(key, positional(self.read(batch)), batch)
 
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
         return self.inner.apply(variables, positional(self.read(context.batch)), context)
 
 
-def with_inputs(layers: Sequence[AnyLayer], read: Callable[[Any], Any]) -> list[AnyLayer]:
+def with_inputs(layers: Sequence[AnyLayer], read: ReadInputs) -> list[AnyLayer]:
     """The layers, the first of which reads its inputs from the micro-batch."""
     return [ReadingLayer(layers[0], read), *layers[1:]]

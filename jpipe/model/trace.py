@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,8 @@ def _shared_variables(groups: Sequence[LayerGroup], layer: AnyLayer) -> dict[str
     return next((group.variables for group in groups if group.layer.shared is layer.shared), None)
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """Where a layer stands, for errors: all layers, its index, and the shapes of what it is called with."""
 
     layers: Sequence[AnyLayer]
@@ -256,7 +257,7 @@ def _category(dtype: Any) -> Any:
 
 
 def _mismatch(place: _Place, variables: Any, error: Exception) -> str:
-    layers, index, called_with = place
+    layers, index, called_with = place.layers, place.index, place.called_with
     source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
     own = f"; parameters of {place}: {describe(variables['params'])}" if variables and "params" in variables else ""
     return f"{place} can't take what {source}: {describe(called_with)}{own}. It raised {type(error).__name__}: {error}"

@@ -31,7 +31,7 @@ class _Source(NamedTuple):
     """Where the backward finds a leaf of the vjp: an argument of the layer, made again, or a residual; and which."""
 
     where: Literal["argument", "made again", "residual"]
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ class LocalLayer:
             "made again": self.remake(arguments.params),
             "residual": residuals,
         }
-        return self.transpose([found[source.where][source.index] for source in self.sources], cotangents)
+        return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
 
 
 def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> LocalForward:
@@ -229,7 +229,7 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer
         "made again": remake.shardings,
         "residual": _chosen(forward.shardings[num_results:], layer.stored),
     }
-    leaves_at = [lying[source.where][source.index] for source in layer.sources]
+    leaves_at = [lying[source.where][source.number] for source in layer.sources]
     backward = partition_program(
         layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
     )

@@ -9,7 +9,6 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jpipe.jax_tools.jaxprs import (
     changed,
     depends_on,
-    only_needed,
     scan_counts,
     uses,
     without_roundings,
@@ -104,22 +103,6 @@ def test_uses_look_into_loops():
     assert uses(closed, [False, True]) == [False, True]
     assert uses(closed) == [True, True]
     assert depends_on(closed, closed.jaxpr.invars[:1]) == [True, True]
-
-
-def test_only_what_is_needed():
-    def function(x, y):
-        jax.debug.callback(lambda value: None, jnp.sin(x))
-        unused = jnp.exp(y)
-        return jnp.cos(x), x, (unused, jnp.tanh(y))[1] * 0 + 2.0
-
-    closed = jax.make_jaxpr(function)(X, X)
-    found = only_needed(closed)
-    assert {"sin", "exp", "debug_callback"} & set(names(closed.jaxpr)) == {"sin", "exp", "debug_callback"}
-    assert sorted(names(found.jaxpr)) == ["add", "cos", "mul", "tanh"]
-    assert not found.effects and closed.effects
-    assert len(found.jaxpr.invars) == 2
-    for got, want in zip(jaxpr_as_fun(found)(X, X), function(X, X), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def stopped(x):

@@ -10,7 +10,7 @@ from flax import nnx
 import jpipe
 from helpers import CUTS, assert_close, cut
 from jpipe.layers.adapt import as_layers
-from jpipe.model.trace import trace_kinds
+from jpipe.model.trace import trace_model
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -159,9 +159,9 @@ def test_alike_layers_with_skips_of_their_own_are_one_group():
         ]
 
     shapes = jax.eval_shape(lambda: BATCH)
-    model = trace_kinds(as_layers([layer for i in range(4) for layer in block(i)]), shapes["inputs"], shapes)
-    assert [kind.layer.name for kind in model.kinds[1:-1]] == ["Dense", "Masked", "Add"]  # between the model's ends
-    assert len(model.kind_of) == 12 + 2
+    layers = as_layers([nn.Dense(5), *[layer for i in range(4) for layer in block(i)], nn.relu])
+    model = trace_model(layers, lambda batch: batch["inputs"], shapes["inputs"], shapes)
+    assert [group.layer.name for group in model.groups[1:-1]] == ["Dense", "Masked", "Add"]  # between the model's ends
 
 
 def temporaries(last_use, m):

@@ -51,7 +51,7 @@ def product(w, x):
     return jnp.sin(x @ w)
 
 
-def test_layers_of_one_kind_have_one_cost():
+def test_layers_of_one_group_have_one_cost():
     found = costs([nn.Dense(16) for _ in range(5)], "flops").layer_costs
     assert found[1] == found[2] == found[3]
 
