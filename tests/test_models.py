@@ -173,10 +173,10 @@ def some_variables(layers: list, batch: dict[str, np.ndarray], random: np.random
     """A tree a layer, made up; places that share parameters have the same."""
     model = traced(layers, batch)
     make = lambda leaf: (0.3 * random.standard_normal(leaf.shape) + 0.1).astype(leaf.dtype)
-    trees = [jax.tree.map(make, model.kind_at(i).variables) for i in range(len(layers))]
-    for home in model.homes:
-        for member in (i for members in home.members for i in members[1:]):
-            trees[member] = trees[home.members[0][0]]
+    trees = [jax.tree.map(make, model.group_at(i).variables) for i in range(len(layers))]
+    for first, *others in (users for known in model.variable_sets for users in known.users):
+        for other in others:
+            trees[other] = trees[first]
     return trees
 
 

@@ -107,15 +107,11 @@ class Planner:
             shapes = self.shapes(batch)
             model = self.model_with_loss(shapes)
             check_collections(self.merge, model.groups)
-            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
-            functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))
-            arguments = [function.shapes(shapes) for function in functions]
             with shapes_only(self.mesh):
                 warn_of_moving_weight(model, self.loss_fn, shapes)
-                traced = [self._traced(*known, shapes) for known in zip(functions, arguments, strict=True)]
                 self._plan = make_plan(
                     model,
-                    list(map(Layer, functions, arguments, traced)),
+                    lambda: self._layers_of(model, shapes),
                     shapes,
                     balance=self.balance,
                     placement=self.schedule.placement,
@@ -189,6 +185,14 @@ class Planner:
                 trace=lambda function, arguments: self._traced(function, arguments, shapes),
                 orders=orders,
             )
+
+    def _layers_of(self, model: Model, shapes: Any) -> list[Layer]:
+        """What the layers of each group compute in training, traced."""
+        # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
+        functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))
+        arguments = [function.shapes(shapes) for function in functions]
+        traced = [self._traced(*known, shapes) for known in zip(functions, arguments, strict=True)]
+        return list(map(Layer, functions, arguments, traced))
 
     def _traced(self, function: LayerFunction, arguments: Arguments, shapes: Any) -> TracedLayer:
         """A group's forward and backward in training, traced once for these shapes of a micro-batch and its key."""

@@ -16,7 +16,7 @@ from jpipe.execution.layer_ranges import LayerRanges, make_ranges
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.memory_order import Order
 from jpipe.memory.boundaries import Boundaries, make_boundaries
-from jpipe.memory.storage import Storage, build_storage
+from jpipe.memory.storage import Storage, build_storage, each_apart
 from jpipe.model.groups import Model, Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import LossFn, metric_names
@@ -150,13 +150,14 @@ def build_step(
     residuals = None
     if schedule.trains:
         stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+        leaves = [layer.residuals for layer in layers]
         residuals = build_storage(
-            [layer.residuals for layer in layers],
+            leaves,
             [[stage_of[i] for i in group.indices] for group in model.groups],
             device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
             orders=each(lambda g: orders(functions[g], layers[g].forward)),
-            apart=plan.options.unroll,
+            tags=each_apart(leaves) if plan.options.unroll else None,
         )
     boundaries, cuts = model.boundaries, [stop - 1 for _, stop in bounds[:-1]]
     return Step(

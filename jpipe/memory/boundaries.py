@@ -2,7 +2,8 @@
 
 Boundaries have leaves of their own shapes, while one program passes them on in all stages. So the activation at any
 boundary is a record of one storage (`jpipe.memory.storage`), of which a device holds one at a time. Leaves lie
-row-major in it, so that no two loops disagree on their layout. Only what some cut between stages needs crosses over.
+row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so that
+one can be read while another is written. Only what some cut between stages needs crosses over.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
         [[i] for i in range(count)],
         device_of=[0] * count,
         orders=[[tuple(range(leaf.ndim)) for leaf in leaves] for leaves in boundaries],
+        tags=list(map(_occurrences, boundaries)),
         waste=WASTE,
     )
     sizes: dict[str, int] = {}
@@ -78,3 +80,9 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
             taken = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
             sizes[name] = max(sizes.get(name, 0), entry + taken)
     return Boundaries(storage, tuple(sorted(sizes.items())))
+
+
+def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:
+    """For each leaf `(n,)` if it is the n-th of its type, counted from 0; `()` for the first."""
+    types = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return [(types[:i].count(types[i]),) if types[i] in types[:i] else () for i in range(len(leaves))]

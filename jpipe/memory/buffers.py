@@ -32,14 +32,14 @@ class LeafType(NamedTuple):
       shape, dtype: theirs.
       spec: how they are split over mesh axes besides `stage`.
       order: in which order of dimensions they lie in memory, if that is held to something.
-      owner: (record type, leaf), if these have a buffer to themselves.
+      tag: what else tells their buffer from others, if anything.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = PartitionSpec()
     order: Order | None = None
-    owner: tuple[int, int] | None = None
+    tag: tuple[int, ...] | None = None
 
     @property
     def elements(self) -> int:
@@ -53,12 +53,12 @@ class LeafType(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and an owner."""
+        """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and a tag."""
         axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
         moved = self.order is not None and self.order != tuple(range(len(self.shape)))
         order = ["by", *map(str, self.order or ())] if moved else []
-        owner = ["of", *map(str, self.owner)] if self.owner else []
-        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *owner])
+        tag = ["of", *map(str, self.tag)] if self.tag else []
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *tag])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.memory.storage import Buffers, Storage, build_storage
+from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.model.groups import Model
 from jpipe.schedules.placement import Placement
 from jpipe.sharding.meshes import AXIS, batch_axes, is_batch_axis, part_shape
@@ -177,12 +177,13 @@ def make_layouts(
     layouts = {}
     for name in ["params", *sorted({name for group in groups for name in group.state_names})]:
         trees = [group.variables.get(name, {}) for group in groups]
+        leaves = [jax.tree.leaves(tree) for tree in trees]
         storage = build_storage(
-            [jax.tree.leaves(tree) for tree in trees],
+            leaves,
             owners,
             device_of=range(placement.num_stages),
             specs=[group.specs.get(name, []) for group in groups],
-            apart=apart,
+            tags=each_apart(leaves) if apart else None,
         )
         users = tuple(known.users for known in sets)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)

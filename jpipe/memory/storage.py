@@ -189,7 +189,7 @@ def build_storage(
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
     orders: Sequence[Sequence[Order | None]] | None = None,
-    apart: bool = False,
+    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
     waste: float = WASTE,
 ) -> Storage:
     """Gives every record its place.
@@ -202,18 +202,15 @@ def build_storage(
       specs: for each record type and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, how it lies in memory (default: as the compiler likes).
-      apart: each leaf of a record type has a stacked buffer of its own, if it has one at all.
+      tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
       waste: how much more memory stacked buffers may take than flat ones would, as a share.
     """
     num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
-    orders = orders or [[None] * len(group) for group in leaves]
+    nothing = [[None] * len(group) for group in leaves]
     types = [
-        [
-            LeafType(tuple(leaf.shape), leaf.dtype.name, spec, order, (t, i) if apart else None)
-            for i, (leaf, spec, order) in enumerate(zip(*group, strict=True))
-        ]
-        for t, group in enumerate(zip(leaves, specs, orders, strict=True))
+        [LeafType(tuple(a.shape), a.dtype.name, spec, order, tag) for a, spec, order, tag in zip(*group, strict=True)]
+        for group in zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
     ]
     needs = _Needs.of(types, owners, device_of, rows or (1,) * num_devices)
     stacked = needs.stacked(waste)
@@ -227,6 +224,11 @@ def build_storage(
         buffers[dtype] = FlatBuffer(jnp.dtype(dtype), strides, needs.size(strides))
     record_types = _place(leaves, specs, types, owners, device_of, stacked)
     return Storage(record_types, tuple(buffers.items()), num_devices)
+
+
+def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
+    """Tags for `build_storage`, by which each leaf of each record type has a stacked buffer of its own."""
+    return [[(t, i) for i in range(len(group))] for t, group in enumerate(leaves)]
 
 
 def _place(

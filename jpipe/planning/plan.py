@@ -174,7 +174,7 @@ def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chun
 
 def make_plan(
     model: Model,
-    layers: Sequence[Layer],
+    trace_layers: Callable[[], Sequence[Layer]],
     batch: Any,
     *,
     balance: Balance,
@@ -187,7 +187,7 @@ def make_plan(
 
     Args:
       model: the layers, traced at the shapes of one micro-batch.
-      layers: their groups' forward and backward, for measuring.
+      trace_layers: traces forward and backward of their groups, if they have to be measured.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
       balance: as checked by `as_balance`.
       placement: on which stage each virtual stage is.
@@ -207,7 +207,7 @@ def make_plan(
             return [1.0] * model.num_layers
         unit = "time" if name == "time" else "flops"
         quiet = _ignore if name == "size" else warn
-        measured[:] = layer_costs(model, layers, unit, mesh=mesh, warn=quiet)
+        measured[:] = layer_costs(model, trace_layers(), unit, mesh=mesh, warn=quiet)
         return [cost.size if name == "size" else cost.total for cost in measured]
 
     cuts = cut_layers(balance, placement.num_stages, placement.num_chunks, measure)
