@@ -6,7 +6,6 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
-from jpipe.training.state import update_with_loss
 
 
 def check_variables(plan: Plan, variables: Any) -> None:
@@ -104,29 +102,6 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
             )
 
 
-def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
-    """Checks that a transformation can be updated with what `train_step` gives it.
-
-    Args:
-      tx: an optax transformation.
-      params: the parameters' shapes.
-      opt_state: the shapes of its state.
-      loss: the shape of the loss.
-
-    Raises:
-      TypeError: it raised an error; what it needs is named.
-    """
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # what is given is checked, not dtypes
-            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
-    except Exception as error:
-        raise TypeError(
-            f"tx.update raised {type(error).__name__}: {error}. train_step gives it gradients, state, parameters and "
-            "value=loss, and nothing that computes the loss again (value_fn, grad_fn); use another transformation, or "
-            "write a step of your own with pipe.value_and_grad"
-        ) from error
-
-
 def check_alive(what: str, tree: Any) -> None:
     """Checks that arrays weren't donated to an earlier step.
 
@@ -136,29 +111,3 @@ def check_alive(what: str, tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
-
-
-_BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
-
-
-def check_optimizer(opt_state: Any) -> None:
-    """Checks that no transformation outside of `per_layer` tells parameters apart.
-
-    Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
-    Those without state (the trust ratio of lamb, adaptive gradient clipping) can't be told.
-
-    Args:
-      opt_state: the state of the optimiser; `per_layer` keeps what it wraps out of sight.
-
-    Raises:
-      ValueError: naming the state that gives it away.
-    """
-    tells = lambda node: type(node).__name__ in _BY_PARAMETER
-    found = [type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=tells) if tells(node)]
-    if found:
-        raise ValueError(
-            f"tx tells parameters apart (its state holds a {found[0]}: a mask, labels, or statistics of single "
-            "parameters), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
-            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-            "jpipe.per_layer(optax.adamw(1e-3, mask=mask)))"
-        )

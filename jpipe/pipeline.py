@@ -18,9 +18,7 @@ from jpipe.checks import (
     check_complete,
     check_is_variables,
     check_key,
-    check_optimizer,
     check_reads_nothing,
-    check_update,
     check_variables,
 )
 from jpipe.execution import batches, entry_points
@@ -39,8 +37,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.sharding.meshes import as_mesh
 from jpipe.sharding.splits import Splits, check_shard_over
-from jpipe.training.elementwise import check_elementwise
-from jpipe.training.state import TrainState, state_shardings
+from jpipe.training.state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps
 
 Variables = dict[str, StageTree]
@@ -298,28 +295,11 @@ class Pipeline:
           tx: any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
-            raise TypeError(
-                f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3) "
-                "(of an optax.MultiSteps its gradient_transformation())"
-            )
         variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
-        opt_state = jax.eval_shape(tx.init, variables["params"])
-        check_optimizer(opt_state)
-        check_update(tx, variables["params"], opt_state, self._planner.loss_shape())
-        check_elementwise(tx)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-            variables=variables,
-            opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
-            key=place(key_shape(key), everywhere),
-            tx=tx,
-        )
+        return abstract_state(variables, tx, key_shape(key), self._planner.loss_shape(), self.mesh)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step of training, compiled as one program; `state` is donated, so don't use it again.
+        """One step of training, compiled as one function; `state` is donated, so don't use it again.
 
         A `tx` made anew from the same numbers and functions runs what was compiled for the first one, unless it holds
         objects that may have changed. The last 8 are kept; `clear_cache` drops them.
@@ -335,11 +315,11 @@ class Pipeline:
         return self._train_steps(state, batches.on_mesh(batch, self.mesh))
 
     def clear_cache(self) -> None:
-        """Drops all compiled programs, as `clear_cache` of a function under `jax.jit` does."""
+        """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        programs: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
-        for program in programs:
-            program.clear_cache()
+        compiled: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
+        for function in compiled:
+            function.clear_cache()
         self.__dict__.pop("_jit_init", None)
 
     # --- checks ---

@@ -29,7 +29,7 @@ from jpipe.model.trace import trace_init
 from jpipe.planning.plan import Plan
 from jpipe.sharding.meshes import on_stages, rest_axes, shapes_only
 from jpipe.sharding.shardings import of_spec, replicated, to_spec
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
@@ -74,9 +74,9 @@ def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list
         with shapes_only(plan.mesh):
             jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.batch)
         wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in group.specs[name]]
-        local = partition_program(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+        local = partition_jaxpr(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
         leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-        return replay(local.program, leaves)(key)
+        return replay(local.jaxpr, leaves)(key)
 
     return run
 

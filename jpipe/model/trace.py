@@ -34,7 +34,7 @@ from jpipe.layers.ends import with_inputs
 from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
 from jpipe.sharding.shardings import Sharding, in_runs, replicated, settled
 from jpipe.sharding.splits import WHOLE, Splits
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 
 def trace_model(
@@ -152,7 +152,7 @@ def _outputs_at(
     weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
     given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
     wanted = [settled] * len(jaxpr.jaxpr.outvars)
-    return partition_program(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
+    return partition_jaxpr(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
 
 
 def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:

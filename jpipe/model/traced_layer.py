@@ -22,7 +22,7 @@ from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
 from jpipe.sharding.shardings import Sharding, settled
 from jpipe.sharding.splits import WHOLE, Splits
-from jpipe.sharding.spmd import LocalProgram, partition_program
+from jpipe.sharding.spmd import LocalJaxpr, partition_jaxpr
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -209,7 +209,7 @@ def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits 
     shardings = function.shardings(arguments, splits)
     jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
     given = [*shardings.arguments, *shardings.activation]
-    local = partition_program(jaxpr, shardings.axes, given, shardings.results(results))
+    local = partition_jaxpr(jaxpr, shardings.axes, given, shardings.results(results))
     return _as_forward(local, results, ())
 
 
@@ -222,33 +222,33 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer
     """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
     axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
     wanted = [*shardings.results(layer.results), *[settled] * len(layer.vjp_leaves)]
-    forward = partition_program(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
-    remake = partition_program(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
+    forward = partition_jaxpr(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
+    remake = partition_jaxpr(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
         "residual": _chosen(forward.shardings[num_results:], layer.stored),
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
-    backward = partition_program(
+    backward = partition_jaxpr(
         layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
     )
     local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
     return LocalLayer(
         forward=local,
-        remake=replay(remake.program, [0] * len(layer.remade)),
-        transpose=replay(backward.program, layer.gradients),
+        remake=replay(remake.jaxpr, [0] * len(layer.remade)),
+        transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
-        residuals=_structs(_chosen(forward.program.out_avals, local.residuals_at)),
-        activation=_structs(forward.program.in_avals[layer.num_arguments :]),
-        outputs=_structs(backward.program.in_avals[len(layer.vjp_leaves) :]),
+        residuals=_structs(_chosen(forward.jaxpr.out_avals, local.residuals_at)),
+        activation=_structs(forward.jaxpr.in_avals[layer.num_arguments :]),
+        outputs=_structs(backward.jaxpr.in_avals[len(layer.vjp_leaves) :]),
     )
 
 
-def _as_forward(local: LocalProgram, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
+def _as_forward(local: LocalJaxpr, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
     count = len(jax.tree.leaves(results))
-    shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.program.out_avals[:count]))
-    return LocalForward(local.program, shapes, local.shardings[:count], residuals_at)
+    shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
+    return LocalForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
 
 
 def _chosen(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:

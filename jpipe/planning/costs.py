@@ -89,7 +89,7 @@ def layer_costs(
       model: the traced layers.
       layers: for each group its function, the shapes of its arguments, and its traced forward and backward; the last
         one includes the loss.
-      unit: "flops" (floating-point operations, counted on the traced programs by `jpipe.planning.flops`: the same
+      unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.planning.flops`: the same
         number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
       warn: is given a message for each layer with a part whose FLOPs can't be counted.

@@ -3,5 +3,5 @@
 In the order in which they import each other: `shardings` (how an array lies, and conversions), `meshes` (the axes),
 `splits` (what weights and examples are split over); `rule` (the type of a rule), `elementwise`, `products`, `lookups`
 and `rules` (what operations do to shards); `partitioner` (carries out equations), `control_flow` and `user_shardings`
-(equations that need more than a rule), `spmd` (the entrance: `partition_program`).
+(equations that need more than a rule), `spmd` (the entrance: `partition_jaxpr`).
 """

@@ -23,24 +23,24 @@ from jpipe.sharding.shardings import Sharding, local_struct
 from jpipe.sharding.user_shardings import USER_SHARDINGS
 
 
-class LocalProgram(NamedTuple):
+class LocalJaxpr(NamedTuple):
     """What one device runs.
 
     Attributes:
-      program: the jaxpr, from the device's parts of the arguments to its parts of the results.
+      jaxpr: from the device's parts of the arguments to its parts of the results.
       shardings: for each result how it lies.
     """
 
-    program: ClosedJaxpr
+    jaxpr: ClosedJaxpr
     shardings: list[Sharding]
 
 
-def partition_program(
+def partition_jaxpr(
     jaxpr: ClosedJaxpr,
     axes: Axes,
     shardings: Sequence[Sharding],
     wanted: Sequence[Callable[[Sharding], Sharding]],
-) -> LocalProgram:
+) -> LocalJaxpr:
     """What one device runs of a jaxpr of whole arrays.
 
     Args:
@@ -50,7 +50,7 @@ def partition_program(
       wanted: for each result a function: how it lies by itself -> how it has to lie.
     """
     if not axes and not _mentions_axes():
-        return LocalProgram(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
+        return LocalJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
     found: list[Sharding] = []
 
     def run(*parts: jax.Array) -> list[jax.Array]:
@@ -64,7 +64,7 @@ def partition_program(
     pairs = zip(jaxpr.jaxpr.invars, shardings, strict=True)
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
     with _all_manual():
-        return LocalProgram(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
+        return LocalJaxpr(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
 
 
 def _mentions_axes() -> bool:

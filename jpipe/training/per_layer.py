@@ -21,7 +21,7 @@ from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.memory.storage import build_storage
 from jpipe.sharding.meshes import on_stages, rest_axes
 from jpipe.sharding.shardings import of_spec, replicated
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 from jpipe.training.elementwise import not_tried
 
 
@@ -44,66 +44,65 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
         raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
     inner = optax.with_extra_args_support(tx)
-
-    def init(params: Any) -> StageTree:
-        """Calls `inner.init` for each layer on the stage where it lies."""
-        layout = _layout_of(params)
-        states = _state_layout(inner, layout)
-
-        def body(params: Any) -> Any:
-            params, device = local(params), device_index(layout.mesh)
-            read = lambda v, instance, _: {"params": layout.storage.read(params, v, instance)}
-
-            def visit(v: int, instance: Any, own: dict[str, Any], buffers: Any) -> Any:
-                made = _on_device(
-                    lambda params: {"state": inner.init(params)}, v, own, {"params": layout, "state": states}
-                )
-                return states.storage.write(buffers, v, instance, made["state"])
-
-            return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
-
-        run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
-        return StageTree(jax.jit(run)(dict(params)), states)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[StageTree, StageTree]:
-        """Calls `inner.update` for each layer on the stage where it lies."""
-        layout, states = _layout_of(updates), _layout_of(state)
-        places = {"updates": layout, "state": states, "params": layout}
-        given = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
-
-        def new(updates: Any, state: Any, params: Any = None, extra: Any = None) -> dict[str, Any]:
-            return dict(zip(("updates", "state"), inner.update(updates, state, params, **extra), strict=True))
-
-        def body(given: dict[str, Any], extra: dict[str, Any]) -> Any:
-            given, device = local(given), device_index(layout.mesh)
-
-            def read(v: int, instance: Any, carry: dict[str, Any]) -> dict[str, Any]:
-                return {name: places[name].storage.read(carry[name], v, instance) for name in carry}
-
-            def visit(v: int, instance: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
-                done = _on_device(new, v, own, places, extra=extra)
-                return carry | {
-                    name: places[name].storage.write(carry[name], v, instance, leaves) for name, leaves in done.items()
-                }
-
-            done = layout.storage.for_each_local(read, visit, device, given)
-            return stacked((done["updates"], done["state"]))
-
-        specs = {name: dict(place.specs) for name, place in places.items()}
-        run = on_stages(
-            body,
-            layout.mesh,
-            ({name: specs[name] for name in given}, jax.tree.map(lambda _: PartitionSpec(), extra)),
-            (specs["updates"], specs["state"]),
-        )
-        done, state = jax.jit(run)(given, extra)
-        return StageTree(done, layout), StageTree(state, states)
-
+    init = lambda params: _init(inner, params)
+    update = lambda updates, state, params=None, **extra: _update(inner, updates, state, params, extra)
     return not_tried(optax.GradientTransformationExtraArgs(init, update))
 
 
+def _init(inner: optax.GradientTransformationExtraArgs, params: Any) -> StageTree:
+    """`inner.init` for each layer, on the stage where it lies."""
+    layout = _layout_of(params)
+    states = _state_layout(inner, layout)
+    make = lambda params: {"state": inner.init(params)}
+
+    def body(params: Any) -> Any:
+        params, device = local(params), device_index(layout.mesh)
+        read = lambda v, instance, _: {"params": layout.storage.read(params, v, instance)}
+
+        def visit(v: int, instance: Any, own: dict[str, Any], buffers: Any) -> Any:
+            made = _on_device(make, v, own, {"params": layout, "state": states})
+            return states.storage.write(buffers, v, instance, made["state"])
+
+        return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
+
+    run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
+    return StageTree(jax.jit(run)(dict(params)), states)
+
+
+def _update(
+    inner: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[StageTree, StageTree]:
+    """`inner.update` for each layer, on the stage where it lies."""
+    layout, states = _layout_of(updates), _layout_of(state)
+    layouts = {"updates": layout, "state": states, "params": layout}
+    trees = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
+
+    def new(updates: Any, state: Any, params: Any = None, extra: Any = None) -> dict[str, Any]:
+        return dict(zip(("updates", "state"), inner.update(updates, state, params, **extra), strict=True))
+
+    def body(trees: dict[str, Any], extra: dict[str, Any]) -> Any:
+        trees, device = local(trees), device_index(layout.mesh)
+
+        def read(v: int, instance: Any, carry: dict[str, Any]) -> dict[str, Any]:
+            return {name: layouts[name].storage.read(carry[name], v, instance) for name in carry}
+
+        def visit(v: int, instance: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
+            done = _on_device(new, v, own, layouts, extra=extra)
+            write = lambda name, leaves: layouts[name].storage.write(carry[name], v, instance, leaves)
+            return carry | {name: write(name, leaves) for name, leaves in done.items()}
+
+        done = layout.storage.for_each_local(read, visit, device, trees)
+        return stacked((done["updates"], done["state"]))
+
+    specs = {name: dict(known.specs) for name, known in layouts.items()}
+    in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
+    run = on_stages(body, layout.mesh, in_specs, (specs["updates"], specs["state"]))
+    changes, new_state = jax.jit(run)(trees, extra)
+    return StageTree(changes, layout), StageTree(new_state, states)
+
+
 def _on_device(
-    function: Callable[..., dict[str, Any]], v: int, own: dict[str, Any], places: dict[str, Layout], **extra: Any
+    function: Callable[..., dict[str, Any]], v: int, own: dict[str, Any], layouts: dict[str, Layout], **extra: Any
 ) -> dict[str, Any]:
     """What a device does of `function` for one layer.
 
@@ -111,25 +110,25 @@ def _on_device(
       function: from the layer's whole trees, by keyword, to others by name.
       v: the index of the layer's set of variables.
       own: the device's parts of the leaves of these trees.
-      places: the layout of each tree, of those returned too.
+      layouts: the layout of each tree, of those returned too.
       extra: what all devices have.
 
     Returns:
       The device's parts of the leaves of what `function` returns.
     """
-    mesh = next(iter(places.values())).mesh
+    mesh = next(iter(layouts.values())).mesh
     axes = rest_axes(mesh)
-    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in places[name].storage.record_types[v].specs]
-    whole = {n: jax.tree.unflatten(places[n].treedefs[v], places[n].storage.record_types[v].leaves) for n in own}
+    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in layouts[name].storage.record_types[v].specs]
+    whole = {n: jax.tree.unflatten(layouts[n].treedefs[v], layouts[n].storage.record_types[v].leaves) for n in own}
     names = sorted(own)
     with no_mesh():
-        program, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
+        jaxpr, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
             whole, jax.eval_shape(lambda x: x, extra)
         )
     given = [s for name in names for s in at(name)] + [replicated(axes)] * len(jax.tree.leaves(extra))
     wanted = [s for name in sorted(found) for s in at(name)]
-    done = partition_program(program, axes, given, [lambda _, s=s: s for s in wanted])
-    return replay(done.program, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
+    done = partition_jaxpr(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
+    return replay(done.jaxpr, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
 
 
 def _layout_of(tree: Any) -> Layout:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.layers.functions import signature_of
 from jpipe.memory.layout import StageTree
 from jpipe.sharding.meshes import AXIS
+from jpipe.training.checks import check_is_optimizer, check_optimizer, check_update
+from jpipe.training.elementwise import check_elementwise
 
 
 @jax.tree_util.register_dataclass
@@ -40,18 +40,40 @@ class TrainState:
         return replace(self, **changes)
 
 
-def global_norm(grads: Any) -> jax.Array:
-    """The Euclidean norm of all gradients together, summed in float32 or better."""
-    wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
-    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
+def abstract_state(
+    variables: dict[str, StageTree],
+    tx: optax.GradientTransformation,
+    key: jax.ShapeDtypeStruct,
+    loss: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+) -> TrainState:
+    """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
 
+    Args:
+      variables: shapes with shardings, by collection.
+      tx: the optimiser.
+      key: the type of the random key.
+      loss: the type of the loss.
+      mesh: all devices.
 
-def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
-    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
-    update = optax.with_extra_args_support(tx).update
-    parameters = signature_of(update)
-    takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
+    Raises:
+      TypeError: `tx` is no optax transformation, or needs more than a step gives it.
+      ValueError: it tells parameters apart.
+    """
+    check_is_optimizer(tx)
+    opt_state = jax.eval_shape(tx.init, variables["params"])
+    check_optimizer(opt_state)
+    check_update(tx, variables["params"], opt_state, loss)
+    check_elementwise(tx)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        variables=variables,
+        opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
+        key=place(key, everywhere),
+        tx=tx,
+    )
 
 
 def state_shardings(opt_state: Any, params: StageTree) -> Any:

@@ -9,7 +9,8 @@ import jax
 import optax
 
 from jpipe.training.fingerprint import fingerprint
-from jpipe.training.state import TrainState, global_norm, update_with_loss
+from jpipe.training.state import TrainState
+from jpipe.training.update import global_norm, update_with_loss
 
 MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""

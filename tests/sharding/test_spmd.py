@@ -20,7 +20,7 @@ from jpipe.sharding.shardings import (
     replicated,
     settled,
 )
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 AXES = (Axis(("data", "fsdp"), (1, 2), of_examples=True), Axis(("model",), (2,)))
 NAMES = ("stage", "data", "fsdp", "model")
@@ -237,12 +237,12 @@ def chosen(arguments, count=5):
 def run_partitioned(make_mesh, jaxpr, shardings, arguments):
     """The whole results of a jaxpr that is carried out on parts; its arguments lie as `shardings` say."""
     mesh = make_mesh((1, 1, 2, 2), NAMES)
-    local = partition_program(jaxpr, AXES, shardings, [settled] * len(jaxpr.jaxpr.outvars))
+    local = partition_jaxpr(jaxpr, AXES, shardings, [settled] * len(jaxpr.jaxpr.outvars))
     whole = replicated(AXES)
 
     def run(*arguments):
         parts = [convert(jnp.asarray(a), AXES, whole, s) for a, s in zip(arguments, shardings, strict=True)]
-        results = jaxpr_as_fun(local.program)(*parts)
+        results = jaxpr_as_fun(local.jaxpr)(*parts)
         return [convert(x, AXES, s, whole) for x, s in zip(results, local.shardings, strict=True)]
 
     everywhere = jax.sharding.PartitionSpec()
