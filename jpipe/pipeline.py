@@ -144,9 +144,10 @@ class Pipeline:
             options=Options(gather, cast, unroll),
         )
         self._arguments = ((layers, loss_fn), sizes | chosen)
-        self._train_steps = TrainSteps(self._trace_value_and_grad, self.abstract_state)
-        self._jit_value_and_grad = jax.jit(self._trace_gradients)
-        self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
+        value_and_grad = partial(entry_points.value_and_grad, self._planner)
+        self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
+        self._jit_value_and_grad = jax.jit(value_and_grad)
+        self._jit_forward = jax.jit(partial(entry_points.forward, self._planner), static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
 
     def __repr__(self) -> str:
@@ -236,7 +237,8 @@ class Pipeline:
         self._check_training(variables, batch, key)
         key = None if key is None else as_key(key)
         variables = self._placed(variables)
-        return self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
+        (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
+        return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Any) -> Any:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
@@ -312,7 +314,9 @@ class Pipeline:
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
         self._check_training(state.variables, batch, state.key)
-        return self._train_steps(state, batches.on_mesh(batch, self.mesh))
+        tx, step = self._train_steps.of(state.tx, batch)
+        new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
+        return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
@@ -355,20 +359,6 @@ class Pipeline:
         """Small arrays on all devices of the mesh, those of other processes included."""
         tree = batches.on_mesh(tree, self.mesh)
         return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
-
-    # --- traced ---
-
-    def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
-        step = self._planner.step(batch, train=True, with_loss=True, key=key)
-        return entry_points.value_and_grad(self._planner.known_plan(), step, variables, batch, key)
-
-    def _trace_gradients(self, variables: Variables, batch: Any, key: Any) -> Any:
-        (loss, updates, _), grads = self._trace_value_and_grad(variables, batch, key)
-        return (loss, updates), grads
-
-    def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:
-        step = self._planner.step(batch, train=False, with_loss=with_loss, bare=bare)
-        return entry_points.forward(self._planner.known_plan(), step, variables, batch)
 
     @cached_property
     def _jit_init(self) -> Callable:

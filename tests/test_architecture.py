@@ -1,9 +1,17 @@
 """The house: folders import as listed in ARCHITECTURE.md and never back, files without circles, none too long."""
 
 import ast
+import traceback
 from pathlib import Path
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
@@ -91,3 +99,31 @@ def test_a_file_can_be_read_at_one_sitting(path):
             docstring = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
             body = node.body[docstring:] or node.body
             assert node.end_lineno - body[0].lineno < 50, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_a_batch_reaches_its_layers_in_few_calls(remat):
+    """While tracing, from `train_step` to a layer's `apply`: twelve frames of the package at most, none twice."""
+    ways: list[list[str]] = []
+
+    class Witness(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            frames = traceback.extract_stack()
+            ways.append([f"{f.filename}:{f.name}" for f in frames if Path(f.filename).is_relative_to(PACKAGE)])
+            return nn.Dense(8)(x)
+
+    layers, batch = [Witness() for _ in range(4)], np.ones((4, 8), np.float32)
+    pipe = jpipe.Pipeline(
+        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance="even", remat=remat
+    )
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    ways.clear()
+    pipe.train_step(state, batch)
+    assert ways
+    for way in ways:
+        assert len(way) <= 12, way
+        assert len(set(way)) == len(way), way
+        files = [frame.partition(":")[0] for frame in way]
+        again = [file for i, file in enumerate(files) if i and files[i - 1] != file and file in files[:i]]
+        assert {Path(file).name for file in again} <= {"traced_layer.py"}, "tracing alone calls back"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
 from jpipe.execution.executor import run_inference, run_training, send_shared
+from jpipe.execution.planner import Planner
 from jpipe.execution.stage import Gather, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
@@ -81,8 +82,9 @@ def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list
     return run
 
 
-def value_and_grad(plan: Plan, step: Step, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
+def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`."""
+    plan, step = planner.known_plan(), planner.step(batch, train=True, with_loss=True, key=key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
 
@@ -110,8 +112,11 @@ def value_and_grad(plan: Plan, step: Step, variables: dict[str, StageTree], batc
     return (loss, updates, dict(zip(step.metrics, metrics, strict=True))), StageTree(grads, params)
 
 
-def forward(plan: Plan, step: Step, variables: dict[str, StageTree], batch: Any) -> Any:
-    """The outputs of a batch `[B, ...]`, or its loss if the step has one."""
+def forward(
+    planner: Planner, variables: dict[str, StageTree], batch: Any, *, with_loss: bool, bare: bool = False
+) -> Any:
+    """The outputs of a batch `[B, ...]` (or of its bare inputs) in evaluation mode, or its loss."""
+    plan, step = planner.known_plan(), planner.step(batch, train=False, with_loss=with_loss, bare=bare)
 
     def body(variables: Any, batch: Any) -> Any:
         return run_inference(step, _stage(plan, step, local(variables), batch, None))

@@ -21,7 +21,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.model.groups import Model
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight
 from jpipe.model.remat import Remat
 from jpipe.model.state import check_collections
@@ -177,28 +177,24 @@ class Planner:
             return self._orders[known]
 
         with shapes_only(self.mesh):
-            return build_step(
-                plan,
-                plan.arranged(self.model(shapes, bare)),
-                spec,
-                shapes,
-                trace=lambda function, arguments: self._traced(function, arguments, shapes),
-                orders=orders,
-            )
+            model = plan.arranged(self.model(shapes, bare))
+            traced = []
+            if train:
+                for function in layer_functions(model, spec):
+                    traced.append(self._traced(function, shapes))
+            return build_step(plan, model, spec, shapes, traced=traced, orders=orders)
 
     def _layers_of(self, model: Model, shapes: Any) -> list[Layer]:
         """What the layers of each group compute in training, traced."""
         # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
         functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))
-        arguments = [function.shapes(shapes) for function in functions]
-        traced = [self._traced(*known, shapes) for known in zip(functions, arguments, strict=True)]
-        return list(map(Layer, functions, arguments, traced))
+        return [Layer(function, function.shapes(shapes), self._traced(function, shapes)) for function in functions]
 
-    def _traced(self, function: LayerFunction, arguments: Arguments, shapes: Any) -> TracedLayer:
+    def _traced(self, function: LayerFunction, shapes: Any) -> TracedLayer:
         """A group's forward and backward in training, traced once for these shapes of a micro-batch and its key."""
         known = (function.group.indices[0], function.key, *_as_key(shapes))
         if known not in self._layers:
-            self._layers[known] = trace_layer(function, arguments)
+            self._layers[known] = trace_layer(function, function.shapes(shapes))
         return self._layers[known]
 
 

@@ -6,7 +6,7 @@ micro-batch. The executor then only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from jpipe.jax_tools.memory_order import Order
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage, build_storage, each_apart
 from jpipe.model.groups import Model, Shapes
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import LossFn, metric_names
 from jpipe.model.remat import Remat
 from jpipe.model.state import Merging, make_merging
@@ -117,7 +117,7 @@ def build_step(
     spec: StepSpec,
     batch: Shapes,
     *,
-    trace: Callable[[LayerFunction, Arguments], TracedLayer],
+    traced: Sequence[TracedLayer],
     orders: Callable[[LayerFunction, LocalForward], list[Order | None]],
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
@@ -127,7 +127,7 @@ def build_step(
       model: the layers as the stages run them, traced at these shapes.
       spec: what the step is for.
       batch: the shapes of one micro-batch.
-      trace: `trace_layer`, which may remember.
+      traced: for each group its forward and backward; none are needed forward only.
       orders: a layer and its forward -> in which order of dimensions each of its residuals lies in memory.
     """
     schedule, remat, bounds, splits = spec.schedule, spec.remat, plan.bounds, plan.splits
@@ -136,13 +136,12 @@ def build_step(
 
     def each(make: Callable[[int], T]) -> tuple[T, ...]:
         """What is made for each group, once for those that are the same."""
-        made = {g: make(g) for g in dict.fromkeys(model.traced_as)}
+        made: dict[int, T] = {}
+        for g in dict.fromkeys(model.traced_as):
+            made[g] = make(g)
         return tuple(made[g] for g in model.traced_as)
 
-    def local(g: int) -> LocalLayer:
-        shardings = functions[g].shardings(arguments[g], splits)
-        return partition_layer(trace(functions[g], arguments[g]), shardings)
-
+    local = lambda g: partition_layer(traced[g], functions[g].shardings(arguments[g], splits))
     layers = each(local) if schedule.trains else ()
     alone = remat.keep_inputs or not schedule.trains  # a forward of which nothing is kept
     forwards = each(lambda g: local_forward(functions[g], arguments[g], splits) if alone else layers[g].forward)

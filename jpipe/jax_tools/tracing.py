@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -34,21 +34,21 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     Raises:
       ValueError: it asks for its index along a mesh axis, which isn't known there.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return _trace_on_mesh(function, *shapes)
-    try:
-        closed, result = _trace_on_mesh(function, *shapes)
-        if not _is_opaque(closed.jaxpr):
-            return closed, result
-    except Exception:
-        try:
-            with no_mesh():
-                return _trace_on_mesh(function, *shapes)
-        except Exception:  # not the mesh's fault: the first error says what is
-            pass
-        raise
-    with no_mesh():
-        return _trace_on_mesh(function, *shapes)
+    contexts = [nullcontext()] if jax.sharding.get_abstract_mesh().empty else [nullcontext(), no_mesh()]
+    failures: list[Exception] = []  # if none is the mesh's fault, the first says whose
+    for context in contexts:
+        with context:
+            names = _named_axes()
+            axes = [(name, 1) for name in names]
+            try:
+                closed, result = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
+                jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
+            except Exception as error:
+                failures.append(error)
+                continue
+            if context is contexts[-1] or not _is_opaque(jaxpr):
+                return ClosedJaxpr(jaxpr, closed.consts), result
+    raise failures[0]
 
 
 _CALLS_AND_LOOPS = (*CALLS, "pjit", "core_call", "scan", "while", "cond", "shard_map")
@@ -69,14 +69,10 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
     return False
 
 
-def _trace_on_mesh(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
-    """`trace` under the mesh in context."""
+def _named_axes() -> list[str]:
+    """The axes of the mesh in context that a traced function may name."""
     mesh = jax.sharding.get_abstract_mesh()
-    names = [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
-    closed, result = jax.make_jaxpr(function, axis_env=[(name, 1) for name in names], return_shape=True)(*shapes)
-    if not names:
-        return closed, result
-    return ClosedJaxpr(_without_axes(closed.jaxpr, names), closed.consts), result
+    return [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:

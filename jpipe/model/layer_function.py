@@ -56,11 +56,6 @@ class Results(NamedTuple):
     state: list[Leaf]
 
 
-Vjp = Callable[[list[Leaf]], tuple[list[Leaf], list[Leaf]]]
-"""Cotangents of the floating-point outputs (of the loss alone, where that follows) -> gradients of the parameters,
-cotangents of the floating-point leaves of the activation."""
-
-
 @dataclass(frozen=True, eq=False)
 class LayerFunction:
     """What the layers of one group compute.
@@ -126,20 +121,6 @@ class LayerFunction:
                 "same structure and shapes in both modes"
             )
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
-
-    def with_vjp(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, Vjp]:
-        """`forward`, and its vjp, a pytree of the residuals that remat keeps."""
-        moving = [is_float(leaf) for leaf in activation]
-
-        def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
-            rest = iter(floats)
-            leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
-            results = self.forward(arguments._replace(params=params), leaves)
-            return self.differentiated(results.outputs), results
-
-        floats = [leaf for leaf, move in zip(activation, moving, strict=True) if move]
-        _, vjp, results = jax.vjp(self.remat.wrap(run), arguments.params, floats, has_aux=True)
-        return results, vjp
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
         """The outputs that have cotangents: of the loss's sums the first, else the floating-point ones."""

@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.model.groups import Shapes
@@ -74,34 +75,37 @@ class TracedLayer:
 
 
 def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
-    """Traces a layer's forward and vjp from the shapes of its arguments."""
-    try:
-        return _trace(function, arguments)
-    except Exception as error:
-        error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
-        raise
+    """Traces a layer's forward and its vjp, whose residuals remat chooses, from the shapes of its arguments."""
+    params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
+    moving = [is_float(leaf) for leaf in activation]
+    structures: list[Any] = []  # of the vjp, each time that it is traced: the last one's counts
 
+    def with_vjp(params: list[Leaf], others: tuple[Any, ...], activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
+        def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
+            rest = iter(floats)
+            leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
+            results = function.forward(Arguments(params, *others), leaves)
+            return function.differentiated(results.outputs), results
 
-def _trace(function: LayerFunction, arguments: Arguments) -> TracedLayer:
-    structures: list[Any] = []  # of each time that it is traced: the last one's counts
-
-    def run(params: list[Leaf], others: tuple[Any, ...], activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
-        results, vjp = function.with_vjp(Arguments(params, *others), activation)
+        floats = [leaf for leaf, move in zip(activation, moving, strict=True) if move]
+        _, vjp, results = jax.vjp(function.remat.wrap(run), params, floats, has_aux=True)
         structures.append(jax.tree.structure(vjp))
         return results, jax.tree.leaves(vjp)
 
-    params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
-    jaxpr, (results, leaves) = trace(run, params, others, activation)
+    try:
+        jaxpr, (results, leaves) = trace(with_vjp, params, others, activation)
+        outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
+        transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents)
+        backward, gradients = trace(transpose, leaves, outputs)
+    except Exception as error:
+        error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
+        raise
     forward = without_roundings(jaxpr)
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
     sources, stored, remade = _sort(forward, num_results, len(params), num_arguments)
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
     remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]
-    outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
-    backward, gradients = trace(
-        lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents), leaves, outputs
-    )
     return TracedLayer(
         forward=forward,
         remake=ClosedJaxpr(remake, forward.consts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,23 +45,24 @@ class TrainSteps:
         self._value_and_grad, self._shapes = value_and_grad, shapes
         self._compiled: dict[Any, tuple[Any, Callable[..., Any]]] = {}
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """`train_step`, compiled; `state` is donated."""
-        tx, step = self._of(state.tx, batch)
-        new, metrics = step(state.replace(tx=tx), batch)
-        return new.replace(tx=state.tx), metrics
-
     def clear(self) -> None:
         """Drops them all."""
         self._compiled.clear()
 
-    def _of(self, tx: optax.GradientTransformation, batch: Any) -> tuple[Any, Callable[..., Any]]:
-        """(the first transformation that is the same as `tx`, the training step with it)."""
+    def of(
+        self, tx: optax.GradientTransformation, batch: Any
+    ) -> tuple[optax.GradientTransformation, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
+        """(the first transformation that is the same as `tx`, `train_step` with it, compiled, which donates the state).
+
+        Args:
+          tx: the optimiser.
+          batch: a batch `[B, ...]`, or its shapes.
+        """
         known = fingerprint(tx)
         if known not in self._compiled:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(batch, tx))
             step = jax.jit(
-                lambda state, batch: train_step(self._value_and_grad, state, batch),
+                partial(train_step, self._value_and_grad),
                 donate_argnums=0,
                 out_shardings=(shardings, shardings.step),
             )

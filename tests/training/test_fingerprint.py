@@ -109,7 +109,7 @@ def test_few_steps_are_kept_and_can_be_dropped():
     pipe = pipeline()
     txs = [optax.sgd(0.1 * i) for i in range(MOST_TRAIN_STEPS + 1)]
     for tx in txs:
-        pipe._train_steps._of(tx, BATCH)
+        pipe._train_steps.of(tx, BATCH)
     assert [tx for tx, _ in pipe._train_steps._compiled.values()] == txs[1:]
 
     state = pipe.create_state(jax.random.key(0), BATCH, txs[0])
