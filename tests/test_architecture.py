@@ -1,6 +1,7 @@
 """The house: folders import as listed in ARCHITECTURE.md and never back, files without circles, none too long."""
 
 import ast
+import re
 import traceback
 from pathlib import Path
 
@@ -127,3 +128,20 @@ def test_a_batch_reaches_its_layers_in_few_calls(remat):
         files = [frame.partition(":")[0] for frame in way]
         again = [file for i, file in enumerate(files) if i and files[i - 1] != file and file in files[:i]]
         assert {Path(file).name for file in again} <= {"traced_layer.py"}, "tracing alone calls back"
+
+
+def test_the_glossary_points_at_definitions():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## Words")[2]
+    rows = re.findall(r"^\| [a-z, ]+ \|.*\| `(\w+)`, `([a-z_/]+\.py):(\d+)` \|$", text, re.MULTILINE)
+    assert 10 <= len(rows) <= 15
+    for name, path, number in rows:
+        lines = (PACKAGE / path).read_text().splitlines()
+        found = [i for i, line in enumerate(lines, 1) if re.match(rf"class {name}\b", line)]
+        assert found == [int(number)], f"{name} is defined in {path}:{found}"
+
+
+def test_every_file_is_in_the_table():
+    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    for path in FILES:
+        if path.stem != "__init__" and path.parent.name != "jax_tools":
+            assert f"`{path.stem}`" in table, path

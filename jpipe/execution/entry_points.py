@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
-from jpipe.execution.executor import run_inference, run_training, send_shared
+from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.planner import Planner
+from jpipe.execution.shared import send_shared
 from jpipe.execution.stage import Gather, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.stage import BackwardWork, ForwardWork, Gather, Stage
+from jpipe.execution.shared import gather_shared
+from jpipe.execution.stage import BackwardWork, ForwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import put_row, take_row
@@ -136,7 +137,7 @@ def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax
         loss=_no_loss(step),
     )
     carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry)
-    gradients = _gather_shared(step, stage, carry.gradients, carry.shared_gradients)
+    gradients = gather_shared(step, stage, carry.gradients, carry.shared_gradients)
     return _total_loss(step, carry.loss), stage.merged_state(carry.state), gradients
 
 
@@ -166,34 +167,6 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
     if leaf.dtype == jnp.bool_:
         return _from_last_stage(leaf.astype(jnp.int8)).astype(jnp.bool_)
     return jax.lax.psum(leaf, AXIS)
-
-
-# --- shared variables -------------------------------------------------------------------------------------------------
-
-
-def send_shared(step: Step, variables: dict[str, Buffers], device: Index, gather: Gather) -> dict[int, list[Leaf]]:
-    """Shared parameters from the stage that holds them to all stages, by set; with the data axes gathered."""
-    storage = step.storages["params"]
-    found = {}
-    for v, known in enumerate(step.model.variable_sets):
-        if known.shared:
-            mine = storage.record_types[v].devices[0] == device
-            leaves = gather(v, storage.read(variables["params"], v, 0))
-            found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
-    return found
-
-
-def _gather_shared(
-    step: Step, stage: Stage, gradients: Buffers, shared_gradients: dict[int, list[jax.Array]]
-) -> Buffers:
-    """Gradients with those of shared parameters added up over the stages, on the stage that holds these."""
-    storage = step.storages["params"]
-    for v, leaves in shared_gradients.items():
-        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
-        mine = storage.record_types[v].devices[0] == stage.device
-        add = lambda i, buffers, v=v, total=total: (i, storage.add(buffers, v, 0, total))
-        gradients = when(mine, add, gradients)
-    return gradients
 
 
 # --- ticks ------------------------------------------------------------------------------------------------------------

@@ -32,13 +32,14 @@ def tie(values: Any, trip: Any) -> tuple[Any, Any]:
 
 
 def of_trip(array: Any, trip: Any) -> Any:
-    """The array, in a way that a compiler can't tell to be the same in the next trip; it fuses it, rather than copy.
+    """The array, multiplied by a one that only the trip knows of, so that no compiler casts it ahead of the loop.
 
-    A TPU's compiler sees through `tie` and slices, and casts whole stacks of parameters ahead of all loops.
+    A TPU's compiler sees through `tie` and slices, and casts whole stacks of parameters ahead of all loops. The product
+    is fused with the cast and takes no memory.
 
     Args:
-      array: anything; what isn't real, or has less than two dimensions, is left as it is.
-      trip: an index that `tie` gave.
+      array: any shape; one that isn't real, or has less than two dimensions, is returned as it is.
+      trip: an index that `tie` gave, at least 0.
     """
     if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array

@@ -24,7 +24,6 @@ def init_key(key: Key, layer: Index) -> Key:
 
 def layer_key(key: Key, layer: Index, microbatch: Index) -> Key:
     """The random key of one layer for one micro-batch of a step; it depends on nothing else."""
-    layer = jnp.maximum(layer, 0)  # the ends that are added to a model, at -1 and N, draw nothing
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)
 
 

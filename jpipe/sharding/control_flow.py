@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jpipe.jax_tools.jaxprs import scan_counts
 from jpipe.sharding.partitioner import Handler, Partitioner, Value
-from jpipe.sharding.rule import aval_of
+from jpipe.sharding.rule_result import aval_of
 from jpipe.sharding.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from jpipe.sharding.rule import RuleResult, aval_of, operand_shape, operand_size, result_shape
+from jpipe.sharding.rule_result import RuleResult, aval_of, operand_shape, operand_size, result_shape
 from jpipe.sharding.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 
 _NAMES = """

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jpipe.sharding.rule import Operation, Rule, RuleResult, aval_of, operand_shape, result_shape
+from jpipe.sharding.rule_result import Operation, Rule, RuleResult, aval_of, operand_shape, result_shape
 from jpipe.sharding.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 
 

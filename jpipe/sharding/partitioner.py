@@ -19,7 +19,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
-from jpipe.sharding.rule import RuleResult, aval_of
+from jpipe.sharding.rule_result import RuleResult, aval_of
 from jpipe.sharding.rules import RULES, local_params
 from jpipe.sharding.shardings import (
     REPLICATED,

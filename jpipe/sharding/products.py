@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from jpipe.sharding.rule import RuleResult, operand_shape, operand_size
+from jpipe.sharding.rule_result import RuleResult, operand_shape, operand_size
 from jpipe.sharding.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 
 

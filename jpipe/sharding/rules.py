@@ -23,7 +23,15 @@ from jax.extend.core import JaxprEqn
 from jpipe.sharding.elementwise import ELEMENTWISE, elementwise
 from jpipe.sharding.lookups import gather, scatter
 from jpipe.sharding.products import conv_general_dilated, dot_general
-from jpipe.sharding.rule import Operation, Rule, RuleResult, aval_of, operand_shape, rest_replicated, result_shape
+from jpipe.sharding.rule_result import (
+    Operation,
+    Rule,
+    RuleResult,
+    aval_of,
+    operand_shape,
+    rest_replicated,
+    result_shape,
+)
 from jpipe.sharding.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 
 # --- rules from the dimensions that an operation leaves alone ---

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jpipe.sharding.partitioner import Axes, Handler, Partitioner, Value
-from jpipe.sharding.rule import aval_of
+from jpipe.sharding.rule_result import aval_of
 from jpipe.sharding.shardings import (
     PARTIAL,
     REPLICATED,
