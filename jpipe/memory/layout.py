@@ -1,4 +1,4 @@
-"""The layout of variables: from one buffer a stage to each layer's own tree, and back.
+"""The layout of variables: which buffers hold them, as global arrays split over the stages.
 
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
 its `Layout`. The layout translates to and from the layers' trees without ever putting the model on one device.
