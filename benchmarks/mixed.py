@@ -21,7 +21,7 @@ from common import Stepper, compiled_step, in_turns, on_cpu, pipeline_stepper, s
 import jpipe
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context, positional
-from jpipe.model.trace import trace_kinds
+from jpipe.model.trace import trace_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, unet
@@ -86,22 +86,24 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 def compile_distinct(layers: list[Any], shapes: Any) -> tuple[int, float]:
     """(how many distinct layers, the time to compile the forward and the backward of each alone, with remat)."""
-    kinds = trace_kinds(layers, shapes["inputs"], shapes).kinds
+    groups = trace_model(layers, lambda batch: batch["inputs"], shapes["inputs"], shapes).groups
     total = 0.0
-    for kind in kinds:
-        params, state = kind.variables.get("params", {}), {n: t for n, t in kind.variables.items() if n != "params"}
+    for group in groups:
+        params = group.variables.get("params", {})
+        state = {name: tree for name, tree in group.variables.items() if name != "params"}
 
-        def forward(params: Any, x: Any, state: Any, kind: Any = kind) -> Any:
-            return kind.layer.apply({"params": params} | state, positional(x), Context(jax.random.key(0), True))
+        def forward(params: Any, x: Any, state: Any, batch: Any, layer: Any = group.layer) -> Any:
+            context = Context(jax.random.key(0), True, batch)
+            return layer.apply({"params": params} | state, positional(x), context)
 
-        def backward(params: Any, x: Any, state: Any, gives: Any, forward: Any = forward) -> Any:
-            return jax.vjp(jax.checkpoint(lambda p, x: forward(p, x, state)[0]), params, x)[1](gives)
+        def backward(params: Any, x: Any, state: Any, batch: Any, gives: Any, forward: Any = forward) -> Any:
+            return jax.vjp(jax.checkpoint(lambda p, x: forward(p, x, state, batch)[0]), params, x)[1](gives)
 
-        own = params, kind.takes, state
+        own = params, group.takes, state, shapes
         total += seconds_of(lambda forward=forward, own=own: jax.jit(forward).lower(*own).compile())
-        own = *own, kind.gives
+        own = *own, group.gives
         total += seconds_of(lambda backward=backward, own=own: jax.jit(backward).lower(*own).compile())
-    return len(kinds), total
+    return len(groups), total
 
 
 def main() -> None:

@@ -5,19 +5,17 @@ Every error names the offender, its value, what was expected and what to do.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
-from jpipe.execution.batches import check_same_structure
+from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
-from jpipe.model.groups import Sequential
+from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
-from jpipe.training.optimizer import update_with_loss
 
 
 def check_variables(plan: Plan, variables: Any) -> None:
@@ -44,7 +42,7 @@ def check_variables(plan: Plan, variables: Any) -> None:
                 "pipe.from_layer_variables(other.layer_variables(variables), batch)"
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
-        _check_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
+        check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
 
 
 def check_is_variables(variables: Any) -> None:
@@ -76,114 +74,32 @@ def check_complete(plan: Plan, variables: dict[str, Any]) -> None:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Sequential, key: Any) -> None:
+def check_key(model: Model, key: Any) -> None:
     """Checks that there is a key if a layer draws random numbers.
 
     Raises:
       ValueError: naming the first layer that does.
     """
-    needy = [kind for kind in model.kinds if kind.needs_key]
+    needy = [group for group in model.groups if group.needs_key]
     if key is None and needy:
         raise ValueError(
-            f"layer {needy[0].members[0] - model.first} ({needy[0].layer.name}) draws random numbers, but key=None; "
+            f"layer {needy[0].indices[0]} ({needy[0].layer.name}) draws random numbers, but key=None; "
             "pass key=jax.random.key(...)"
         )
 
 
-def check_reads_nothing(model: Sequential) -> None:
+def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
     """Checks that no layer has a side input, where there is no batch but only the model's inputs.
 
     Raises:
       ValueError: naming the first layer that has one.
     """
-    for index in range(model.num_layers):
-        if model.kind_at(index).layer.reads_batch:
+    for index, layer in enumerate(layers):
+        if layer.reads_batch:
             raise ValueError(
-                f"layer {index} ({model.kind_at(index).layer.name}) can't read its side input from the bare inputs; "
-                "pass the whole batch to apply"
+                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
+                "apply"
             )
-
-
-def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
-    """Checks that a transformation can be updated with what `train_step` gives it.
-
-    Args:
-      tx: an optax transformation.
-      params: the parameters' shapes.
-      opt_state: the shapes of its state.
-      loss: the shape of the loss.
-
-    Raises:
-      TypeError: it raised an error; what it needs is named.
-    """
-    try:
-        with jax.numpy_dtype_promotion("standard"):  # what is given is checked, not dtypes
-            jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
-    except Exception as error:
-        raise TypeError(
-            f"tx.update raised {type(error).__name__}: {error}. train_step gives it gradients, state, parameters and "
-            "value=loss, and nothing that computes the loss again (value_fn, grad_fn); use another transformation, or "
-            "write a step of your own with pipe.value_and_grad"
-        ) from error
-
-
-def check_host_arrays(trees: Any) -> None:
-    """Checks that arrays have values.
-
-    Raises:
-      TypeError: one is being traced.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if isinstance(leaf, Tracer):
-            raise TypeError(
-                f"trees{jax.tree_util.keystr(path)} is being traced; from_layer_variables puts values on devices, so "
-                "call it outside of jax.jit and its like"
-            )
-
-
-def check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
-    """Checks one layer's variables by collection against their shapes.
-
-    Raises:
-      ValueError: a collection or leaf is missing, or has another shape.
-    """
-    lacking = [name for name in expected if name not in own]
-    if lacking:
-        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}")
-    for name, tree in expected.items():
-        check_same_structure(f"{what}[{name!r}]", own[name], tree)
-        _check_shapes(f"{what}[{name!r}]", own[name], tree)
-
-
-def check_tied(model: Sequential, params: dict[int, list[Any]]) -> None:
-    """Checks that layers which share their parameters were given the same ones.
-
-    Args:
-      model: the layers.
-      params: leaves by layer, the model's ends included in the numbering.
-
-    Raises:
-      ValueError: naming the first two that differ.
-    """
-    for first, *others in (shown for home in model.homes for shown in home.members):
-        for other in others:
-            pairs = zip(params.get(first, []), params.get(other, []), strict=True)
-            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
-                a, b = first - model.first, other - model.first
-                raise ValueError(
-                    f"trees[{a}] and trees[{b}] differ, but layers {a} and {b} ({model.kind_at(a).layer.name}) share "
-                    "their parameters; give both the same, or don't share them"
-                )
-
-
-def _check_shapes(what: str, tree: Any, expected: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, leaf), want in zip(leaves, jax.tree.leaves(expected), strict=True):
-        name, shape, dtype = f"{what}{jax.tree_util.keystr(path)}", np.shape(leaf), jnp.result_type(leaf)
-        if shape != want.shape:
-            raise ValueError(f"{name} has the shape {shape}, not {want.shape} as at init")
-        if dtype != want.dtype:
-            raise ValueError(f"{name} has the dtype {dtype}, not {want.dtype} as at init; cast it back")
 
 
 def check_alive(what: str, tree: Any) -> None:
@@ -195,29 +111,3 @@ def check_alive(what: str, tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
-
-
-_BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
-
-
-def check_optimizer(opt_state: Any) -> None:
-    """Checks that no transformation outside of `per_layer` tells parameters apart.
-
-    Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
-    Those without state (the trust ratio of lamb, adaptive gradient clipping) can't be told.
-
-    Args:
-      opt_state: the state of the optimiser; `per_layer` keeps what it wraps out of sight.
-
-    Raises:
-      ValueError: naming the state that gives it away.
-    """
-    tells = lambda node: type(node).__name__ in _BY_PARAMETER
-    found = [type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=tells) if tells(node)]
-    if found:
-        raise ValueError(
-            f"tx tells parameters apart (its state holds a {found[0]}: a mask, labels, or statistics of single "
-            "parameters), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
-            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-            "jpipe.per_layer(optax.adamw(1e-3, mask=mask)))"
-        )

@@ -16,22 +16,18 @@ from jpipe import saving
 from jpipe.checks import (
     check_alive,
     check_complete,
-    check_host_arrays,
     check_is_variables,
-    check_item,
     check_key,
-    check_optimizer,
     check_reads_nothing,
-    check_tied,
-    check_update,
     check_variables,
 )
-from jpipe.execution import batches, compiled
+from jpipe.execution import batches, entry_points
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
+from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import LayerError
-from jpipe.memory.layout import StageTree, as_auto, take_apart
+from jpipe.memory.layer_trees import as_items, put_together, take_apart
+from jpipe.memory.layout import StageTree
 from jpipe.model.remat import as_remat
 from jpipe.model.state import check_rules
 from jpipe.planning.options import Options
@@ -41,16 +37,12 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.sharding.meshes import as_mesh
 from jpipe.sharding.splits import Splits, check_shard_over
-from jpipe.training.elementwise import check_elementwise
-from jpipe.training.fingerprint import fingerprint
-from jpipe.training.optimizer import TrainState, global_norm, state_shardings, update_with_loss
+from jpipe.training.state import TrainState, abstract_state
+from jpipe.training.train_step import TrainSteps
 
 Variables = dict[str, StageTree]
 
 saving.register()
-
-MOST_TRAIN_STEPS = 8
-"""How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
 
 class Pipeline:
@@ -152,9 +144,10 @@ class Pipeline:
             options=Options(gather, cast, unroll),
         )
         self._arguments = ((layers, loss_fn), sizes | chosen)
-        self._jit_train_steps: dict[Any, Any] = {}
-        self._jit_value_and_grad = jax.jit(self._trace_gradients)
-        self._jit_forward = jax.jit(self._trace_forward, static_argnames=("with_loss", "bare"))
+        value_and_grad = partial(entry_points.value_and_grad, self._planner)
+        self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
+        self._jit_value_and_grad = jax.jit(value_and_grad)
+        self._jit_forward = jax.jit(partial(entry_points.forward, self._planner), static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
 
     def __repr__(self) -> str:
@@ -206,15 +199,9 @@ class Pipeline:
           For a linen layer what `module.init` would have returned, for an nnx layer a pure dict by collection, for a
           `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing.
         """
-        model = self._planner.known_plan().model
-        check_variables(self._planner.known_plan(), variables)
-        items = as_auto(self._jit_take_apart(variables))[model.first :][: model.num_layers]
-        result = []
-        for index, item in enumerate(items):
-            kind = model.kind_at(index)
-            own = {name: tree for name, tree in item.items() if name in kind.variables}
-            result.append(kind.layer.to_item(own))
-        return result
+        plan = self._planner.known_plan()
+        check_variables(plan, variables)
+        return as_items(plan.model, self._jit_take_apart(variables))
 
     def from_layer_variables(self, trees: list[Any], batch: Any = None) -> Variables:
         """The inverse of `layer_variables`, under this pipeline's layout.
@@ -224,24 +211,7 @@ class Pipeline:
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
-        if not isinstance(trees, list | tuple):
-            raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
-        if len(trees) != len(self._layers):
-            raise ValueError(f"there are {len(trees)} trees but {len(self._layers)} layers; give one a layer")
-        check_host_arrays(trees)
-        found: dict[str, dict[int, list[Any]]] = {name: {} for name in plan.layouts}
-        for index, tree in enumerate(trees):
-            kind = plan.model.kind_at(index)
-            try:
-                own = kind.layer.from_item(tree)
-            except LayerError as error:
-                raise TypeError(f"trees[{index}]: {kind.layer.name} {error}") from error
-            expected = kind.layer.from_item(kind.layer.to_item(kind.variables))
-            check_item(f"trees[{index}] ({kind.layer.name})", own, expected)
-            for name in kind.variables:
-                found[name][index + plan.model.first] = jax.tree.leaves(own[name])
-        check_tied(plan.model, found["params"])
-        return {name: layout.place(found[name]) for name, layout in plan.layouts.items()}
+        return put_together(plan.model, plan.layouts, trees)
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -267,7 +237,8 @@ class Pipeline:
         self._check_training(variables, batch, key)
         key = None if key is None else as_key(key)
         variables = self._placed(variables)
-        return self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
+        (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
+        return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Any) -> Any:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
@@ -279,14 +250,14 @@ class Pipeline:
         check_is_variables(variables)
         bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
         if bare:
-            check_reads_nothing(self._planner.known_plan().model)
+            check_reads_nothing(self._layers)
         self._check_evaluation(variables, batch, with_loss=False, bare=bare)
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        batches.check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
+        check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
         self._check_evaluation(variables, batch, with_loss=True, bare=False)
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
@@ -326,28 +297,11 @@ class Pipeline:
           tx: any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
-            raise TypeError(
-                f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3) "
-                "(of an optax.MultiSteps its gradient_transformation())"
-            )
         variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
-        opt_state = jax.eval_shape(tx.init, variables["params"])
-        check_optimizer(opt_state)
-        check_update(tx, variables["params"], opt_state, self._planner.loss_shape())
-        check_elementwise(tx)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
-            variables=variables,
-            opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
-            key=place(key_shape(key), everywhere),
-            tx=tx,
-        )
+        return abstract_state(variables, tx, key_shape(key), self._planner.loss_shape(), self.mesh)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step of training, compiled as one program; `state` is donated, so don't use it again.
+        """One step of training, compiled as one function; `state` is donated, so don't use it again.
 
         A `tx` made anew from the same numbers and functions runs what was compiled for the first one, unless it holds
         objects that may have changed. The last 8 are kept; `clear_cache` drops them.
@@ -360,34 +314,23 @@ class Pipeline:
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
         self._check_training(state.variables, batch, state.key)
-        tx, step = self._train_step_of(state.tx, batch)
+        tx, step = self._train_steps.of(state.tx, batch)
         new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
-        """Drops all compiled programs, as `clear_cache` of a function under `jax.jit` does."""
-        self._jit_train_steps.clear()
-        programs: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
-        for program in programs:
-            program.clear_cache()
+        """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
+        self._train_steps.clear()
+        compiled: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
+        for function in compiled:
+            function.clear_cache()
         self.__dict__.pop("_jit_init", None)
-
-    def _train_step_of(self, tx: optax.GradientTransformation, batch: Any) -> tuple[Any, Callable]:
-        """(the first transformation that is the same as `tx`, the training step with it)."""
-        key = fingerprint(tx)
-        if key not in self._jit_train_steps:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
-            step = jax.jit(self._trace_train_step, donate_argnums=0, out_shardings=(shardings, shardings.step))
-            while len(self._jit_train_steps) >= MOST_TRAIN_STEPS:
-                del self._jit_train_steps[next(iter(self._jit_train_steps))]
-            self._jit_train_steps[key] = (tx, step)
-        return self._jit_train_steps[key]
 
     # --- checks ---
 
     def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
         plan = self._planner.plan_for(batch)
-        batches.check_same_structure("batch", batch, plan.batch)
+        check_same_structure("batch", batch, plan.batch)
         batches.check_no_example(batch, plan.batch)
         check_variables(plan, variables)
         check_complete(plan, variables)
@@ -417,42 +360,19 @@ class Pipeline:
         tree = batches.on_mesh(tree, self.mesh)
         return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
-    # --- traced ---
-
-    def _trace_value_and_grad(self, variables: Variables, batch: Any, key: Any) -> Any:
-        program = self._planner.program(batch, train=True, with_loss=True, key=key)
-        return compiled.value_and_grad(self._planner.known_plan(), program, variables, batch, key)
-
-    def _trace_gradients(self, variables: Variables, batch: Any, key: Any) -> Any:
-        (loss, updates, _), grads = self._trace_value_and_grad(variables, batch, key)
-        return (loss, updates), grads
-
-    def _trace_forward(self, variables: Variables, batch: Any, *, with_loss: bool, bare: bool) -> Any:
-        program = self._planner.program(batch, train=False, with_loss=with_loss, bare=bare)
-        return compiled.forward(self._planner.known_plan(), program, variables, batch)
-
-    def _trace_train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(state.key, state.step)
-        (loss, updates, metrics), grads = self._trace_value_and_grad(state.variables, batch, key)
-        params = state.variables["params"]
-        changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
-        variables = {"params": optax.apply_updates(params, changes), **updates}
-        metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}
-        return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
-
     @cached_property
     def _jit_init(self) -> Callable:
         plan = self._planner.known_plan()
         shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        return jax.jit(partial(compiled.init_variables, plan), out_shardings=shardings)
+        return jax.jit(partial(entry_points.init_variables, plan), out_shardings=shardings)
 
     def _ready_values(self, plan: Plan) -> dict[str, Any]:
         """Buffers with the values of layers that come with their own."""
         leaves: dict[str, dict[int, Any]] = {}
         for index, layer in enumerate(self._layers):
             for name, tree in (layer.ready or {}).items():
-                leaves.setdefault(name, {})[index + plan.model.first] = jax.tree.leaves(tree)
+                leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
         return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
 
 

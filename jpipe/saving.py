@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from flax import serialization
 
 from jpipe.memory.layout import NOT_SAVED, StageTree
-from jpipe.training.optimizer import TrainState
+from jpipe.training.state import TrainState
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -20,5 +20,5 @@ def _refuse(*_: Any) -> NoReturn:
 
 def register() -> None:
     """Tells Flax's serialisation about variables and states."""
-    for kind in (StageTree, TrainState):
-        serialization.register_serialization_state(kind, _refuse, _refuse, override=True)
+    for laid_out in (StageTree, TrainState):
+        serialization.register_serialization_state(laid_out, _refuse, _refuse, override=True)

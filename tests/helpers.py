@@ -392,6 +392,18 @@ def one_slot(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
     return jpipe.Schedule(order, slots=("FB",), name="one slot")
 
 
+def one_slot_from_k(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
+    """1F1B as papers draw it: one slot for both kinds; stage k starts with K-k forwards, then B and F alternate."""
+    orders = []
+    for stage in range(num_stages):
+        ahead = min(num_microbatches, num_stages - stage)
+        order = [f"F{m}" for m in range(ahead)]
+        for m in range(num_microbatches):
+            order += [f"B{m}"] + [f"F{m + ahead}"] * (m + ahead < num_microbatches)
+        orders.append(order)
+    return jpipe.Schedule(orders, slots=("FB",), name="one slot, from K")
+
+
 def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options: Any) -> jpipe.Pipeline:
     """A pipeline of a model; `schedule` is a name, or "one slot"."""
     order = one_slot(K, M) if schedule == "one slot" else schedule

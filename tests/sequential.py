@@ -15,9 +15,25 @@ from flax import nnx
 
 import jpipe
 from helpers import is_nnx, mean_loss, nnx_filled, nnx_parts, params_of, take_microbatch
-from jpipe.jax_tools.random_keys import layer_key
 from jpipe.layers.connections import Marked
 from jpipe.layers.shared import Shared, Use
+
+# Numbers that keep apart what one key is used for: initial values, and what layers draw in a training step.
+FOR_INITIAL_VALUES, FOR_A_STEP = 0x1217, 0x57E9
+
+
+def init_key(key: Any, layer: int) -> Any:
+    """The key of a layer's initial values; `layer` counts the user's layers from 0."""
+    return jax.random.fold_in(jax.random.fold_in(key, FOR_INITIAL_VALUES), layer)
+
+
+def layer_key(key: Any, layer: int, microbatch: Any) -> Any:
+    """The key from which a layer draws in a step for one micro-batch: it follows from these three alone.
+
+    This states the rule anew, so that pipelines that draw other numbers than before are noticed.
+    """
+    of_layer = jax.random.fold_in(jax.random.fold_in(key, FOR_A_STEP), layer)
+    return jax.random.fold_in(of_layer, microbatch)
 
 
 def parts(layer: Any) -> tuple[Marked, nn.Module, Any, Any]:

@@ -449,10 +449,15 @@ def test_a_loss_that_raises():
 
 
 def test_inputs_of_another_dtype():
+    """The first layer may take them; a later one that then differs from those that it was like is an error."""
+    other = jax.tree.map(lambda a: a.astype(np.int32), BATCH)
     pipe = make()
     variables = pipe.init(jax.random.key(0), BATCH)
-    other = jax.tree.map(lambda a: a.astype(np.int32), BATCH)
-    message = r"layer 0 .* takes int32\[.*\] from this batch but took float32"
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_allclose(pipe.apply(variables, other), pipe.apply(variables, jax.tree.map(np.float32, other)))
+    pipe = make([lambda x: x, nn.Dense(4), nn.Dense(4), nn.Dense(4)])
+    variables = pipe.init(jax.random.key(0), BATCH)
+    message = r"layer 1 .* takes int32\[.*\] from this batch but took float32"
     with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
         pipe.apply(variables, other)
 

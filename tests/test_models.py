@@ -15,24 +15,24 @@ import pytest
 import jpipe
 from helpers import assert_close
 from jpipe.layers.adapt import as_layers
-from jpipe.model.groups import Sequential
-from jpipe.model.trace import trace_kinds
+from jpipe.model.groups import Model
+from jpipe.model.trace import trace_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet
 
 
-def traced(layers: list, batch: dict) -> Sequential:
-    return trace_kinds(as_layers(layers), batch["inputs"], batch)
+def traced(layers: list, batch: dict) -> Model:
+    return trace_model(as_layers(layers), lambda batch: batch["inputs"], batch["inputs"], batch)
 
 
-def num_parameters(model: Sequential) -> int:
-    size = lambda kind: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(kind.variables.get("params", {})))
-    return sum(size(model.kinds[home.kind]) * len(home.members) for home in model.homes)
+def num_parameters(model: Model) -> int:
+    size = lambda group: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(group.variables.get("params", {})))
+    return sum(size(model.groups[known.group]) * len(known.users) for known in model.variable_sets)
 
 
-def shape_given(model: Sequential) -> tuple[int, ...]:
-    return model.kinds[model.kind_of[-1]].gives.shape
+def shape_given(model: Model) -> tuple[int, ...]:
+    return model.outputs.shape
 
 
 def images(size: int, channels: int = 3) -> dict:
@@ -61,7 +61,7 @@ def test_transformer_l_has_the_parameters_of_table_1(num_layers, printed):
     assert count == 2 * 32000 * 2048 + 32000 + num_layers * 50_358_272
     unit = {"M": 1e6, "B": 1e9}[printed[-1]]
     assert f"{count / unit:.1f}{printed[-1]}" == printed
-    assert len(model.kinds) == 3
+    assert len(model.groups) == 3
     assert shape_given(model) == (2, 16, 32000)
 
 
@@ -78,7 +78,7 @@ def test_transformer_l_has_the_parameters_of_table_1(num_layers, printed):
 def test_translation_models_have_the_parameters_of_the_paper(size, billions):
     model = traced(translation.translation(*size), sentences(16, 12))
     assert f"{num_parameters(model) / 1e9:.2f}" == billions
-    assert len(model.kinds) == 6  # source, encoder, norm, start of the decoder, decoder, head
+    assert len(model.groups) == 6  # source, encoder, norm, start of the decoder, decoder, head
     assert shape_given(model) == (2, 12, 64000)
 
 
@@ -96,7 +96,7 @@ def test_amoebanet_d_has_the_parameters_of_table_1(size, millions):
     model = traced(amoebanet.amoebanet(*size), images(224))
     assert num_parameters(model) / 1e6 == pytest.approx(millions, abs=0.05 if millions < 1000 else 0.5)
     # In each stack two cells differ from the others, as the two tensors that they take do.
-    assert len(model.kinds) == 1 + 2 + (3 + 1 + 3 + 1 + 3) + 1
+    assert len(model.groups) == 1 + 2 + (3 + 1 + 3 + 1 + 3) + 1
 
 
 def test_amoebanet_halves_224_pixels_five_times():
@@ -117,7 +117,7 @@ def test_amoebanet_checks_its_arguments(variant, filters):
 def test_resnets_have_the_usual_parameters(make, count):
     model = traced(make(), images(224))
     assert num_parameters(model) == count
-    assert len(model.kinds) == 1 + 2 * 4 + 1
+    assert len(model.groups) == 1 + 2 * 4 + 1
 
 
 def test_small_resnet_is_resnet_20():
@@ -173,10 +173,10 @@ def some_variables(layers: list, batch: dict[str, np.ndarray], random: np.random
     """A tree a layer, made up; places that share parameters have the same."""
     model = traced(layers, batch)
     make = lambda leaf: (0.3 * random.standard_normal(leaf.shape) + 0.1).astype(leaf.dtype)
-    trees = [jax.tree.map(make, model.kind_at(i).variables) for i in range(len(layers))]
-    for home in model.homes:
-        for member in (i for members in home.members for i in members[1:]):
-            trees[member] = trees[home.members[0][0]]
+    trees = [jax.tree.map(make, model.group_at(i).variables) for i in range(len(layers))]
+    for first, *others in (users for known in model.variable_sets for users in known.users):
+        for other in others:
+            trees[other] = trees[first]
     return trees
 
 

@@ -71,8 +71,10 @@ def square(key, x):
 
 
 def chain(**options):
-    layers = [jpipe.Layer(square, lambda w, x: jnp.sin(x @ w)) for _ in range(8)]
-    sizes = {"num_stages": 2, "num_microbatches": 4}
+    """Four equal layers on each of two stages, between ends that are unlike them."""
+    equal = [jpipe.Layer(square, lambda w, x: jnp.sin(x @ w)) for _ in range(8)]
+    layers = [lambda x: x, *equal, lambda y: y]
+    sizes = {"num_stages": 2, "num_microbatches": 4, "balance": [5, 5]}
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes, **options)
 
 

@@ -27,7 +27,7 @@ from helpers import (
     pipeline,
     run_layers,
 )
-from jpipe.jax_tools.random_keys import layer_key
+from sequential import init_key, layer_key
 
 KEY = 7
 
@@ -160,6 +160,15 @@ def test_initial_values_do_not_depend_on_the_pipeline(x64):
     assert_equal(values[2], values[0])
     blocks = [tree["params"]["Dense_0"]["kernel"] for tree in values[0][2:5]]
     assert not np.array_equal(blocks[0], blocks[1]), "equal layers start from different values"
+
+
+def test_initial_values_follow_from_the_key_and_the_layers_place():
+    """Equal layers in one loop, and one between them that has nothing to draw, but is counted."""
+    layer = jpipe.Layer(lambda key, x: jax.random.normal(key, (4, 4), x.dtype), lambda w, x: x @ w)
+    pipe = small(2, layers=[layer, layer, jnp.tanh, layer])
+    trees = pipe.layer_variables(pipe.init(jax.random.key(KEY), data()))
+    for i in (0, 1, 3):
+        assert_equal(trees[i], jax.random.normal(init_key(jax.random.key(KEY), i), (4, 4), jnp.float32))
 
 
 def test_initial_values_follow_the_layers_initialisers():

@@ -1,11 +1,17 @@
 """The headline: the pipelined step equals the sequential model, in outputs, loss and every single gradient leaf."""
 
+import functools
 import itertools
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from helpers import MODELS, assert_close, model, pipeline
+import jpipe
+import sequential
+from helpers import MODELS, assert_close, model, one_slot_from_k, pipeline
 
 REMATS = {
     "none": "none",
@@ -101,3 +107,54 @@ def test_equals_the_sequential_model_whatever_is_combined(case):
 
 def test_every_model_is_in_the_table():
     assert {case[0] for case in CASES} == set(MODELS)
+
+
+# --- 1F1B as papers draw it -------------------------------------------------------------------------------------------
+
+wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
+KEY = 2
+
+
+class Cell(nn.Module):
+    """Has state, and draws random numbers."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        h = wide(x.shape[-1], use_bias=False)(x)  # BatchNorm takes a bias away
+        norm = nn.BatchNorm(not train, momentum=0.9, param_dtype=jnp.float64, force_float32_reductions=False)
+        return x + nn.Dropout(0.25, deterministic=not train)(nn.tanh(norm(h)))
+
+
+def squares(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+@functools.cache
+def sequential_cells(m):
+    """(layers, variables, batch, what plain Flax makes of them in m micro-batches)."""
+    rng = np.random.default_rng(0)
+    layers = [wide(4), *[Cell() for _ in range(4)], wide(3)]
+    batch = {"inputs": rng.normal(size=(24, 5)), "targets": rng.normal(size=(24, 3))}
+    items = sequential.random_items(layers, batch, 1)
+    return layers, items, batch, sequential.truth(layers, items, squares, batch, key=jax.random.key(KEY), m=m, rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "remat"),
+    [(2, 3, "none"), (2, 6, "layer"), (2, 3, "stage"), (4, 6, "none"), (4, 3, "layer"), (4, 6, "stage")],
+)
+def test_stage_k_runs_k_less_forwards_ahead_in_one_slot(k, m, remat):
+    """The order of most papers, whose stage k holds min(M, K-k) micro-batches: run, and not only drawn."""
+    schedule = one_slot_from_k(k, m)
+    assert schedule.ticks.residual_rows == tuple(min(m, k - stage) for stage in range(k))
+    with jax.enable_x64(True):
+        layers, items, batch, (loss, gradients, states) = sequential_cells(m)
+        sizes = {"num_stages": k, "num_microbatches": m}
+        pipe = jpipe.Pipeline(layers, squares, **sizes, schedule=schedule, remat=remat, balance="even")
+        variables = pipe.from_layer_variables(items, batch)
+        (found, updates), grads = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
+        assert_close(found, loss, "loss")
+        trees = pipe.layer_variables({"params": grads, **updates})
+        for i, (tree, gradient, state) in enumerate(zip(trees, gradients, states, strict=True)):
+            assert_close(tree["params"], gradient, f"gradients of layer {i}")
+            assert_close({name: t for name, t in tree.items() if name != "params"}, state, f"state of layer {i}")

@@ -199,33 +199,3 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 def join_microbatches(leaf: Any) -> Any:
     """`[M, B/M, ...]` to `[B, ...]`; one number a micro-batch stays `[M]`."""
     return leaf if leaf.ndim < 2 else jnp.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))
-
-
-def check_same_structure(what: str, given: Any, expected: Any) -> None:
-    """Compares two pytrees' structures.
-
-    Raises:
-      ValueError: naming the first leaf that one has and the other lacks.
-    """
-    if jax.tree.structure(given) == jax.tree.structure(expected):
-        return
-    paths = [
-        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (given, expected)
-    ]
-    extra = [path for path in paths[0] if path not in paths[1]]
-    missing = [path for path in paths[1] if path not in paths[0]]
-    detail = (
-        f"it lacks {what}{missing[0]}"
-        if missing
-        else f"it has {what}{extra[0]} besides"
-        if extra
-        else "its containers differ"
-    )
-    raise ValueError(
-        f"the {what} has another structure than at init: {detail}; "
-        f"expected {_outline(paths[1])}, got {_outline(paths[0])}"
-    )
-
-
-def _outline(paths: list[str]) -> str:
-    return "[" + ", ".join(path or "a bare array" for path in paths[:8]) + (", ..." if len(paths) > 8 else "") + "]"

@@ -1,4 +1,4 @@
-"""The planner: from a batch's shapes to the plan, once, and to a program for every shape and purpose.
+"""The planner: from a batch's shapes to the plan, once, and to a step for every shape.
 
 It traces the layers at the shapes of a micro-batch and keeps what it found. Nothing here computes or allocates anything
 but for measuring layers.
@@ -14,28 +14,27 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.execution.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
-from jpipe.execution.program import Program, Purpose, build_program
+from jpipe.execution.step import Step, StepSpec, build_step, layer_functions
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.memory_order import Order, given_orders
+from jpipe.jax_tools.memory_order import Order, result_orders
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import AnyLayer, describe
-from jpipe.model.groups import Sequential
-from jpipe.model.layer_step import LayerStep
+from jpipe.model.groups import Model
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight
 from jpipe.model.remat import Remat
 from jpipe.model.state import check_collections
-from jpipe.model.tape import Tape
-from jpipe.model.trace import batch_shardings, trace_kinds
+from jpipe.model.trace import trace_model
+from jpipe.model.traced_layer import LocalForward, TracedLayer, trace_layer
+from jpipe.planning.costs import Layer
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Balance, Plan, early_partition, make_plan
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.sharding.meshes import check_context, num_shards, shapes_only
-from jpipe.sharding.shardings import Sharding, settled
 from jpipe.sharding.splits import Splits
-from jpipe.sharding.spmd import partition_program
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,7 +52,8 @@ class Planner:
     splits: Splits
     options: Options
     _plan: Plan | None = None
-    _models: dict[Any, Sequential] = field(default_factory=dict)
+    _models: dict[Any, Model] = field(default_factory=dict)
+    _layers: dict[Any, TracedLayer] = field(default_factory=dict)
     _checked: set[Any] = field(default_factory=set)
     _orders: dict[Any, list[Order | None]] = field(default_factory=dict)
 
@@ -106,36 +106,34 @@ class Planner:
         if self._plan is None:
             shapes = self.shapes(batch)
             model = self.model_with_loss(shapes)
-            check_collections(self.merge, model.kinds)
-            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
-            steps = [LayerStep(kind, key_shape(), self.read_inputs, self.loss_fn, self.remat) for kind in model.kinds]
+            check_collections(self.merge, model.groups)
             with shapes_only(self.mesh):
                 warn_of_moving_weight(model, self.loss_fn, shapes)
                 self._plan = make_plan(
                     model,
-                    steps,
+                    lambda: self._layers_of(model, shapes),
                     shapes,
                     balance=self.balance,
-                    num_chunks=self.schedule.num_chunks,
+                    placement=self.schedule.placement,
                     mesh=self.mesh,
                     splits=self.splits,
                     options=self.options,
                 )
         return self._plan
 
-    def model(self, shapes: Any, bare: bool = False) -> Sequential:
+    def model(self, shapes: Any, bare: bool = False) -> Model:
         """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
         cache = (bare, *_as_key(shapes))
         if cache not in self._models:
             with shapes_only(self.mesh):
                 read = _itself if bare else self.read_inputs
-                model = trace_kinds(self.layers, *self._inputs(read, shapes))
+                model = trace_model(self.layers, read, self._inputs(read, shapes), shapes, self.splits)
             if self._plan is not None:
                 self._plan.check_model(model)
             self._models[cache] = model
         return self._models[cache]
 
-    def model_with_loss(self, shapes: Any) -> Sequential:
+    def model_with_loss(self, shapes: Any) -> Model:
         """The layers traced at the shapes of a micro-batch, for which the loss is checked too."""
         model = self.model(shapes)
         if _as_key(shapes) not in self._checked:
@@ -147,56 +145,57 @@ class Planner:
     def loss_shape(self) -> jax.ShapeDtypeStruct:
         """The type of the loss of a whole batch."""
         plan = self.known_plan()
-        outputs = plan.model.kinds[plan.model.kind_of[-1]].gives
         with shapes_only(self.mesh):
-            _, (loss, *_) = trace(lambda y, batch: loss_sums(self.loss_fn(y, batch)), outputs, plan.batch)
+            loss, *_ = trace(lambda y, batch: loss_sums(self.loss_fn(y, batch)), plan.model.outputs, plan.batch)[1]
         return jax.ShapeDtypeStruct((), accumulator_dtype(loss.dtype))
 
-    def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> tuple[Any, Any, Splits, list[Sharding]]:
-        """What the first layer takes, the batch, what arrays are split over, and how what it takes lies."""
+    def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> Any:
+        """The shapes of what the first layer takes."""
         try:
-            program, inputs = trace(read_inputs, shapes)
+            return trace(read_inputs, shapes)[1]
         except (LookupError, AttributeError) as error:
             raise ValueError(
                 f"inputs raised {type(error).__name__}: {error} for the batch {describe(shapes)}; it has to return "
                 "what the first layer takes"
             ) from error
-        at = batch_shardings(shapes, self.splits)
-        found = partition_program(program, self.splits.axes, at, [settled] * len(program.jaxpr.outvars))
-        return inputs, shapes, self.splits, found.shardings
 
-    def program(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Program:
-        """The program for a batch's shapes and a type of key, for training or forward only."""
+    def _spec(self, key: jax.ShapeDtypeStruct | None, schedule: Schedule, *, with_loss: bool) -> StepSpec:
+        return StepSpec(key, self.loss_fn if with_loss else None, self.remat, schedule, self.merge)
+
+    def step(self, batch: Any, *, train: bool, with_loss: bool, key: Any = None, bare: bool = False) -> Step:
+        """The step for a batch's shapes and a type of key, for training or forward only."""
         plan = self.known_plan()
         schedule = self.schedule if train else self.evaluation_schedule(batch)
         shapes = self.shapes(batch) if train else self.evaluation_shapes(batch)
-        purpose = Purpose(
-            key=key_shape(key) if train else None,
-            read_inputs=_itself if bare else self.read_inputs,
-            loss_fn=self.loss_fn if with_loss else None,
-            remat=self.remat,
-            schedule=schedule,
-            merge=self.merge,
-        )
+        spec = self._spec(key_shape(key) if train else None, schedule, with_loss=with_loss)
 
-        def orders_of(c: int, tape: Tape) -> list[Order | None]:
-            """Found once for each kind of these shapes: that may take a compilation."""
-            known = (c, bare, purpose.key, *_as_key(shapes))
+        def orders(function: LayerFunction, forward: LocalForward) -> list[Order | None]:
+            """Found once for each group at these shapes: that may take a compilation."""
+            known = (function.group.indices[0], function.key, *_as_key(shapes))
             if known not in self._orders:
-                self._orders[known] = given_orders(tape.program, tape.stored_at, self.mesh)
+                self._orders[known] = result_orders(forward.jaxpr, forward.residuals_at, self.mesh)
             return self._orders[known]
 
         with shapes_only(self.mesh):
-            return build_program(
-                plan.arranged(self.model(shapes, bare)),
-                purpose,
-                shapes,
-                bounds=plan.bounds,
-                storages={name: layout.storage for name, layout in plan.layouts.items()},
-                splits=self.splits,
-                orders_of=orders_of,
-                apart=plan.options.unroll,
-            )
+            model = plan.arranged(self.model(shapes, bare))
+            traced = []
+            if train:
+                for function in layer_functions(model, spec):
+                    traced.append(self._traced(function, shapes))
+            return build_step(plan, model, spec, shapes, traced=traced, orders=orders)
+
+    def _layers_of(self, model: Model, shapes: Any) -> list[Layer]:
+        """What the layers of each group compute in training, traced."""
+        # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
+        functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))
+        return [Layer(function, function.shapes(shapes), self._traced(function, shapes)) for function in functions]
+
+    def _traced(self, function: LayerFunction, shapes: Any) -> TracedLayer:
+        """A group's forward and backward in training, traced once for these shapes of a micro-batch and its key."""
+        known = (function.group.indices[0], function.key, *_as_key(shapes))
+        if known not in self._layers:
+            self._layers[known] = trace_layer(function, function.shapes(shapes))
+        return self._layers[known]
 
 
 def _as_key(shapes: Any) -> tuple:

@@ -9,11 +9,11 @@ import numpy as np
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf has a floating-point (or complex) dtype, so that it can be summed and has gradients."""
+    """Whether a leaf (an array, or its shape and dtype) is floating-point or complex: then it has gradients."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are summed: at least float32, integers as they are."""
+    """The dtype in which values of `dtype` are summed: float32 for narrower floats, `dtype` itself for all others."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     return np.dtype(np.float32) if narrow else dtype

@@ -1,17 +1,22 @@
-"""Slices and rows of arrays, and entries of tables, at indices that are known or traced."""
+"""Slices and rows of arrays, and entries of tables, at indices that are Python integers or traced.
+
+Indices are never negative here, and JAX needn't ask whether they are: that is half of a small jaxpr.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Index = int | jax.Array
+"""One index, known (a Python integer) or traced."""
 
-def look_up(table: Sequence[int], index: Any) -> Any:
-    """`table[index]` for a Python or traced index; a constant where all entries are equal."""
+
+def look_up(table: Sequence[int], index: Index) -> Index:
+    """`table[index]`; a Python integer if `index` is one, or if all entries are equal."""
     if isinstance(index, int):
         return int(table[index])
     first = int(table[0])
@@ -21,29 +26,26 @@ def look_up(table: Sequence[int], index: Any) -> Any:
     return first + take_row(jnp.asarray(np.asarray(table, np.int32) - np.int32(first)), index)
 
 
-# Indices are never negative here, and JAX needn't ask whether they are: that is half of a small program.
-
-
-def take_slice(array: Any, index: tuple, shape: tuple[int, ...]) -> Any:
-    """The slice of a shape that begins at an index, of as many dimensions as are given."""
+def take_slice(array: jax.Array, index: Sequence[Index], shape: Sequence[int]) -> jax.Array:
+    """The slice of `shape` that begins at `index`, which may leave out dimensions at the end: they begin at 0."""
     return jax.lax.dynamic_slice(array, _start(array, index), shape, allow_negative_indices=False)
 
 
-def put_slice(array: Any, update: Any, index: tuple) -> Any:
-    """The array with a slice replaced (in place, in a loop)."""
+def put_slice(array: jax.Array, update: jax.Array, index: Sequence[Index]) -> jax.Array:
+    """The array with the slice that begins at `index` replaced by `update`; in a loop this copies nothing else."""
     return jax.lax.dynamic_update_slice(array, update, _start(array, index), allow_negative_indices=False)
 
 
-def take_row(array: Any, row: Any) -> Any:
+def take_row(array: jax.Array, row: Index) -> jax.Array:
     """`array[row]`."""
     return jax.lax.dynamic_index_in_dim(array, row, 0, keepdims=False, allow_negative_indices=False)
 
 
-def put_row(array: Any, value: Any, row: Any) -> Any:
-    """The array with a row replaced (in place, in a loop)."""
+def put_row(array: jax.Array, value: jax.Array, row: Index) -> jax.Array:
+    """The array with `array[row]` replaced by `value`; in a loop this copies nothing else."""
     return jax.lax.dynamic_update_index_in_dim(array, value, row, 0, allow_negative_indices=False)
 
 
-def _start(array: Any, index: tuple) -> list:
-    """Start indices for a slice of `array`, of one type whatever the index is (64-bit mode mixes them)."""
+def _start(array: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
+    """One start index a dimension, all of one type: 64-bit mode would mix them."""
     return [jnp.asarray(i, jnp.int32) for i in (*index, *([0] * (array.ndim - len(index))))]

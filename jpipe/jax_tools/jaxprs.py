@@ -1,4 +1,8 @@
-"""What can be learnt from a function's jaxpr, and how to change one."""
+"""Jaxprs: what can be learnt from one, and how to change one.
+
+A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters. Of
+some equations the parameters hold jaxprs themselves: calls (`jit`), loops, branches.
+"""
 
 from __future__ import annotations
 
@@ -7,118 +11,120 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-
-def depends_on(program: ClosedJaxpr, inputs: Collection[Any]) -> list[bool]:
-    """For each output of a program, whether it depends on any of the given input variables."""
-    return _depends_on(program.jaxpr, inputs)
-
-
-def _depends_on(jaxpr: Jaxpr, inputs: Collection[Any]) -> list[bool]:
-    moving = set(inputs)
-    moves = lambda v: not isinstance(v, Literal) and v in moving
-    for equation in jaxpr.eqns:
-        taken = list(map(moves, equation.invars))
-        if not any(taken):
-            continue
-        given, called = [True] * len(equation.outvars), _called(equation)
-        if called:  # some of what a function is called with may not matter
-            given = _depends_on(called, [v for v, moving in zip(called.invars, taken, strict=True) if moving])
-        moving.update(v for v, depends in zip(equation.outvars, given, strict=True) if depends)
-    return list(map(moves, jaxpr.outvars))
-
-
 CALLS = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "closed_call")
+"""Primitives that only call the jaxpr in their parameters."""
+
+Change = Callable[[JaxprEqn], JaxprEqn | None]
+"""From an equation to the one in its place; None to drop it, so that its operands stand for its results."""
 
 
-def _called(equation: Any) -> Jaxpr | None:
-    """The program that an equation only calls, with its own inputs."""
+def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
+    """For each output of a jaxpr, whether it depends on any of `inputs`, which are among the jaxpr's `invars`.
+
+    What a loop gives is taken to depend on all that it takes; `uses` looks into loops.
+    """
+    return _depends_on(closed.jaxpr, inputs)
+
+
+def _depends_on(jaxpr: Jaxpr, inputs: Collection[Var]) -> list[bool]:
+    dependent = set(inputs)
+    depends = lambda v: not isinstance(v, Literal) and v in dependent
+    for equation in jaxpr.eqns:
+        operands = list(map(depends, equation.invars))
+        if not any(operands):
+            continue
+        results, called = [True] * len(equation.outvars), _called(equation)
+        if called:  # a result may not depend on every operand
+            results = _depends_on(
+                called, [v for v, is_dependent in zip(called.invars, operands, strict=True) if is_dependent]
+            )
+        dependent.update(v for v, is_dependent in zip(equation.outvars, results, strict=True) if is_dependent)
+    return list(map(depends, jaxpr.outvars))
+
+
+def _called(equation: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr that an equation only calls, with the equation's operands as inputs; None if it does anything else."""
     if equation.primitive.name not in CALLS:
         return None
-    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    called = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
     called = called.jaxpr if isinstance(called, ClosedJaxpr) else called
     return called if len(called.invars) == len(equation.invars) else None
 
 
-def uses(program: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """For each input of a program, whether one of the wanted outputs (all by default) needs it.
+def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """For each input of a jaxpr, whether any of the wanted outputs needs it; it looks into loops.
 
-    Unlike `depends_on` it looks into loops.
+    Args:
+      closed: the jaxpr.
+      wanted: for each output, whether it is wanted; all are by default.
     """
-    return dce_jaxpr(program.jaxpr, wanted or [True] * len(program.jaxpr.outvars))[1]
+    return dce_jaxpr(closed.jaxpr, wanted or [True] * len(closed.jaxpr.outvars))[1]
 
 
-def only_needed(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program without the equations that its outputs don't need; those with side effects go too."""
-    needed = {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
-    equations = []
-    for equation in reversed(program.jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            equations.append(equation)
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
-    effects = frozenset().union(*(equation.effects for equation in equations))
-    return ClosedJaxpr(program.jaxpr.replace(eqns=equations[::-1], effects=effects), program.consts)
+def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr without any `jax.lax.stop_gradient`, in the jaxprs inside of it too."""
+    change: Change = lambda equation: None if equation.primitive.name == "stop_gradient" else equation
+    return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
-def without_stops(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with every `jax.lax.stop_gradient` in it taken away, in the programs inside of it too."""
-    stops = lambda equation: None if equation.primitive.name == "stop_gradient" else equation
-    return ClosedJaxpr(changed(program.jaxpr, stops), program.consts)
-
-
-def without_roundings(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
+def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
 
     Those of narrow numbers stay: a compiler may compute with wider ones in between, and forward and backward are to see
     the same. Those of others are copies that nobody needs.
     """
 
-    def change(equation: Any) -> Any:
+    def change(equation: JaxprEqn) -> JaxprEqn | None:
         if equation.primitive.name != "reduce_precision":
             return equation
-        dtype = equation.outvars[0].aval.dtype
-        whole = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
-        return None if dtype.itemsize >= 4 and equation.params == whole else equation
+        aval: Any = equation.outvars[0].aval
+        dtype = aval.dtype
+        full = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
+        return None if dtype.itemsize >= 4 and equation.params == full else equation
 
-    return ClosedJaxpr(changed(program.jaxpr, change), program.consts)
+    return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
-def changed(jaxpr: Jaxpr, change: Callable[[Any], Any]) -> Jaxpr:
-    """A program with its equations changed, in the programs inside of it too; None hands the operands through."""
-    names: dict[Any, Any] = {}
-    named = lambda v: v if isinstance(v, Literal) else names.get(v, v)
+def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
+    """The jaxpr with `change` made to its equations, and to those of the jaxprs inside of it.
+
+    What is in a `shard_map` stays: there an array is one device's part.
+    """
+    standing_for: dict[Var, Any] = {}  # by a dropped result, the operand in its place
+    resolve = lambda v: v if isinstance(v, Literal) else standing_for.get(v, v)
     equations = []
     for equation in jaxpr.eqns:
-        inputs, new = list(map(named, equation.invars)), change(equation)
+        operands, new = list(map(resolve, equation.invars)), change(equation)
         if new is None:
-            names.update(zip(equation.outvars, inputs, strict=True))
+            standing_for.update(zip(equation.outvars, operands, strict=True))
             continue
         params = new.params
-        if new.primitive.name != "shard_map":  # there devices are seen one by one
+        if new.primitive.name != "shard_map":
             params = {name: _changed_inside(value, change) for name, value in params.items()}
-        equations.append(new.replace(invars=inputs, params=params))
-    return jaxpr.replace(eqns=equations, outvars=list(map(named, jaxpr.outvars)))
+        equations.append(new.replace(invars=operands, params=params))
+    return jaxpr.replace(eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
-def _changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`changed` of an equation's parameter: a program (of `jit`, a loop), several (branches), or neither."""
+def _changed_inside(value: Any, change: Change) -> Any:
+    """`changed` for an equation's parameter: a jaxpr (of `jit`, a loop), several (branches), or anything else."""
     if isinstance(value, Jaxpr):
         return changed(value, change)
     if isinstance(value, ClosedJaxpr):
         return ClosedJaxpr(changed(value.jaxpr, change), value.consts)
     if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        found = [_changed_inside(v, change) for v in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        inside = [_changed_inside(v, change) for v in value]
+        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value
 
 
-def scan_counts(equation: Any) -> tuple[int, int]:
-    """(how many operands of a `scan` are constants, how many it carries), as different versions of JAX say it."""
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """(how many operands of a `scan` are constants, how many are its carry), as different versions of JAX say it."""
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    constants, carried, _ = params["ft_in"]  # pytrees with None for an operand
+    constants, carry, _ = params["ft_in"]  # pytrees with None for an operand
     count = lambda tree: len(jax.tree.leaves(tree, is_leaf=lambda x: x is None))
-    return count(constants), count(carried)
+    return count(constants), count(carry)

@@ -5,7 +5,7 @@ them in place. So whatever a stage may or may not do here is a loop with as many
 if it has none. Bounds that are Python integers are resolved while tracing.
 
 A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. What a
-body works on is therefore tied to its trip by `anchor`, and the loop counts on from the trip that `anchor` gives back:
+body works on is therefore tied to its trip by `tie`, and the loop counts on from the trip that `tie` gives back:
 otherwise the compiler would drop the tie as unused.
 """
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
-"""`(trip, carry) -> (trip, carry)`; the trip as it was taken, or as `anchor` gave it back."""
+"""`(trip, carry) -> (trip, carry)`; the trip as it was taken, or as `tie` gave it back."""
 
 
 def when(condition: Any, body: Body, carry: Any) -> Any:
@@ -26,19 +26,20 @@ def when(condition: Any, body: Body, carry: Any) -> Any:
     return each(0, int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32), body, carry)
 
 
-def anchor(values: Any, trip: Any) -> tuple[Any, Any]:
+def tie(values: Any, trip: Any) -> tuple[Any, Any]:
     """`(values, trip)`, unchanged, as if each depended on the other."""
     return (values, trip) if isinstance(trip, int) else jax.lax.optimization_barrier((values, trip))
 
 
 def of_trip(array: Any, trip: Any) -> Any:
-    """The array, in a way that a compiler can't tell to be the same in the next trip; it fuses it, rather than copy.
+    """The array, multiplied by a one that only the trip knows of, so that no compiler casts it ahead of the loop.
 
-    A TPU's compiler sees through `anchor` and slices, and casts whole stacks of parameters ahead of all loops.
+    A TPU's compiler sees through `tie` and slices, and casts whole stacks of parameters ahead of all loops. The product
+    is fused with the cast and takes no memory.
 
     Args:
-      array: anything; what isn't real, or has less than two dimensions, is left as it is.
-      trip: an index that `anchor` gave.
+      array: any shape; one that isn't real, or has less than two dimensions, is returned as it is.
+      trip: an index that `tie` gave, at least 0.
     """
     if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array

@@ -35,37 +35,37 @@ def row_major(array: Any) -> Any:
     return in_order(array, tuple(range(array.ndim)))
 
 
-def given_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
+def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
     """The order in which a layer's forward gives some of its results, by compiling it alone for the mesh's devices.
 
     Only TPUs' compilers choose: elsewhere, and where all of these results are inputs or have one dimension, nothing is
     compiled.
 
     Args:
-      program: the forward, as one device runs it.
+      jaxpr: the forward, as one device runs it.
       results: indices of results.
       mesh: the devices.
 
     Returns:
       For each of the results its order; None where there is no choice.
     """
-    inputs = {id(v) for v in program.jaxpr.invars}
-    chosen = [i for i in results if len(program.out_avals[i].shape) > 1 and id(program.jaxpr.outvars[i]) not in inputs]
+    inputs = {id(v) for v in jaxpr.jaxpr.invars}
+    chosen = [i for i in results if len(jaxpr.out_avals[i].shape) > 1 and id(jaxpr.jaxpr.outvars[i]) not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
-        return [_row_major_order(program.out_avals[i].shape) for i in results]
-    found = dict(zip(chosen, _compiled_orders(program, chosen, mesh), strict=True))
-    return [found.get(i, _row_major_order(program.out_avals[i].shape)) for i in results]
+        return [_row_major_order(jaxpr.out_avals[i].shape) for i in results]
+    found = dict(zip(chosen, _compiled_orders(jaxpr, chosen, mesh), strict=True))
+    return [found.get(i, _row_major_order(jaxpr.out_avals[i].shape)) for i in results]
 
 
 def _row_major_order(shape: Sequence[int]) -> Order | None:
     return tuple(range(len(shape))) if len(shape) > 1 else None
 
 
-def _compiled_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
+def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    run = jaxpr_as_fun(program)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in program.in_avals]
+    run = jaxpr_as_fun(jaxpr)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in jaxpr.in_avals]
     specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
 
     def chosen(*arguments: Any) -> tuple[list[Any], list[Any]]:
@@ -73,7 +73,7 @@ def _compiled_orders(program: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -
         return [found[i] for i in results], found
 
     with no_mesh():
-        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(program.out_avals)
-        program_alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
-        compiled = program_alone.lower(*shapes).compile()
+        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.out_avals)
+        alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
+        compiled = alone.lower(*shapes).compile()
     return [tuple(np.asarray(form.layout.major_to_minor).tolist()) for form in compiled.output_formats[0]]

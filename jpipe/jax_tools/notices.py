@@ -12,7 +12,7 @@ def warn_user(message: str) -> None:
 
 
 def _users_level() -> int:
-    """The stack level, as `warnings` counts, of the code that called the package."""
+    """How many frames above `warn_user` the caller of the package is, as `warnings` counts."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("jpipe", "jax", "contextlib"):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Random keys: whose they are, and how to speak of their types."""
+"""Random keys: one for each layer and micro-batch, made from the user's; their types; and checks of what users pass."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Keys for different ends are kept apart: one key may serve initialisation and a step.
+from jpipe.jax_tools.indexing import Index
+
+Key = jax.Array
+"""A typed random key, a scalar."""
+
+# A user may pass one key both to initialise and for a step, which are to draw different numbers.
 _INIT, _STEP = 0x1217, 0x57E9
 
 
-def init_key(key: Any, layer: Any) -> Any:
+def init_key(key: Key, layer: Index) -> Key:
     """The random key from which a layer's variables are made; it depends on nothing else."""
     return jax.random.fold_in(jax.random.fold_in(key, _INIT), layer)
 
 
-def layer_key(key: Any, layer: Any, microbatch: Any) -> Any:
+def layer_key(key: Key, layer: Index, microbatch: Index) -> Key:
     """The random key of one layer for one micro-batch of a step; it depends on nothing else."""
-    layer = jnp.maximum(layer, 0)  # the ends added to a model, at -1 and N, draw nothing
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)
 
 
-def key_shape(key: Any = None) -> jax.ShapeDtypeStruct:
-    """The type of a random key, or of JAX's default implementation's."""
+def key_shape(key: Key | None = None) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a random key; by default of one of JAX's default implementation."""
     return jax.eval_shape(lambda: jax.random.key(0)) if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
 
 
-def example_key(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """A key of a type, always the same."""
-    found: list[Any] = []  # JAX tells the implementation of keys alone, not of their types
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
-    return jax.random.key(0, impl=found[0])
+def example_key(shape: jax.ShapeDtypeStruct) -> Key:
+    """A random key of the implementation of `shape`, always the same."""
+    implementations: list[Any] = []  # JAX tells them of keys, not of their dtypes
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), shape)
+    return jax.random.key(0, impl=implementations[0])
 
 
-def as_key(key: Any) -> jax.Array:
-    """A typed random key of either kind of key.
+def as_key(key: Any) -> Key:
+    """A user's random key, typed or raw, as a typed one.
 
     Raises:
       TypeError: it is no key.
@@ -49,11 +53,11 @@ def as_key(key: Any) -> jax.Array:
     raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
 
 
-def _wrapped(key: Any) -> jax.Array:
-    """A raw key as one of JAX's default implementation: nothing in it says which it is of.
+def _wrapped(key: Any) -> Key:
+    """A raw key as a typed one of JAX's default implementation: nothing in it says which it is of.
 
     Raises:
-      TypeError: it has another length.
+      TypeError: it has another length than those.
     """
     default = jax.random.key(0)
     expected = jax.random.key_data(default).shape

@@ -1,83 +1,84 @@
-"""Tracing: what can be learnt from a function's jaxpr, and how to replay one."""
+"""Tracing: from a function to its jaxpr, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
 from jpipe.jax_tools.jaxprs import CALLS, changed
 
 
 def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
-    """(the program of a user's function, the shapes of its results).
+    """Traces a user's function.
 
-    What the function reduces over a mesh axis (`nn.BatchNorm(axis_name="data")`) is whole already where it is traced: a
-    layer sees all of a micro-batch, whatever devices have it. So such reductions are left out.
+    A layer sees all of a micro-batch, whatever devices have it. What it reduces over a mesh axis
+    (`nn.BatchNorm(axis_name="data")`) is whole already, so such reductions are left out.
 
-    What can't be traced where there is a mesh, or holds programs that would remember it, is traced as if there were
-    none: Flax constrains parameters to axes in their metadata that the mesh may lack, and some modules reshaped ones.
+    A function that can't be traced where there is a mesh is traced as if there were none: Flax constrains parameters to
+    axes in their metadata that the mesh may lack, and some modules constrain what they have reshaped. So is one whose
+    jaxpr holds others that run as they are, for these would remember the mesh.
+
+    Args:
+      function: from pytrees of arrays to a pytree of arrays.
+      shapes: its arguments, pytrees of arrays or ShapeDtypeStructs.
+
+    Returns:
+      `(jaxpr, shapes of the function's result)`; the jaxpr takes and gives the leaves.
 
     Raises:
       ValueError: it asks for its index along a mesh axis, which isn't known there.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return _trace_on_mesh(function, *shapes)
-    try:
-        found = _trace_on_mesh(function, *shapes)
-        if not _is_opaque(found[0].jaxpr):
-            return found
-    except Exception:
-        try:
-            with no_mesh():
-                return _trace_on_mesh(function, *shapes)
-        except Exception:  # not the mesh's fault: the first error says what is
-            pass
-        raise
-    with no_mesh():
-        return _trace_on_mesh(function, *shapes)
+    contexts = [nullcontext()] if jax.sharding.get_abstract_mesh().empty else [nullcontext(), no_mesh()]
+    failures: list[Exception] = []  # if none is the mesh's fault, the first says whose
+    for context in contexts:
+        with context:
+            names = _named_axes()
+            axes = [(name, 1) for name in names]
+            try:
+                closed, result = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
+                jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
+            except Exception as error:
+                failures.append(error)
+                continue
+            if context is contexts[-1] or not _is_opaque(jaxpr):
+                return ClosedJaxpr(jaxpr, closed.consts), result
+    raise failures[0]
 
 
 _CALLS_AND_LOOPS = (*CALLS, "pjit", "core_call", "scan", "while", "cond", "shard_map")
 
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
-    """Whether an equation holds programs that run as they are, of which each knows the mesh that it was traced on.
-
-    Kernels are among them.
-    """
-    is_program = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+    """Whether an equation holds jaxprs that run as they are, kernels for instance: each knows the mesh of its trace."""
+    is_jaxpr = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
     for equation in jaxpr.eqns:
         params = [value for name, value in equation.params.items() if name != "update_jaxpr"]  # of a scatter: a sum
-        values = jax.tree.leaves(params, is_leaf=is_program)
-        programs = [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in values if is_program(p)]
+        values = jax.tree.leaves(params, is_leaf=is_jaxpr)
+        inside = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values if is_jaxpr(value)]
         if equation.primitive.name in _CALLS_AND_LOOPS:
-            if any(map(_is_opaque, programs)):
+            if any(map(_is_opaque, inside)):
                 return True
-        elif equation.primitive.name == "pallas_call" or any(isinstance(p, ClosedJaxpr) for p in values):
+        elif equation.primitive.name == "pallas_call" or any(isinstance(value, ClosedJaxpr) for value in values):
             return True
     return False
 
 
-def _trace_on_mesh(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
-    """`trace` under the mesh at hand."""
+def _named_axes() -> list[str]:
+    """The axes of the mesh in context that a traced function may name."""
     mesh = jax.sharding.get_abstract_mesh()
-    names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
-    program, result = jax.make_jaxpr(function, axis_env=[(name, 1) for name in names], return_shape=True)(*shapes)
-    if not names:
-        return program, result
-
-    return ClosedJaxpr(_over_all(program.jaxpr, names), program.consts), result
+    return [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
 
 
-def _over_all(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
-    """A program without the mesh axes that it reduces over."""
+def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
+    """The jaxpr without its reductions over the mesh axes called `names`."""
 
-    def without(equation: Any) -> Any:
+    def without(equation: JaxprEqn) -> JaxprEqn | None:
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         named = [a for a in axes if a in names]
@@ -99,29 +100,26 @@ _REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast") 
 _OVER_AXES = ("axis_index", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 
 
-def replay(program: ClosedJaxpr, result: Any) -> Callable[..., Any]:
-    """A program as a function of pytrees.
+def replay(closed: ClosedJaxpr, result: Any) -> Callable[..., Any]:
+    """The function that a jaxpr was traced from.
 
     Args:
-      program: what `jax.make_jaxpr` made.
-      result: what the function returns, or its shapes.
+      closed: the jaxpr, which takes and gives leaves.
+      result: a pytree of the structure that the function returns.
 
     Returns:
-      The function, which returns arrays alone: a program hands its literals back as Python scalars.
+      A function of pytrees. It returns arrays alone: a jaxpr itself hands its literals back as Python scalars.
     """
-    structure, run = jax.tree.structure(result), jaxpr_as_fun(program)
+    structure, run = jax.tree.structure(result), jaxpr_as_fun(closed)
+    as_array = lambda leaf, aval: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype)
 
     def call(*arguments: Any) -> Any:
-        found = zip(run(*jax.tree.leaves(arguments)), program.out_avals, strict=True)
-        return jax.tree.unflatten(structure, [_as_array(value, aval) for value, aval in found])
+        leaves = run(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(structure, map(as_array, leaves, closed.out_avals))
 
     return call
 
 
-def _as_array(value: Any, aval: Any) -> jax.Array:
-    return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
-
-
-def no_mesh() -> Any:
+def no_mesh() -> AbstractContextManager[Any]:
     """A context in which there is no mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -1,4 +1,4 @@
-"""From what users call a layer to `AnyLayer`: one place that knows all kinds."""
+"""From what users call a layer to `AnyLayer`: the only place that knows all that a layer may be."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from jpipe.layers import flax as flax_layers
 from jpipe.layers.base import AnyLayer, Layer, PlainLayer
 from jpipe.layers.connections import Marked, connect
-from jpipe.layers.flax import LinenLayer, NnxLayer
-from jpipe.layers.functions import signature_of
-from jpipe.layers.shared import Shared, SharedLayer, Use
+from jpipe.layers.flax import LinenLayer, NnxLayer, as_flax_layer, open_sequential, parts_of
+from jpipe.layers.shared import Shared, Use
 
 
 def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
@@ -25,7 +23,7 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
       TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
       ValueError: there are no layers.
     """
-    opened = flax_layers.open_sequential(layers)
+    opened = open_sequential(layers)
     if not isinstance(opened, Sequence) or isinstance(opened, str):
         raise TypeError(
             f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
@@ -44,14 +42,13 @@ def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
     what stands inside one `Shared` has.
     """
-    owners: dict[
-        int, tuple[int, Any, bool]
-    ] = {}  # by part: its first place, what it is shared by, whether Flax ties it
+    # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied.
+    owners: dict[int, tuple[int, Shared | None, bool]] = {}
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
         module = owner.layer if owner else layer
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
-        for part in flax_layers.parts_of(module):
+        for part in parts_of(module):
             first, other, tied = owners.setdefault(id(part), (index, owner, ties))
             if first != index and (ties or tied) and (owner is not other or not owner):
                 raise ValueError(
@@ -66,49 +63,49 @@ def _as_layer(layer: Any, index: int) -> AnyLayer:
         return _as_use(Use(layer, None), index)
     if isinstance(layer, Use):
         return _as_use(layer, index)
-    adapted = flax_layers.adapt(layer, index)
+    adapted = as_flax_layer(layer, index)
     if adapted is not None:
         return adapted
     if isinstance(layer, Layer):
-        return PlainLayer(layer.name, layer.init, layer.apply, parameters=signature_of(layer.apply))
-    kind = layer.func if isinstance(layer, functools.partial) else layer
-    if isinstance(kind, type):
+        return PlainLayer(layer.name, layer.init, layer.apply)
+    function = layer.func if isinstance(layer, functools.partial) else layer
+    if isinstance(function, type):
         raise TypeError(
-            f"layers[{index}] is the class {kind.__name__}, which makes layers and is none; call it, as in "
-            f"{kind.__name__}(...), or for a class of nnx pass `lambda rngs: {kind.__name__}(..., rngs=rngs)`"
+            f"layers[{index}] is the class {function.__name__}, which makes layers and is none; call it, as in "
+            f"{function.__name__}(...), or for a class of nnx pass `lambda rngs: {function.__name__}(..., rngs=rngs)`"
         )
     if callable(layer):
-        return PlainLayer(getattr(kind, "__name__", type(kind).__name__), None, layer)
+        return PlainLayer(getattr(function, "__name__", type(function).__name__), None, layer)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
     )
 
 
-def _as_use(use: Use, index: int) -> SharedLayer:
-    """A use of a shared layer: the layer, called through the use's method."""
+def _as_use(use: Use, index: int) -> AnyLayer:
+    """The layer that a use shares, called through the use's method."""
     if isinstance(use.shared.layer, Marked):
         raise TypeError(
             f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
-    inner, method = _as_layer(use.shared.layer, index), use.method
+    layer, method = _as_layer(use.shared.layer, index), use.method
+    assert isinstance(layer, PlainLayer | LinenLayer | NnxLayer)
     if method is None:
-        return SharedLayer(inner, use.shared)
-    if isinstance(inner, PlainLayer):
+        return replace(layer, shared=use.shared)
+    if isinstance(layer, PlainLayer):
         if isinstance(method, str):
             raise TypeError(
-                f"layers[{index}] uses {inner.name} through {method!r}, but functions have no methods; pass a function "
+                f"layers[{index}] uses {layer.name} through {method!r}, but functions have no methods; pass a function "
                 "`apply(params, x)`"
             )
-        return SharedLayer(replace(inner, apply_fn=method, parameters=signature_of(method)), use.shared)
-    assert isinstance(inner, LinenLayer | NnxLayer)
-    module = type(inner.module) if isinstance(inner, LinenLayer) else inner.module_type
+        return replace(layer, apply_fn=method, shared=use.shared)
+    module = type(layer.module) if isinstance(layer, LinenLayer) else layer.module_type
     if not isinstance(method, str):
-        if isinstance(inner, NnxLayer):
-            raise TypeError(f"layers[{index}] uses {inner.name} through a function; name one of its methods")
+        if isinstance(layer, NnxLayer):
+            raise TypeError(f"layers[{index}] uses {layer.name} through a function; name one of its methods")
     elif not callable(getattr(module, method, None)):
         raise ValueError(
-            f"layers[{index}] uses {inner.name} through {method!r}, which it doesn't have; name one of its methods"
+            f"layers[{index}] uses {layer.name} through {method!r}, which it doesn't have; name one of its methods"
         )
-    return SharedLayer(replace(inner, method=method), use.shared)
+    return replace(layer, method=method, shared=use.shared)

@@ -1,27 +1,47 @@
 """Layers: what a model is made of, each adapted to one small interface.
 
-A model is a sequence of layers of mixed kinds. Everything after this module sees only `AnyLayer`: a name,
-`init`, `apply`, and the translation between the variables jpipe works on (a dict of collections) and the item
-a user knows. Flax itself is known to `flax_layers` and `adapt` alone.
+A model is a sequence of unlike layers. Everything after this module sees only `AnyLayer`: a name, `init`, `apply`, and
+the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows. Only
+`flax` and `adapt` know Flax.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import PartitionSpec
 
-from jpipe.layers.functions import mode_arguments, same_value
+from jpipe.layers.functions import mode_arguments, same_value, signature_of
+from jpipe.layers.shared import Shared
+
+Activation = Any
+"""What a layer takes or gives: any pytree of arrays (of their shapes, where nothing is computed)."""
+
+Inputs = tuple[Activation, ...]
+"""The positional arguments of a layer."""
+
+Batch = Any
+"""One micro-batch as the user passes it: any pytree of arrays `[b, ...]`."""
 
 Variables = dict[str, Any]
 """One layer's variables by collection: `{"params": tree, "batch_stats": tree}`; a collection may be missing."""
 
+Item = Any
+"""One layer's variables as the library that it comes from has them; for a `Layer` its bare parameters."""
+
+Specs = dict[str, list[PartitionSpec]]
+"""By collection, the mesh axes that each leaf is split over, in the order of `jax.tree.leaves`."""
+
+
+class LayerError(ValueError):
+    """What a layer does wrong, as the rest of a sentence that begins with its name."""
+
 
 class MissingKeyError(ValueError):
-    """A layer asked for random numbers where there is no key: in evaluation."""
+    """A layer asked for random numbers in evaluation, where there is no key."""
 
     def __init__(self, name: str):
         super().__init__(
@@ -30,32 +50,28 @@ class MissingKeyError(ValueError):
 
 
 class SideInputError(ValueError):
-    """A layer's function of the batch failed."""
+    """The function that reads a layer's side input from the batch failed."""
 
 
-class LayerError(ValueError):
-    """What a layer does wrong, as the rest of a sentence that begins with its name."""
+class CallError(ValueError):
+    """A layer with connections can't take what it is called with; the message shows both, and its error."""
 
 
 class Context(NamedTuple):
     """What a layer is told besides its variables and inputs.
 
     Attributes:
-      key: its random key for this micro-batch, or None.
+      key: its random key for this micro-batch; None in evaluation.
       train: training or evaluation mode.
       batch: the micro-batch, for layers that read it; None for others.
     """
 
-    key: Any
+    key: jax.Array | None
     train: bool
-    batch: Any = None
+    batch: Batch = None
 
 
 EVALUATION = Context(key=None, train=False)
-
-
-class CallError(ValueError):
-    """A layer with connections can't take what it is called with: that, and the error."""
 
 
 class AnyLayer(Protocol):
@@ -77,36 +93,36 @@ class AnyLayer(Protocol):
         ...
 
     @property
-    def shared(self) -> Any:
-        """What identifies its parameters among the layers that share them; None if they are its own."""
+    def shared(self) -> Shared | None:
+        """The shared layer whose parameters it uses; None if they are its own."""
         ...
 
     def is_same(self, other: AnyLayer) -> bool:
         """Whether both compute the same function of (variables, inputs, context)."""
         ...
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
-        """New variables for positional `inputs`."""
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+        """New variables for a layer that is called with `inputs`; `batch` is for layers that read it."""
         ...
 
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
-        """(outputs, new values of the collections that are not parameters; empty in evaluation)."""
+    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+        """(outputs, new values of all collections but the parameters; no collections in evaluation)."""
         ...
 
-    def to_item(self, variables: Variables) -> Any:
+    def to_item(self, variables: Variables) -> Item:
         """The variables as the layer's own library would have returned them."""
         ...
 
-    def from_item(self, item: Any) -> Variables:
+    def from_item(self, item: Item) -> Variables:
         """The inverse of `to_item`."""
         ...
 
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """The mesh axes named by the layer's metadata, one spec a leaf, by collection."""
+    def partition_specs(self, variables: Variables) -> Specs:
+        """The mesh axes named by the layer's metadata."""
         ...
 
-    def bind(self, item: Any) -> Any:
-        """A callable model with these variables."""
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """The layer with these variables as a function of its inputs, in evaluation mode."""
         ...
 
 
@@ -127,14 +143,9 @@ class _Text(str):
         return str(self)
 
 
-def positional(inputs: Any) -> tuple:
+def positional(inputs: Activation) -> Inputs:
     """The positional arguments that a layer is called with: a tuple is passed as several."""
     return inputs if type(inputs) is tuple else (inputs,)
-
-
-def empty_specs(variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-    """No mesh axis for any leaf."""
-    return {name: [jax.sharding.PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
 
 @dataclass(frozen=True)
@@ -163,113 +174,81 @@ class Layer:
 
 @dataclass(frozen=True)
 class PlainLayer:
-    """Adapts `Layer`, and plain functions without parameters (`init=None`)."""
+    """Adapts `Layer`, and plain functions without parameters (`init_fn=None`)."""
 
     name: str
     init_fn: Callable[..., Any] | None
-    apply_fn: Callable[..., Any]
+    apply_fn: Callable[..., Activation]
     ready: None = None
     reads_batch: bool = False
-    shared: None = None
-    parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict, compare=False)
+    shared: Shared | None = None
 
     def is_same(self, other: AnyLayer) -> bool:
-        """Same functions."""
         return (
             isinstance(other, PlainLayer)
+            and self.shared is other.shared
             and same_value(self.init_fn, other.init_fn)
             and same_value(self.apply_fn, other.apply_fn)
         )
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
-        """Calls the user's `init(key, *inputs)`."""
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
         del batch
         return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
 
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
         """Calls the user's `apply`, with key and mode if its signature takes them."""
         options: dict[str, Any] = mode_arguments(self.apply_fn, context.train)
-        if "key" in self.parameters and self.init_fn is not None:
+        if self.init_fn is None:
+            return self.apply_fn(*inputs, **options), {}
+        if "key" in signature_of(self.apply_fn):
             options["key"] = context.key if context.train else None
-        arguments = inputs if self.init_fn is None else (variables["params"], *inputs)
-        return self.apply_fn(*arguments, **options), {}
+        return self.apply_fn(variables["params"], *inputs, **options), {}
 
-    def to_item(self, variables: Variables) -> Any:
-        """The bare parameters, as the user's `init` returned them."""
+    def to_item(self, variables: Variables) -> Item:
         return variables if self.init_fn is None else variables.get("params")
 
-    def from_item(self, item: Any) -> Variables:
-        """The inverse of `to_item`."""
+    def from_item(self, item: Item) -> Variables:
         return {} if self.init_fn is None else {"params": item}
 
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """Plain functions carry no metadata."""
-        return empty_specs(variables)
+    def partition_specs(self, variables: Variables) -> Specs:
+        """No mesh axes: plain functions have no metadata."""
+        return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
-    def bind(self, item: Any) -> Callable:
-        """`x -> y` with the parameters filled in, in evaluation mode."""
+    def bind(self, item: Item) -> Callable[..., Activation]:
         return lambda *inputs: self.apply(self.from_item(item), inputs, EVALUATION)[0]
-
-
-def identity_layer(name: str, takes: Any) -> PlainLayer:
-    """A layer that passes on what it takes: a pytree like `takes`."""
-    return PlainLayer(name, None, _same_tuple if type(takes) is tuple else _same)
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def _same_tuple(*inputs: Any) -> Any:
-    return inputs
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A layer around another one, which does what the inner one does unless it says otherwise."""
+    """A layer around another one, with the same variables; what it is called with is a matter of its own.
+
+    Attributes:
+      inner: the other layer.
+    """
 
     inner: AnyLayer
 
     @property
     def name(self) -> str:
-        """The inner layer's."""
         return self.inner.name
 
     @property
     def ready(self) -> Variables | None:
-        """The inner layer's."""
         return self.inner.ready
 
     @property
-    def reads_batch(self) -> bool:
-        """The inner layer's."""
-        return self.inner.reads_batch
-
-    @property
-    def shared(self) -> Any:
-        """The inner layer's."""
+    def shared(self) -> Shared | None:
         return self.inner.shared
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
-        """The inner layer's."""
-        return self.inner.init(key, inputs, batch)
-
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
-        """The inner layer's."""
-        return self.inner.apply(variables, inputs, context)
-
-    def to_item(self, variables: Variables) -> Any:
-        """The inner layer's."""
+    def to_item(self, variables: Variables) -> Item:
         return self.inner.to_item(variables)
 
-    def from_item(self, item: Any) -> Variables:
-        """The inner layer's."""
+    def from_item(self, item: Item) -> Variables:
         return self.inner.from_item(item)
 
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """The inner layer's."""
+    def partition_specs(self, variables: Variables) -> Specs:
         return self.inner.partition_specs(variables)
 
-    def bind(self, item: Any) -> Any:
-        """The inner layer's, to be called with its own inputs."""
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """The inner layer, to be called with its own inputs."""
         return self.inner.bind(item)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,28 @@ from typing import Any
 import flax.errors
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import AnyLayer, Context, LayerError, MissingKeyError, Variables
+from jpipe.layers.base import (
+    Activation,
+    AnyLayer,
+    Batch,
+    Context,
+    Inputs,
+    Item,
+    LayerError,
+    MissingKeyError,
+    Specs,
+    Variables,
+)
 from jpipe.layers.functions import mode_arguments, same_value, signature_of, values_within
+from jpipe.layers.shared import Method, Shared
 
 ARRAYS = "arrays"
 """The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
@@ -51,8 +66,8 @@ def parts_of(layer: Any) -> list[Any]:
     return [layer, *(part for module in inner for part in parts_of(module))]
 
 
-def adapt(layer: Any, index: int) -> AnyLayer | None:
-    """The adapter for a Flax layer, or None if it isn't one."""
+def as_flax_layer(layer: Any, index: int) -> AnyLayer | None:
+    """The adapter for a module, or for a factory of nnx modules; None for anything else."""
     if isinstance(layer, nn.Module):
         if layer.scope is not None:
             raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
@@ -71,20 +86,19 @@ class LinenLayer:
     module: nn.Module
     ready: None = None
     reads_batch: bool = False
-    shared: None = None
-    method: Any = None  # of the module, instead of `__call__`
+    shared: Shared | None = None
+    method: Method | None = None  # instead of `__call__`
 
     @property
     def name(self) -> str:
-        """The module's name, or that of its class."""
         return self.module.name or type(self.module).__name__
 
     def is_same(self, other: AnyLayer) -> bool:
-        """Equal modules, whatever they are called."""
+        """Whether the modules are equal, whatever they are called."""
         if not isinstance(other, LinenLayer) or type(self.module) is not type(other.module):
             return False
         names = [f.name for f in dataclasses.fields(self.module) if f.name not in ("name", "parent")]
-        parts = lambda layer: [layer.method, *(getattr(layer.module, name) for name in names)]
+        parts = lambda layer: [layer.shared, layer.method, *(getattr(layer.module, name) for name in names)]
         return same_value(parts(self), parts(other))
 
     def _mode(self, train: bool) -> dict[str, bool]:
@@ -92,14 +106,14 @@ class LinenLayer:
         function = getattr(type(self.module), self.method) if isinstance(self.method, str) else self.method
         return mode_arguments(function or type(self.module).__call__, train, fixed)
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
-        """`module.init` in evaluation mode, with a stream for parameters and one for everything else."""
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+        """`module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
         del batch
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         options: dict[str, Any] = self._mode(train=False)
         return dict(self.module.init(rngs, *inputs, method=self.method, **options))
 
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
         """`module.apply`; in training the collections other than "params" are mutable."""
         key, train, _ = context
         plain = jax.tree.map(_unbox, variables, is_leaf=_is_box)
@@ -122,30 +136,20 @@ class LinenLayer:
                 "writes its state in evaluation, where nothing is kept; write it only where the layer is told that it "
                 f"trains, or where self.is_mutable_collection(...) holds. Flax says: {error}"
             ) from error
-        updates = {}
-        for name in mutable:
-            new, structure = jax.tree.leaves(changed.get(name, {})), jax.tree.structure(variables[name])
-            if len(new) != structure.num_leaves:
-                raise LayerError(
-                    f"changes the structure of its collection {name!r} in training, as self.sow does; "
-                    "give the values back as outputs instead"
-                )
-            updates[name] = jax.tree.unflatten(structure, new)
-        return outputs, updates
+        return outputs, {name: _like(variables[name], changed.get(name, {}), name) for name in mutable}
 
-    def to_item(self, variables: Variables) -> Any:
-        """As it is."""
+    def to_item(self, variables: Variables) -> Item:
         return variables
 
-    def from_item(self, item: Any) -> Variables:
-        """Without metadata boxes, which values from elsewhere may lack."""
+    def from_item(self, item: Item) -> Variables:
+        """The variables without metadata boxes, which values from elsewhere may lack."""
         return {name: jax.tree.map(_unbox, tree, is_leaf=_is_box) for name, tree in as_collections(item).items()}
 
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """From `nn.with_partitioning` and its like."""
+    def partition_specs(self, variables: Variables) -> Specs:
+        """The axes that `nn.with_partitioning` and its like name."""
         return {name: _leaf_specs(nn.get_partition_spec(tree)) for name, tree in variables.items()}
 
-    def bind(self, item: Any) -> Any:
+    def bind(self, item: Item) -> Callable[..., Activation]:
         """The module bound to its variables, or its method with them."""
         bound = self.module.bind(item)
         if self.method is None:
@@ -153,8 +157,23 @@ class LinenLayer:
         return getattr(bound, self.method) if isinstance(self.method, str) else functools.partial(self.method, bound)
 
 
-def as_collections(item: Any) -> Variables:
-    """A copy of a user's dict by collection."""
+def _like(old: Any, new: Any, collection: str) -> Any:
+    """The leaves of `new` in the structure of `old`, with its metadata boxes."""
+    leaves, structure = jax.tree.leaves(new), jax.tree.structure(old)
+    if len(leaves) != structure.num_leaves:
+        raise LayerError(
+            f"changes the structure of its collection {collection!r} in training, as self.sow does; "
+            "give the values back as outputs instead"
+        )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def as_collections(item: Item) -> Variables:
+    """A copy of a user's dict by collection.
+
+    Raises:
+      LayerError: it is no dict.
+    """
     if not isinstance(item, Mapping):
         raise LayerError(f"has its variables in a dict by collection, such as {{'params': ...}}, not {item!r:.60}")
     return dict(item)
@@ -171,69 +190,86 @@ def _unbox(x: Any) -> Any:
     return x.unbox() if _is_box(x) else x
 
 
-def _leaf_specs(tree: Any) -> list[jax.sharding.PartitionSpec]:
-    is_spec = lambda x: x is None or isinstance(x, jax.sharding.PartitionSpec)
-    return [spec or jax.sharding.PartitionSpec() for spec in jax.tree.leaves(tree, is_leaf=is_spec)]
+def _leaf_specs(tree: Any) -> list[PartitionSpec]:
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
+    return [spec or PartitionSpec() for spec in jax.tree.leaves(tree, is_leaf=is_spec)]
 
 
 @dataclass(frozen=True)
 class NnxLayer:
-    """An `nnx` module, ready or to be made by a factory; its variables are its state, grouped by variable type."""
+    """An `nnx` module, ready or to be made by a factory; its variables are its state, grouped by variable type.
+
+    Attributes:
+      name: the name of the module's class.
+      graphdef: the module without its state.
+      template: the state with ShapeDtypeStructs as leaves: paths, variable types and metadata.
+      factory: `rngs -> module`; None for a module that is ready.
+      ready: a ready module's own values.
+      reads_batch: never.
+      shared: the shared layer that it is a use of, if it is one.
+      method: the name of the method to be called instead of `__call__`.
+      module_type: the module's class.
+      init_jaxpr: as text, what the factory computes: two may differ only in the values that they start from.
+    """
 
     name: str
-    graphdef: Any
-    template: Any  # the state with ShapeDtypeStruct leaves: paths, variable types and metadata
-    factory: Callable | None
+    graphdef: nnx.GraphDef[Any]
+    template: nnx.State
+    factory: Callable[..., nnx.Module] | None
     ready: Variables | None = None
     reads_batch: bool = False
-    shared: None = None
-    method: str | None = None  # of the module, instead of `__call__`
+    shared: Shared | None = None
+    method: Method | None = None
     module_type: type = nnx.Module
-    init_program: str = ""  # what the factory computes: two may differ only in the values that they start from
+    init_jaxpr: str = ""
 
     @classmethod
     def from_module(cls, module: nnx.Module) -> NnxLayer:
         """A module that has its values already."""
         graphdef, state = nnx.split(module)
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        kind = type(module)
-        return cls(kind.__name__, graphdef, template, None, _collections(state), module_type=kind)
+        made = type(module)
+        return cls(made.__name__, graphdef, template, None, _collections(state), module_type=made)
 
     @classmethod
-    def from_factory(cls, factory: Callable, index: int) -> NnxLayer:
-        """A factory `lambda rngs: Module(..., rngs=rngs)`, called abstractly here."""
-        modules: list[Any] = []
+    def from_factory(cls, factory: Callable[..., Any], index: int) -> NnxLayer:
+        """A factory `lambda rngs: Module(..., rngs=rngs)`; it is traced here, and computes nothing.
 
-        def make(key: jax.Array) -> Any:
+        Raises:
+          TypeError: it makes no nnx module, or one that hides an array from nnx.
+        """
+        found: list[Any] = []  # the graph definition, or what isn't a module
+
+        def make(key: jax.Array) -> nnx.State | None:
             with nnx.use_eager_sharding(False):  # the layout splits variables, not their creation
                 module = _mark_arrays(factory(rngs=nnx.Rngs(key)))
-            modules.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
+            found.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
             return nnx.state(module) if isinstance(module, nnx.Module) else None
 
         with no_mesh():
-            program, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
-        (module,) = modules
+            closed, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
+        (graphdef,) = found
         if state is None:
-            raise TypeError(
-                f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {type(module).__name__}"
-            )
-        if any(isinstance(value, Tracer) for value in values_within(module)):
+            made = type(graphdef).__name__
+            raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")
+        if any(isinstance(value, Tracer) for value in values_within(graphdef)):
             raise TypeError(
                 f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
                 "make the array an attribute of the module, or make it in __call__"
             )
-        constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in program.consts]
-        kind = type(nnx.merge(module, state))
-        return cls(kind.__name__, module, state, factory, module_type=kind, init_program=f"{program} {constants}")
+        constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
+        made = type(nnx.merge(graphdef, state))
+        return cls(made.__name__, graphdef, state, factory, module_type=made, init_jaxpr=f"{closed} {constants}")
 
     def is_same(self, other: AnyLayer) -> bool:
-        """Equal graph definitions (types, attributes and initialisers), both ready or both made by `init`."""
+        """Whether their graph definitions are equal (types, attributes, initialisers), and both or none are ready."""
         if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
             return False
-        parts = lambda layer: (layer.graphdef, layer.init_program, layer.method, _shapes(layer.template))
+        values = lambda layer: (layer.graphdef, layer.init_jaxpr, _shapes(layer.template))
+        parts = lambda layer: (layer.shared, layer.method, *values(layer))
         return same_value(parts(self), parts(other))
 
-    def init(self, key: jax.Array, inputs: tuple, batch: Any) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
         """The factory's values under this key; a ready module's own values."""
         del inputs, batch  # an nnx module knows its shapes
         if self.factory is None:
@@ -242,13 +278,13 @@ class NnxLayer:
         with nnx.use_eager_sharding(False):
             return _collections(nnx.state(_mark_arrays(self.factory(rngs=nnx.Rngs(key)))))
 
-    def apply(self, variables: Variables, inputs: tuple, context: Context) -> tuple[Any, Variables]:
+    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         key, train, _ = context
         state = self._state(variables, key)
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
-        function = module if self.method is None else getattr(module, self.method)
+        function = self._function(module)
         described = type(module).__call__ if self.method is None else function
         drawn = _counts(state)
         outputs = function(*inputs, **mode_arguments(described, train))
@@ -258,50 +294,52 @@ class NnxLayer:
         new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
         return outputs, (new if train else {})
 
-    def _state(self, variables: Variables, key: jax.Array | None) -> Any:
-        """The full state: the given variables, and random number streams that start from `key`."""
-        seed = jax.random.key(0) if key is None else key
-        filled, stream = [], 0
+    def _function(self, module: Any) -> Callable[..., Any]:
+        return getattr(module, self.method) if isinstance(self.method, str) else module
+
+    def _state(self, variables: Variables, key: jax.Array | None) -> nnx.State:
+        """The module's whole state: the variables, and random number streams that start from `key`."""
+        seed, numbers = jax.random.key(0) if key is None else key, itertools.count()
+        filled = []
         for path, variable in nnx.to_flat_state(self.template):
             if isinstance(variable, nnx.RngKey):
-                value = jax.random.fold_in(seed, stream)
-                shape = _value(variable).shape
-                if jax.numpy.issubdtype(_dtype(variable), jax.dtypes.prng_key) and shape:
-                    value = jax.random.split(value, shape)  # one key for each copy of a vmapped module
-                stream += 1
-                # old-style modules keep raw keys
-                if not jax.numpy.issubdtype(_dtype(variable), jax.dtypes.prng_key):
-                    value = jax.random.key_data(value)
+                value = _stream_key(variable, jax.random.fold_in(seed, next(numbers)))
             elif isinstance(variable, nnx.RngState):
-                value = jax.numpy.zeros(_value(variable).shape, _dtype(variable))
+                value = jnp.zeros(_value(variable).shape, _dtype(variable))
             else:
                 value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
             filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
         return nnx.from_flat_state(filled)
 
-    def to_item(self, variables: Variables) -> Any:
-        """A pure dict of the state, by collection."""
+    def to_item(self, variables: Variables) -> Item:
         return variables
 
-    def from_item(self, item: Any) -> Variables:
-        """As it is."""
+    def from_item(self, item: Item) -> Variables:
         return as_collections(item)
 
-    def partition_specs(self, variables: Variables) -> dict[str, list[jax.sharding.PartitionSpec]]:
-        """From `nnx.with_partitioning` and its like."""
+    def partition_specs(self, variables: Variables) -> Specs:
+        """The axes that `nnx.with_partitioning` and its like name."""
         return {name: _leaf_specs(tree) for name, tree in _collections(nnx.get_partition_spec(self.template)).items()}
 
-    def bind(self, item: Any) -> Any:
+    def bind(self, item: Item) -> Callable[..., Activation]:
         """The module itself, in evaluation mode, or its method."""
         module = nnx.merge(self.graphdef, self._state(self.from_item(item), None))
         module.eval()
-        return module if self.method is None else getattr(module, self.method)
+        return self._function(module)
+
+
+def _stream_key(variable: nnx.RngKey, key: jax.Array) -> jax.Array:
+    """`key` in the form in which a module keeps it."""
+    if not jnp.issubdtype(_dtype(variable), jax.dtypes.prng_key):
+        return jax.random.key_data(key)  # modules of the older style keep raw keys
+    shape = _value(variable).shape
+    return jax.random.split(key, shape) if shape else key  # one key for each copy of a vmapped module
 
 
 def _mark_arrays(module: Any) -> Any:
-    """The module, with the arrays among its attributes marked as data, which nnx does by itself only where it can.
+    """The module, its traced arrays that are no Variables marked as data; nnx marks those that aren't traced itself.
 
-    An array that is being traced is no data to nnx, but a part of the graph definition, where it outlives its trace.
+    To nnx an array that is being traced is no data but a part of the graph definition, where it outlives its trace.
     """
     nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
     for node in nodes:

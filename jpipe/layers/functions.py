@@ -15,12 +15,12 @@ import numpy as np
 def mode_arguments(
     function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False
 ) -> dict[str, bool]:
-    """The keyword arguments that tell `function` whether it trains, of those that its signature names.
+    """The keyword arguments that tell `function` whether it trains: those of the known ones that its signature names.
 
     Args:
-      function: whose signature is read.
+      function: any callable.
       train: training (True) or evaluation (False).
-      taken: tells which names the user has fixed already.
+      taken: whether the user has given an argument of this name already; it is left out then.
     """
     known = {
         "train": train,
@@ -48,7 +48,7 @@ def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def same_value(a: Any, b: Any, pending: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two Python values are of the same types and bits all the way down, so that code can't tell them apart.
+    """Whether two Python values have the same types and bits all the way down, so that code can't tell them apart.
 
     Unlike `==`, which takes 0.0 for -0.0, 1 for True, and nan for another value than itself. Arrays are the same only
     if they are one object.
@@ -78,7 +78,12 @@ def same_value(a: Any, b: Any, pending: frozenset[tuple[int, int]] = frozenset()
 
 
 def values_within(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """The value, and all that it consists of, as `same_value` compares them."""
+    """The value and everything that it consists of, as `same_value` compares it.
+
+    Args:
+      value: any Python value.
+      seen: the ids of values whose parts were given already, for those that hold themselves.
+    """
     seen = set() if seen is None else seen
     yield value
     if id(value) not in seen:
@@ -88,7 +93,7 @@ def values_within(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values of one type are equal; not known to be if they can't be compared, as arrays."""
+    """Whether two values of one type are equal; False if they can't be compared, as arrays."""
     try:
         return (a == b) is True
     except Exception:
@@ -96,7 +101,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What a value consists of, to be compared part by part; None if it is compared as a whole."""
+    """The values that this one consists of, to be compared one by one; None if it is compared as a whole."""
     match value:
         case float() | complex() | np.generic():
             return [str(np.asarray(value).dtype), np.asarray(value).tobytes()]
@@ -111,7 +116,7 @@ def _parts(value: Any) -> list[Any] | None:
         case FunctionType():
             return _parts_of_function(value)
     if dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
-        # Linen modules among them: where they hang in another module is no part of them.
+        # Linen modules are dataclasses; the module that one is a part of is no part of it.
         return [getattr(value, field.name, None) for field in dataclasses.fields(value) if field.name != "parent"]
     return None
 
@@ -121,10 +126,10 @@ def _with_type(value: Any) -> str:
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    """The code of a function, and all the values that it finds outside of its arguments."""
+    """The code of a function, and all values that it finds outside of its arguments."""
     try:
-        enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # one isn't set yet
+        enclosed = [variable.cell_contents for variable in function.__closure__ or ()]
+    except ValueError:  # a variable isn't set yet
         enclosed = [object()]
     defaults = [function.__defaults__, function.__kwdefaults__]
     return [function.__code__, id(function.__globals__), *defaults, enclosed, function.__dict__]

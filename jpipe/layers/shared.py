@@ -1,8 +1,8 @@
 """Shared weights: one set of parameters in several places of the sequence, on whatever stages they lie.
 
-The parameters have one home, the stage of the first use, so that optimisers and norms see them once. At the start of
-a step they are sent to all stages; each use adds to its stage's own accumulator, and the sums are added up at the end.
-There are no copies that could drift apart.
+The parameters lie on one stage, that of the first use, so that optimisers and norms see them once. At the start of a
+step they are sent to all stages. Each use adds its gradients to the accumulator of its own stage, and these are added
+up at the end. There are no copies that could drift apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.layers.base import AnyLayer, Wrapper
+Method = str | Callable[..., Any]
+"""How a layer is called instead of as usual: by the name of one of its methods, or through a function of the user's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Shared:
         if isinstance(self.layer, Shared | Use):
             raise TypeError("jpipe.Shared: the layer is shared already; use it in several places as it is")
 
-    def using(self, method: str | Callable[..., Any]) -> Use:
+    def using(self, method: Method) -> Use:
         """The same parameters in another place, through another method.
 
         Args:
@@ -45,27 +46,7 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One place where a shared layer is used through `method`."""
+    """A shared layer where it is called through `method`, or as usual if that is None."""
 
     shared: Shared
-    method: str | Callable[..., Any] | None
-
-
-@dataclass(frozen=True)
-class SharedLayer(Wrapper):
-    """A use of a shared layer, adapted: the layer with the method of this use.
-
-    Attributes:
-      owner: whose parameters it uses.
-    """
-
-    owner: Shared
-
-    @property
-    def shared(self) -> Shared:
-        """Whose parameters it uses."""
-        return self.owner
-
-    def is_same(self, other: AnyLayer) -> bool:
-        """The same method of the same shared layer."""
-        return isinstance(other, SharedLayer) and self.owner is other.owner and self.inner.is_same(other.inner)
+    method: Method | None

@@ -1,11 +1,11 @@
-"""Banks: arrays in which leaves of many layers lie one after the other.
+"""Buffers: arrays in which leaves of many layers lie one after the other.
 
-- A typed bank, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many as
-  the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on.
-- A pool, `[size]`, holds leaves of one dtype end to end, as many bytes as the fullest stage needs: it suits types that
-  few stages have. A leaf has to be flattened for it, which moves it on an accelerator.
+- A stacked buffer, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many
+  as the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on.
+- A flat buffer, `[size]`, holds leaves of one dtype end to end, as many elements as the fullest stage needs: it suits
+  types that few stages have. A leaf has to be flattened for it, which moves it on an accelerator.
 
-Which leaf lies where is the address book's (`jpipe.memory.storage`).
+Which leaf lies where is written in a `Storage` (`jpipe.memory.storage`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -20,21 +21,25 @@ from jax.sharding import PartitionSpec
 from jpipe.jax_tools.indexing import put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
 
+Index = Any
+"""A Python or traced integer."""
+
 
 class LeafType(NamedTuple):
-    """What leaves in one typed bank have in common.
+    """What leaves in one stacked buffer have in common.
 
     Attributes:
-      shape, dtype, spec: theirs.
-      order: how they lie in memory, if that is held to something.
-      owner: (kind, leaf), if these have a bank to themselves.
+      shape, dtype: theirs.
+      spec: how they are split over mesh axes besides `stage`.
+      order: in which order of dimensions they lie in memory, if that is held to something.
+      tag: what else tells their buffer from others, if anything.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = PartitionSpec()
     order: Order | None = None
-    owner: tuple[int, int] | None = None
+    tag: tuple[int, ...] | None = None
 
     @property
     def elements(self) -> int:
@@ -42,26 +47,32 @@ class LeafType(NamedTuple):
         return int(np.prod(self.shape))
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return jnp.dtype(self.dtype).itemsize
+    def num_bytes(self) -> int:
+        """Bytes of a leaf."""
+        return self.elements * jnp.dtype(self.dtype).itemsize
 
     @property
     def name(self) -> str:
-        """A bank's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and an owner."""
+        """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and a tag."""
         axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
         moved = self.order is not None and self.order != tuple(range(len(self.shape)))
         order = ["by", *map(str, self.order or ())] if moved else []
-        owner = ["of", *map(str, self.owner)] if self.owner else []
-        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *owner])
+        tag = ["of", *map(str, self.tag)] if self.tag else []
+        return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *tag])
 
 
 @dataclass(frozen=True)
-class TypedBank:
-    """Leaves of one type, `[size, *shape]`; an entry is a leaf."""
+class StackedBuffer:
+    """Leaves of one type, `[size, *shape]`; an entry is a leaf.
+
+    Attributes:
+      type: of the leaves.
+      strides: the entries that a row takes, on each device.
+      size: the entries of the array.
+    """
 
     type: LeafType
-    strides: tuple[int, ...]  # the entries that a row takes, on each device
+    strides: tuple[int, ...]
     size: int
 
     @property
@@ -79,26 +90,26 @@ class TypedBank:
         """Of its leaves."""
         return jnp.dtype(self.type.dtype)
 
-    def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
+    def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
         """The leaf at an entry; of a device's part of the array, its part of the leaf."""
         del shape  # as the array has it
         array = in_order(array, self._order)
         leaf = take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
         return in_order(leaf, self.type.order)
 
-    def put(self, array: Any, entry: Any, leaf: Any) -> Any:
+    def put(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with the leaf at an entry replaced (in place, in a loop)."""
         leaf = in_order(leaf.astype(array.dtype), self.type.order)
         return in_order(put_slice(in_order(array, self._order), leaf[None], (entry,)), self._order)
 
-    def add(self, array: Any, entry: Any, leaf: Any) -> Any:
+    def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that at an entry (in place, in a loop)."""
         if array.shape[0] == 1:  # the sum is all of the array, and adding up in its shape needs no other
             return array + leaf.astype(array.dtype)[None]
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
-        """`put` on the host."""
+        """`put` on the host, into the array itself."""
         array[entry] = np.asarray(leaf)
 
     @property
@@ -108,8 +119,14 @@ class TypedBank:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Leaves of one dtype, flattened, end to end, `[size]`; an entry is an element."""
+class FlatBuffer:
+    """Leaves of one dtype, flattened, end to end, `[size]`; an entry is an element.
+
+    Attributes:
+      dtype: of the leaves.
+      strides: the elements that a row takes, on each device.
+      size: the elements of the array.
+    """
 
     dtype: Any
     strides: tuple[int, ...]
@@ -117,27 +134,30 @@ class Pool:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array on one device."""
+        """Of the array on one stage."""
         return (self.size,)
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the array is split over mesh axes besides `stage`."""
+        """How the array is split over mesh axes besides `stage`: not at all."""
         return PartitionSpec()
 
-    def take(self, array: Any, entry: Any, shape: tuple[int, ...]) -> Any:
-        """The leaf that begins at an entry."""
+    def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
+        """The leaf of a shape that begins at an entry."""
         return take_slice(array, (entry,), (int(np.prod(shape)),)).reshape(shape)
 
-    def put(self, array: Any, entry: Any, leaf: Any) -> Any:
+    def put(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with the leaf that begins at an entry replaced (in place, in a loop)."""
         return put_slice(array, leaf.reshape(-1).astype(array.dtype), (entry,))
 
-    def add(self, array: Any, entry: Any, leaf: Any) -> Any:
+    def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
     def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
-        """`put` on the host."""
+        """`put` on the host, into the array itself."""
         flat = np.asarray(leaf).reshape(-1)
         array[entry : entry + flat.size] = flat
+
+
+Buffer = StackedBuffer | FlatBuffer

@@ -1,10 +1,12 @@
 """Where every layer's arrays lie on its stage's device.
 
 One program runs on all stages, so an array has the same shape on all of them, while layers differ: their leaves lie in
-banks (`jpipe.memory.buffers`), as many of each as the fullest stage needs.
+buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs.
 
-A `Storage` is the address book of them all, plain data. The same class keeps parameters, gradients, state collections,
-optimiser state (a *cell* is a stage) and residuals (a *cell* is a virtual stage; each micro-batch in flight has a row).
+What is stored together is a *record*: one layer's parameters, one layer's residuals for a micro-batch, the activation
+at one boundary. Records with the same leaves are of one *record type*. A `Storage` says where each leaf of each record
+lies, as plain data. The same class keeps parameters, gradients, state, an optimiser's state, residuals, and what
+crosses boundaries (`jpipe.memory.boundaries`).
 """
 
 from __future__ import annotations
@@ -22,256 +24,307 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.indexing import look_up, take_slice
-from jpipe.jax_tools.loops import anchor, each
+from jpipe.jax_tools.loops import each, tie
 from jpipe.jax_tools.memory_order import Order
-from jpipe.memory.buffers import LeafType, Pool, TypedBank
+from jpipe.memory.buffers import Buffer, FlatBuffer, Index, LeafType, StackedBuffer
 
+Leaf = Any
+"""An array, or its shape while it is only traced."""
 Buffers = dict[str, Any]
-"""`{bank: array}`."""
+"""The arrays of one device, by the name of the buffer."""
 
-OWN_BANKS = 1 / 4
-"""How much more memory (as a share) banks may take than pools would, so that large leaves aren't flattened."""
+WASTE = 1 / 4
+"""How much more memory (as a share) stacked buffers may take than flat ones would, so that large leaves stay whole."""
+
+
+class Row(NamedTuple):
+    """Which row of a storage with rows, that of one micro-batch in flight on a device; both may be traced."""
+
+    row: Index
+    device: Index
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """The places of one kind's layers: for each leaf its type and bank, for each member its cell and entries."""
+class RecordType:
+    """Records with the same leaves, and where they lie.
+
+    Attributes:
+      leaves: the shapes of a record's leaves.
+      specs: for each leaf, the mesh axes that it is split over.
+      buffers: for each leaf, the name of its buffer.
+      devices: for each record, the device that has it.
+      entries: for each leaf and each record, its entry in the buffer, `[leaves][records]`.
+    """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
-    banks: tuple[str, ...]
-    cells: tuple[int, ...]
-    entries: tuple[tuple[int, ...], ...]  # [leaves][members]
+    buffers: tuple[str, ...]
+    devices: tuple[int, ...]
+    entries: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The places of all kinds' layers.
+    """The places of all records.
 
     Attributes:
-      shelves: one a kind.
-      named_banks: the banks and their names, in order.
-      num_devices: K.
+      record_types: in the order in which they were given to `build_storage`.
+      named_buffers: the buffers and their names, in order.
+      num_devices: K, the devices along `stage`.
     """
 
-    shelves: tuple[Shelf, ...]
-    named_banks: tuple[tuple[str, TypedBank | Pool], ...]
+    record_types: tuple[RecordType, ...]
+    named_buffers: tuple[tuple[str, Buffer], ...]
     num_devices: int
 
     @cached_property
-    def banks(self) -> dict[str, TypedBank | Pool]:
-        """The banks by name."""
-        return dict(self.named_banks)
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffers by name."""
+        return dict(self.named_buffers)
 
-    def zeros(self, dtype_of: Callable[[Any], Any] = lambda dtype: dtype) -> Buffers:
-        """Buffers of one stage, zero; `dtype_of` maps a bank's dtype to that of its buffer."""
-        return {name: jnp.zeros(bank.shape, dtype_of(bank.dtype)) for name, bank in self.named_banks}
+    def zeros(self) -> Buffers:
+        """The arrays of one device, zero."""
+        return {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
 
     def empty(self) -> Buffers:
-        """Buffers of one stage in which nothing is written yet, of any values."""
-        return {name: jax.lax.empty(bank.shape, bank.dtype) for name, bank in self.named_banks}
+        """The arrays of one device, of any values: nothing is written to memory."""
+        return {name: jax.lax.empty(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
 
     def shapes(self) -> Buffers:
         """`zeros` as ShapeDtypeStructs."""
         return jax.eval_shape(self.zeros)
 
     def specs(self, prefix: tuple = ()) -> Buffers:
-        """PartitionSpecs of the buffers, `prefix` in front."""
-        return {name: PartitionSpec(*prefix, *bank.spec) for name, bank in self.named_banks}
+        """PartitionSpecs of the arrays, `prefix` in front."""
+        return {name: PartitionSpec(*prefix, *buffer.spec) for name, buffer in self.named_buffers}
 
-    def read(self, buffers: Buffers, c: int, member: Any, at: Row | None = None) -> list[Any]:
-        """The leaves of a member of kind `c`."""
-        shelf = self.shelves[c]
-        return [
-            self.banks[name].take(buffers[name], self._entry(shelf, i, member, at), shelf.leaves[i].shape)
-            for i, name in enumerate(shelf.banks)
-        ]
-
-    def write(self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any], at: Row | None = None) -> Buffers:
-        """Buffers with a member's leaves replaced (in place, in a loop)."""
-        shelf, buffers = self.shelves[c], dict(buffers)
-        for i, (name, leaf) in enumerate(zip(shelf.banks, leaves, strict=True)):
-            buffers[name] = self.banks[name].put(buffers[name], self._entry(shelf, i, member, at), leaf)
-        return buffers
-
-    def add(self, buffers: Buffers, c: int, member: Any, leaves: Sequence[Any]) -> Buffers:
-        """Buffers with floating-point `leaves` added to a member's, in the buffers' dtype; others replace it."""
-        shelf, buffers = self.shelves[c], dict(buffers)
-        for i, (name, leaf) in enumerate(zip(shelf.banks, leaves, strict=True)):
-            change = self.banks[name].add if is_float(leaf) else self.banks[name].put
-            buffers[name] = change(buffers[name], self._entry(shelf, i, member, None), leaf)
-        return buffers
-
-    def assemble(self, cell: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
-        """One bank of one device, on the host.
+    def read(self, arrays: Buffers, record_type: int, record: Index, at: Row | None = None) -> list[Leaf]:
+        """The leaves of a record.
 
         Args:
-          cell: the device.
-          leaves: the leaves of each (kind, member); places of members that are missing hold zeros.
-          name: the bank.
+          arrays: of one device.
+          record_type: the index of its type.
+          record: its index among the records of the type; may be traced.
+          at: its row, in a storage with rows.
         """
-        bank = self.banks[name]
-        array = np.zeros(bank.shape, bank.dtype)
-        for (c, member), values in leaves.items():
-            shelf = self.shelves[c]
-            for i, place in enumerate(shelf.banks):
-                if place == name and shelf.cells[member] == cell:
-                    bank.fill(array, shelf.entries[i][member], values[i])
+        known = self.record_types[record_type]
+        return [
+            self.buffers[name].take(arrays[name], self._entry(known, i, record, at), known.leaves[i].shape)
+            for i, name in enumerate(known.buffers)
+        ]
+
+    def write(
+        self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None
+    ) -> Buffers:
+        """The arrays with a record's leaves replaced (in place, in a loop)."""
+        known, arrays = self.record_types[record_type], dict(arrays)
+        for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
+            arrays[name] = self.buffers[name].put(arrays[name], self._entry(known, i, record, at), leaf)
+        return arrays
+
+    def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf]) -> Buffers:
+        """The arrays with floating-point `leaves` added to a record's, in the arrays' dtype; others replace it."""
+        known, arrays = self.record_types[record_type], dict(arrays)
+        for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
+            change = self.buffers[name].add if is_float(leaf) else self.buffers[name].put
+            arrays[name] = change(arrays[name], self._entry(known, i, record, None), leaf)
+        return arrays
+
+    def assemble(self, device: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
+        """One buffer of one device, on the host.
+
+        Args:
+          device: its index along `stage`.
+          leaves: the leaves of each (record type, record); places of records that are missing hold zeros.
+          name: the buffer.
+        """
+        buffer = self.buffers[name]
+        array = np.zeros(buffer.shape, buffer.dtype)
+        for (record_type, record), values in leaves.items():
+            known = self.record_types[record_type]
+            for i, place in enumerate(known.buffers):
+                if place == name and known.devices[record] == device:
+                    buffer.fill(array, known.entries[i][record], values[i])
         return array
 
     def for_each_local(
         self, read: Callable[[int, Any, Any], Any], body: Callable[[int, Any, Any, Any], Any], device: Any, carry: Any
     ) -> Any:
-        """`carry = body(home, member, read(home, member, carry), carry)` for all variables of one device.
+        """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
         To be called inside of a program on the stages. What is made from `read`'s arrays is computed only on devices
-        that have such a layer.
+        that have such a record.
         """
-        for c, shelf in enumerate(self.shelves):
-            if not shelf.cells:
+        for t, known in enumerate(self.record_types):
+            if not known.devices:
                 continue
-            per_device = [
-                [j for j, s in enumerate(shelf.cells) if s % self.num_devices == k] for k in range(self.num_devices)
-            ]
-            longest = max(map(len, per_device))
-            table = jnp.asarray([row + [0] * (longest - len(row)) for row in per_device], jnp.int32)
-            count = look_up([len(row) for row in per_device], device)
+            own = [[j for j, owner in enumerate(known.devices) if owner == k] for k in range(self.num_devices)]
+            longest = max(map(len, own))
+            table = jnp.asarray([row + [0] * (longest - len(row)) for row in own], jnp.int32)
+            count = look_up([len(row) for row in own], device)
 
-            def visit(i: Any, carry: Any, c: int = c, table: Any = table) -> tuple[Any, Any]:
-                member = take_slice(table, (device, i), (1, 1)).reshape(())
-                (member, values), i = anchor((member, read(c, member, carry)), i)
-                return i, body(c, member, values, carry)
+            def visit(i: Any, carry: Any, t: int = t, table: Any = table) -> tuple[Any, Any]:
+                record = take_slice(table, (device, i), (1, 1)).reshape(())
+                (record, values), i = tie((record, read(t, record, carry)), i)
+                return i, body(t, record, values, carry)
 
             carry = each(0, count, visit, carry)
         return carry
 
-    def _entry(self, shelf: Shelf, leaf: int, member: Any, at: Row | None) -> Any:
-        entry = look_up(shelf.entries[leaf], member)
+    def _entry(self, known: RecordType, leaf: int, record: Index, at: Row | None) -> Index:
+        entry = look_up(known.entries[leaf], record)
         if at is None:
             return entry
-        return entry + at.row * look_up(self.banks[shelf.banks[leaf]].strides, at.device)
+        return entry + at.row * look_up(self.buffers[known.buffers[leaf]].strides, at.device)
 
 
-class Row(NamedTuple):
-    """Which row of a storage with rows: that of one micro-batch in flight on a device (both may be traced)."""
-
-    row: Any
-    device: Any
+# --- building ---------------------------------------------------------------------------------------------------------
 
 
 def build_storage(
     leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
-    cells: Sequence[Sequence[int]],
+    owners: Sequence[Sequence[int]],
     *,
-    num_devices: int,
+    device_of: Sequence[int],
     specs: Sequence[Sequence[PartitionSpec]] | None = None,
     rows: Sequence[int] | None = None,
     orders: Sequence[Sequence[Order | None]] | None = None,
-    apart: bool = False,
+    tags: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    waste: float = WASTE,
 ) -> Storage:
-    """Gives every layer its place.
+    """Gives every record its place.
 
     Args:
-      leaves: for each kind, the leaves of one of its layers.
-      cells: for each kind, the cell of each of its members; cell `s` is on device `s % num_devices`.
-      num_devices: K.
-      specs: for each kind and leaf, the mesh axes it is split over.
+      leaves: for each record type, the leaves of a record.
+      owners: for each record type, who owns each of its records: a stage, a virtual stage, a boundary. Records of one
+        owner lie side by side. Of owners on one device one is there at a time, as in a row.
+      device_of: for each owner, its device, of K that all have some.
+      specs: for each record type and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
-      orders: for each kind and leaf, how it lies in memory (default: as the compiler likes).
-      apart: each leaf of a kind has a bank of its own, if it has a typed one.
+      orders: for each record type and leaf, how it lies in memory (default: as the compiler likes).
+      tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
+      waste: how much more memory stacked buffers may take than flat ones would, as a share.
     """
+    num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
-    orders = orders or [[None] * len(group) for group in leaves]
+    nothing = [[None] * len(group) for group in leaves]
     types = [
-        [
-            LeafType(tuple(leaf.shape), leaf.dtype.name, spec, order, (c, i) if apart else None)
-            for i, (leaf, spec, order) in enumerate(zip(*group, strict=True))
-        ]
-        for c, group in enumerate(zip(leaves, specs, orders, strict=True))
+        [LeafType(tuple(a.shape), a.dtype.name, spec, order, tag) for a, spec, order, tag in zip(*group, strict=True)]
+        for group in zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
     ]
-    counts: dict[LeafType, Counter] = {}  # by type, the leaves of each cell
-    for group, places in zip(types, cells, strict=True):
-        for kind in group if places else ():
-            counts.setdefault(kind, Counter()).update(places)
-    rows = rows or (1,) * num_devices
-    own = _own_banks(counts, num_devices, rows)
-    pooled = [kind for kind in counts if kind not in own]
-    shelves = _shelve(leaves, specs, types, cells, own)
-    banks: dict[str, TypedBank | Pool] = {}
-    for kind in sorted(own, key=lambda kind: kind.name):
-        strides = _strides(counts[kind], num_devices)
-        banks[kind.name] = TypedBank(kind, strides, _size(strides, rows))
-    for dtype in sorted({kind.dtype for kind in pooled}):
-        strides = _strides(_pooled(counts, [kind for kind in pooled if kind.dtype == dtype]), num_devices)
-        banks[dtype] = Pool(jnp.dtype(dtype), strides, _size(strides, rows))
-    return Storage(shelves, tuple(banks.items()), num_devices)
+    needs = _Needs.of(types, owners, device_of, rows or (1,) * num_devices)
+    stacked = needs.stacked(waste)
+    buffers: dict[str, Buffer] = {}
+    for leaf_type in sorted(stacked, key=lambda leaf_type: leaf_type.name):
+        strides = needs.strides(needs.counts[leaf_type])
+        buffers[leaf_type.name] = StackedBuffer(leaf_type, strides, needs.size(strides))
+    flat = [leaf_type for leaf_type in needs.counts if leaf_type not in stacked]
+    for dtype in sorted({leaf_type.dtype for leaf_type in flat}):
+        strides = needs.strides(needs.elements(leaf_type for leaf_type in flat if leaf_type.dtype == dtype))
+        buffers[dtype] = FlatBuffer(jnp.dtype(dtype), strides, needs.size(strides))
+    record_types = _place(leaves, specs, types, owners, device_of, stacked)
+    return Storage(record_types, tuple(buffers.items()), num_devices)
 
 
-def _shelve(
-    leaves: Sequence, specs: Sequence, types: Sequence[Sequence[LeafType]], cells: Sequence, own: set
-) -> tuple[Shelf, ...]:
-    """Places leaves one after the other in their banks, cell by cell."""
-    ends: Counter = Counter()
-    shelves = []
-    for c, group in enumerate(types):
-        names = tuple(kind.name if kind in own else kind.dtype for kind in group)
-        entries = [[0] * len(cells[c]) for _ in group]
-        for member, cell in enumerate(cells[c]):
-            for i, kind in enumerate(group):
-                entries[i][member] = ends[names[i], cell]
-                ends[names[i], cell] += 1 if kind in own else kind.elements
-        used = (tuple(leaves[c]), tuple(specs[c]), names) if cells[c] else ((), (), ())
-        shelves.append(Shelf(*used, tuple(cells[c]), tuple(map(tuple, entries))))
-    return tuple(shelves)
+def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
+    """Tags for `build_storage`, by which each leaf of each record type has a stacked buffer of its own."""
+    return [[(t, i) for i in range(len(group))] for t, group in enumerate(leaves)]
 
 
-def _own_banks(counts: dict[LeafType, Counter], num_devices: int, rows: Sequence[int]) -> set[LeafType]:
-    """The types of leaves that get banks of their own; the others are pooled.
+def _place(
+    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    specs: Sequence[Sequence[PartitionSpec]],
+    types: Sequence[Sequence[LeafType]],
+    owners: Sequence[Sequence[int]],
+    device_of: Sequence[int],
+    stacked: set[LeafType],
+) -> tuple[RecordType, ...]:
+    """Places leaves one after the other in their buffers, owner by owner."""
+    ends: Counter = Counter()  # by (buffer, owner)
+    placed = []
+    for t, group in enumerate(types):
+        names = tuple(leaf_type.name if leaf_type in stacked else leaf_type.dtype for leaf_type in group)
+        entries = [[0] * len(owners[t]) for _ in group]
+        for record, owner in enumerate(owners[t]):
+            for i, leaf_type in enumerate(group):
+                entries[i][record] = ends[names[i], owner]
+                ends[names[i], owner] += 1 if leaf_type in stacked else leaf_type.elements
+        used = (tuple(leaves[t]), tuple(specs[t]), names) if owners[t] else ((), (), ())
+        devices = tuple(device_of[owner] for owner in owners[t])
+        placed.append(RecordType(*used, devices, tuple(map(tuple, entries))))
+    return tuple(placed)
 
-    Those are types that most stages have (less than half of the bank is wasted), types that are split over other mesh
-    axes (a pool would lose that), and then, from the largest leaves on, as many as memory permits (`OWN_BANKS`).
+
+@dataclass(frozen=True)
+class _Needs:
+    """What buffers have to hold.
+
+    Attributes:
+      counts: for each type of leaf, how many of them each owner has.
+      device_of: for each owner, its device.
+      rows: for each device, how many rows it needs.
     """
 
-    def size(kind: LeafType) -> int:
-        return _size(_strides(counts[kind], num_devices), rows)
+    counts: dict[LeafType, Counter]
+    device_of: Sequence[int]
+    rows: Sequence[int]
 
-    def num_bytes(own: set[LeafType]) -> int:
-        dtypes: dict[str, list[LeafType]] = {}
-        for kind in counts:
-            if kind not in own:
-                dtypes.setdefault(kind.dtype, []).append(kind)
-        pools = [
-            jnp.dtype(dtype).itemsize * _size(_strides(_pooled(counts, group), num_devices), rows)
-            for dtype, group in dtypes.items()
-        ]
-        return sum(size(kind) * kind.elements * kind.itemsize for kind in own) + sum(pools)
+    @classmethod
+    def of(
+        cls,
+        types: Sequence[Sequence[LeafType]],
+        owners: Sequence[Sequence[int]],
+        device_of: Sequence[int],
+        rows: Sequence[int],
+    ) -> _Needs:
+        counts: dict[LeafType, Counter] = {}
+        for group, own in zip(types, owners, strict=True):
+            for leaf_type in group if own else ():
+                counts.setdefault(leaf_type, Counter()).update(own)
+        return cls(counts, device_of, rows)
 
-    def common(kind: LeafType) -> bool:
-        strides = _strides(counts[kind], num_devices)
-        return size(kind) * num_devices < 2 * sum(n * r for n, r in zip(strides, rows, strict=True))
+    def elements(self, leaf_types: Any) -> Counter:
+        """The elements that leaves of these types take, by owner."""
+        total: Counter = Counter()
+        for leaf_type in leaf_types:
+            total.update({owner: n * leaf_type.elements for owner, n in self.counts[leaf_type].items()})
+        return total
 
-    own = {kind for kind in counts if any(kind.spec) or common(kind)}
-    most = (1 + OWN_BANKS) * num_bytes(own)
-    for kind in sorted(set(counts) - own, key=lambda kind: (-kind.elements * kind.itemsize, kind.name)):
-        if num_bytes(own | {kind}) > most:
-            break
-        own.add(kind)
-    return own
+    def strides(self, counts: Counter) -> tuple[int, ...]:
+        """What a row takes on each device: as much as the fullest of its owners needs."""
+        on = lambda device: [n for owner, n in counts.items() if self.device_of[owner] == device]
+        return tuple(max(on(device) or [0]) for device in range(len(self.rows)))
 
+    def size(self, strides: Sequence[int]) -> int:
+        """What the device with the most needs."""
+        return max(n * r for n, r in zip(strides, self.rows, strict=True))
 
-def _pooled(counts: dict[LeafType, Counter], kinds: Sequence[LeafType]) -> Counter:
-    """Elements that leaves of these types take, by cell."""
-    total: Counter = Counter()
-    for kind in kinds:
-        total.update({cell: n * kind.elements for cell, n in counts[kind].items()})
-    return total
+    def num_bytes(self, stacked: set[LeafType]) -> int:
+        """What all buffers take, if leaves of these types are stacked and others flat."""
+        flat: dict[str, list[LeafType]] = {}
+        for leaf_type in self.counts:
+            if leaf_type not in stacked:
+                flat.setdefault(leaf_type.dtype, []).append(leaf_type)
+        flat_sizes = {dtype: self.size(self.strides(self.elements(group))) for dtype, group in flat.items()}
+        own = sum(self.size(self.strides(self.counts[leaf_type])) * leaf_type.num_bytes for leaf_type in stacked)
+        return own + sum(jnp.dtype(dtype).itemsize * size for dtype, size in flat_sizes.items())
 
+    def is_common(self, leaf_type: LeafType) -> bool:
+        """Whether owners use more than half of a stacked buffer of this type, on the average."""
+        counts = self.counts[leaf_type]
+        used = sum(n * self.rows[self.device_of[owner]] for owner, n in counts.items())
+        return self.size(self.strides(counts)) * len(self.device_of) < 2 * used
 
-def _strides(counts: Counter, num_devices: int) -> tuple[int, ...]:
-    """What a row takes on each device: as much as the fullest of its cells."""
-    return tuple(max([n for cell, n in counts.items() if cell % num_devices == k] or [0]) for k in range(num_devices))
+    def stacked(self, waste: float) -> set[LeafType]:
+        """The types of leaves that are stacked; the others lie flat.
 
-
-def _size(strides: Sequence[int], rows: Sequence[int]) -> int:
-    """What the device with the most needs."""
-    return max(n * r for n, r in zip(strides, rows, strict=True))
+        Those are types that most owners have, types that are split over other mesh axes (a flat buffer would lose
+        that), and then, from the largest leaves on, as many as `waste` permits.
+        """
+        chosen = {leaf_type for leaf_type in self.counts if any(leaf_type.spec) or self.is_common(leaf_type)}
+        most = (1 + waste) * self.num_bytes(chosen)
+        for leaf_type in sorted(set(self.counts) - chosen, key=lambda known: (-known.num_bytes, known.name)):
+            if self.num_bytes(chosen | {leaf_type}) > most:
+                break
+            chosen.add(leaf_type)
+        return chosen

@@ -1,4 +1,8 @@
-"""A model as its stages run it: a sequence of kinds of layers, and where their variables have their homes."""
+"""The traced model: groups of equal layers in sequence, and the sets of variables that they use.
+
+Layers that are the same function of the same shapes form a *group*, which is traced and compiled once. A layer is known
+by its index in the user's sequence, or by its group and its position among the layers of that group.
+"""
 
 from __future__ import annotations
 
@@ -14,133 +18,170 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.base import AnyLayer
 from jpipe.sharding.shardings import Axis, Sharding, local_structs
 
+Shapes = Any
+"""A pytree of `jax.ShapeDtypeStruct`."""
+
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """One or more layers that are traced and compiled once.
+class LayerGroup:
+    """Layers that are the same function of the same shapes.
+
+    The last layer of a model is always alone in its group, since the loss follows it, and so is the first, which takes
+    no activation but reads the micro-batch.
 
     Attributes:
-      layer: any of them (they are the same function).
-      members: their indices in the sequence, ends included, ascending.
-      takes: what they are called with, a pytree of ShapeDtypeStructs at the micro-batch's shapes.
-      gives: what they return.
-      variables: their variables by collection, a pytree of ShapeDtypeStructs.
-      specs: the mesh axes that each leaf is split over at rest, by collection.
-      takes_at: how the leaves of `takes` lie on a stage's devices.
+      layer: any of them.
+      indices: their indices in the sequence, ascending; a layer's position in the group is its place here.
+      takes: the activation that they are called with, whole (not a device's part), as shapes; `()` for the first layer.
+      gives: the activation that they return.
+      variables: the shapes of their variables by collection.
+      specs: the mesh axes that each leaf of `variables` is split over at rest, by collection.
+      takes_at: how the leaves of `takes` lie on the devices of a stage.
       gives_at: how those of `gives` lie.
-      entry: this layer reads the model's inputs from the batch (and has one member).
-      final: this layer's outputs are the model's (and it has one member).
-      needs_key: it draws random numbers in training.
+      needs_key: whether they draw random numbers in training.
+      variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
     """
 
     layer: AnyLayer
-    members: tuple[int, ...]
-    takes: Any
-    gives: Any
-    variables: dict[str, Any]
+    indices: tuple[int, ...]
+    takes: Shapes
+    gives: Shapes
+    variables: dict[str, Shapes]
     specs: dict[str, list[PartitionSpec]]
     takes_at: list[Sharding]
     gives_at: list[Sharding]
-    entry: bool
-    final: bool
     needs_key: bool
+    variable_set: int | None = None
 
     @property
     def state_names(self) -> list[str]:
         """The collections that aren't parameters, in order."""
         return [name for name in self.variables if name != "params"]
 
-    @property
-    def shared(self) -> Any:
-        """What identifies its parameters if it shares them with other layers, else None."""
-        return self.layer.shared
+
+@dataclass(frozen=True)
+class VariableSet:
+    """Variables of equal shapes: an instance for each layer of a group, or a single one that several layers share.
+
+    Attributes:
+      group: the index of the group whose `init` makes them.
+      users: for each instance, the indices of the layers that use it; the first of them makes it.
+      shared: whether layers share the one instance.
+    """
+
+    group: int
+    users: tuple[tuple[int, ...], ...]
+    shared: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Sequential:
-    """A model as a sequence of kinds.
+class Model:
+    """A sequence of N layers, traced at the shapes of one micro-batch.
 
     Attributes:
-      kinds: in order of their first member.
-      kind_of: the kind's index, for each layer (ends included).
-      first: index of the user's layer 0 in that numbering (1 if an identity layer reads the inputs, else 0).
-      num_layers: the number of the user's layers.
-      axes: what a stage's arrays are split over.
-      traced_as: for each kind the index of the first that is the same but for its members (`unrolled`).
+      groups: in the order of their first layers.
+      group_of: the index of each layer's group, `[N]`.
+      variable_sets: all variables of the model.
+      inputs: the shapes of what the first layer reads from the micro-batch.
+      axes: the mesh axes besides `stage` that arrays are split over.
+      traced_as: for each group, the index of the first one that is the same but for its layers (`unrolled`).
     """
 
-    kinds: tuple[Kind, ...]
-    kind_of: tuple[int, ...]
-    first: int
-    num_layers: int
+    groups: tuple[LayerGroup, ...]
+    group_of: tuple[int, ...]
+    variable_sets: tuple[VariableSet, ...]
+    inputs: Shapes
     axes: tuple[Axis, ...]
     traced_as: tuple[int, ...]
 
-    def kind_at(self, layer: int) -> Kind:
-        """The kind of a layer in the user's numbering."""
-        return self.kinds[self.kind_of[layer + self.first]]
+    @property
+    def num_layers(self) -> int:
+        """N."""
+        return len(self.group_of)
 
     @property
-    def homes(self) -> list[Home]:
-        """Where variables live: a home for each kind (empty for one that shares), then one for each shared layer."""
-        own = [Home(c, () if k.shared else tuple((i,) for i in k.members)) for c, k in enumerate(self.kinds)]
-        uses: dict[Any, list[int]] = {}
-        for i, c in enumerate(self.kind_of):
-            if self.kinds[c].shared:
-                uses.setdefault(self.kinds[c].shared, []).append(i)
-        return own + [Home(self.kind_of[indices[0]], (tuple(indices),)) for indices in uses.values()]
+    def last(self) -> int:
+        """The index of the last layer's group."""
+        return len(self.groups) - 1
 
-    def home_of(self, c: int) -> int:
-        """The index of the home of a kind's variables."""
-        shared = self.kinds[c].shared
-        if not shared:
-            return c
-        return next(
-            h for h, home in enumerate(self.homes) if h >= len(self.kinds) and self.kinds[home.kind].shared is shared
-        )
+    @property
+    def outputs(self) -> Shapes:
+        """The shapes of what the model returns for a micro-batch."""
+        return self.groups[self.last].gives
+
+    def group_at(self, layer: int) -> LayerGroup:
+        """A layer's group."""
+        return self.groups[self.group_of[layer]]
+
+    def takes_at(self, layer: int) -> Shapes:
+        """The shapes of what a layer is called with, of the first one's inputs too."""
+        return self.inputs if layer == 0 else self.group_at(layer).takes
+
+    def instance(self, group: int, position: Any) -> Any:
+        """The instance in its variable set that the layer at a position of a group uses."""
+        variable_set = self.groups[group].variable_set
+        return 0 if variable_set is None or self.variable_sets[variable_set].shared else position
 
     @property
     def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """The leaves between each layer and the next, as one device has them."""
-        return [local_structs(self.kinds[c].gives, self.kinds[c].gives_at, self.axes) for c in self.kind_of[:-1]]
+        """For each of the N-1 boundaries between a layer and the next, its leaves as one device has them."""
+        return [local_structs(self.groups[g].gives, self.groups[g].gives_at, self.axes) for g in self.group_of[:-1]]
 
 
-@dataclass(frozen=True)
-class Home:
-    """Where variables of one kind live.
+def make_model(
+    groups: Sequence[LayerGroup],
+    group_of: Sequence[int],
+    *,
+    inputs: Shapes,
+    axes: tuple[Axis, ...],
+    traced_as: Sequence[int] | None = None,
+) -> Model:
+    """Gives every group its set of variables; the arguments are `Model`'s."""
+    sets: list[VariableSet] = []
+    set_of_shared: dict[int, int] = {}
+    placed = []
+    for g, group in enumerate(groups):
+        shared, index = group.layer.shared, None
+        if shared is not None and id(shared) in set_of_shared:
+            index = set_of_shared[id(shared)]
+        elif group.variables:
+            index = len(sets)
+            users = tuple((i,) for i in group.indices)
+            if shared is not None:
+                set_of_shared[id(shared)] = index
+                users = (tuple(i for i, c in enumerate(group_of) if groups[c].layer.shared is shared),)
+            sets.append(VariableSet(g, users, shared is not None))
+        placed.append(replace(group, variable_set=index))
+    same = tuple(range(len(placed))) if traced_as is None else tuple(traced_as)
+    return Model(tuple(placed), tuple(group_of), tuple(sets), inputs, axes, same)
 
-    Attributes:
-      kind: the kind whose `init` makes them.
-      members: for each set of variables the layers that use it; the first makes it, all show it.
-    """
 
-    kind: int
-    members: tuple[tuple[int, ...], ...]
+def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
+    """The same model with at most one layer of each group on a virtual stage, so that no loop over layers is left.
 
-
-def unrolled(model: Sequential, bounds: Sequence[tuple[int, int]]) -> Sequential:
-    """The same model with a kind for each place that a layer may have among those of its kind on a virtual stage.
-
-    A virtual stage then has at most one layer of each kind, and no loop over layers.
+    The first, second, ... layer of a group on each virtual stage form groups of their own.
 
     Args:
       model: as traced.
-      bounds: for each virtual stage its first layer and one past its last, ends included in the numbering.
+      bounds: for each virtual stage its first layer and one past its last.
     """
-    members: dict[tuple[int, int], list[int]] = {}
-    place_of: list[tuple[int, int]] = []
+    indices: dict[tuple[int, int], list[int]] = {}
+    split_of: list[tuple[int, int]] = []
     for start, stop in bounds:
         seen: Counter = Counter()
         for i in range(start, stop):
-            c = model.kind_of[i]
-            place_of.append((c, seen[c]))
-            members.setdefault(place_of[-1], []).append(i)
-            seen[c] += 1
-    places = sorted(members, key=lambda place: members[place][0])
-    kinds = tuple(replace(model.kinds[c], members=tuple(members[c, n])) for c, n in places)
-    kind_of = tuple(map(places.index, place_of))
-    traced_as = tuple(places.index((c, 0)) for c, _ in places)
-    return replace(model, kinds=kinds, kind_of=kind_of, traced_as=traced_as)
+            g = model.group_of[i]
+            split_of.append((g, seen[g]))
+            indices.setdefault(split_of[-1], []).append(i)
+            seen[g] += 1
+    splits = sorted(indices, key=lambda split: indices[split][0])
+    return make_model(
+        [replace(model.groups[g], indices=tuple(indices[g, n])) for g, n in splits],
+        [splits.index(split) for split in split_of],
+        inputs=model.inputs,
+        axes=model.axes,
+        traced_as=[splits.index((g, 0)) for g, _ in splits],
+    )
 
 
 def same_shapes(a: Any, b: Any) -> bool:

@@ -13,12 +13,15 @@ from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.notices import warn_user
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
-from jpipe.model.groups import Sequential
+from jpipe.model.groups import Model, Shapes
+
+LossFn = Callable[[Any, Any], Any]
+"""`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)` or `(loss_sum, weight_sum, metrics)`."""
 
 OWN_METRICS = ("loss", "grad_norm")
 
 
-def loss_sums(loss: Any) -> list[Any]:
+def loss_sums(loss: Any) -> list[jax.Array]:
     """What a loss function returned as sums over examples: [loss_sum, weight_sum, and the same of each metric].
 
     A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
@@ -33,19 +36,19 @@ def loss_sums(loss: Any) -> list[Any]:
     return [loss_sum, constant(weight), *[constant(value) for pair in pairs for value in pair]]
 
 
-def metric_names(loss_fn: Callable[[Any, Any], Any] | None, outputs: Any, batch: Any) -> tuple[str, ...]:
+def metric_names(loss_fn: LossFn | None, outputs: Shapes, batch: Shapes) -> tuple[str, ...]:
     """The names of the metrics that a loss function returns, in the order of `loss_sums`."""
     loss = None if loss_fn is None else trace(loss_fn, outputs, batch)[1]
     return tuple(sorted(loss[2])) if isinstance(loss, tuple) and len(loss) == 3 else ()
 
 
-def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
+def check_loss(model: Model, loss_fn: LossFn, batch: Shapes) -> None:
     """Checks what a loss function returns for one micro-batch.
 
     Raises:
       ValueError: it raised an error, or returned neither a floating-point scalar nor a pair of scalars.
     """
-    outputs = model.kinds[model.kind_of[-1]].gives
+    outputs = model.outputs
     try:
         _, loss = trace(loss_fn, outputs, batch)
     except Exception as error:
@@ -67,7 +70,7 @@ def check_loss(model: Sequential, loss_fn: Callable, batch: Any) -> None:
     _check_metrics(loss, metrics)
 
 
-def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> None:
+def warn_of_moving_weight(model: Model, loss_fn: LossFn, batch: Shapes) -> None:
     """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
 
     A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely none.
@@ -80,11 +83,11 @@ def warn_of_moving_weight(model: Sequential, loss_fn: Callable, batch: Any) -> N
     Warns:
       UserWarning: the second part depends on floating-point outputs.
     """
-    outputs = model.kinds[model.kind_of[-1]].gives
-    program, loss = trace(loss_fn, outputs, batch)
+    outputs = model.outputs
+    jaxpr, loss = trace(loss_fn, outputs, batch)
     if not isinstance(loss, tuple) or len(loss) > 2:
         return
-    needed = uses(program, [i == 1 for i in range(len(program.jaxpr.outvars))])
+    needed = uses(jaxpr, [i == 1 for i in range(len(jaxpr.jaxpr.outvars))])
     if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
         warn_user(
             "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "

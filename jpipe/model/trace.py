@@ -1,16 +1,14 @@
-"""Kinds: layers that are the same function of the same shapes, so that they are traced and compiled once.
+"""Tracing a model: the shapes of one micro-batch followed through its layers, and equal layers found.
 
-`trace_kinds` follows the shapes of one micro-batch through the model without computing anything, finds layers that
-are the same, and reports what doesn't fit before anything is compiled. Two ends complete the sequence: one layer reads
-the model's inputs from the batch, one turns the outputs into the loss. The first and last layer do that themselves,
-unless they share their kind with others; then an identity layer does it for them.
+Nothing is computed and nothing compiled: what doesn't fit is reported before. Layers that are the same function of the
+same shapes are traced once and form a group (`jpipe.model.groups`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,144 +28,119 @@ from jpipe.layers.base import (
     LayerError,
     SideInputError,
     describe,
-    identity_layer,
     positional,
 )
-from jpipe.model.groups import Kind, Sequential, same_shapes, same_type
-from jpipe.sharding.shardings import Axis, Sharding, replicated, settled
+from jpipe.layers.ends import with_inputs
+from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
+from jpipe.sharding.shardings import Sharding, in_runs, replicated, settled
 from jpipe.sharding.splits import WHOLE, Splits
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 
-@dataclass
-class _Group:
-    layer: AnyLayer
-    members: list[int]
-    takes: Any
-    gives: Any
-    variables: dict[str, Any]
-    specs: dict[str, list[PartitionSpec]]
-    takes_at: list[Sharding]
-    gives_at: list[Sharding]
-    needs_key: bool
-
-
-def trace_kinds(
+def trace_model(
     layers: Sequence[AnyLayer],
-    inputs: Any,
-    batch: Any,
+    read_inputs: Callable[[Any], Any],
+    inputs: Shapes,
+    batch: Shapes,
     splits: Splits = WHOLE,
-    inputs_at: list[Sharding] | None = None,
-) -> Sequential:
+) -> Model:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.
 
     Args:
       layers: the adapted layers.
-      inputs: what the first one takes, a pytree of ShapeDtypeStructs.
-      batch: the whole micro-batch, for layers that read it.
+      read_inputs: micro-batch -> what the first of them takes.
+      inputs: the shapes of that.
+      batch: the shapes of the whole micro-batch `[b, ...]`.
       splits: what arrays are split over.
-      inputs_at: how the leaves of `inputs` lie (default: on all devices of the stage).
 
     Raises:
       ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
         is no array, or parameters that can't be differentiated.
     """
-    groups: list[_Group] = []
+    layers = with_inputs(layers, read_inputs)
+    groups: list[LayerGroup] = []
     group_of: list[int] = []
-    value, value_at = (
-        inputs,
-        [replicated(splits.axes)] * len(jax.tree.leaves(inputs)) if inputs_at is None else inputs_at,
-    )
+    takes, takes_at = (), []
     for index, layer in enumerate(layers):
-        same = lambda g, x=value, at=value_at, layer=layer: (
+        last = index == len(layers) - 1  # alone in its group: the loss follows it
+        same = lambda g, x=takes, at=takes_at, layer=layer: (
             same_type(g.takes, x) and g.takes_at == at and g.layer.is_same(layer)
         )
-        c = next((c for c, g in enumerate(groups) if same(g)), None)
-        if c is None:
-            c = len(groups)
-            twin = next((g for g in groups if layer.shared is not None and g.layer.shared is layer.shared), None)
-            groups.append(_trace_layer(layers, index, value, value_at, batch, twin.variables if twin else None, splits))
-        groups[c].members.append(index)
-        group_of.append(c)
-        value, value_at = groups[c].gives, groups[c].gives_at
-    return _with_ends(groups, group_of, splits.axes)
+        g = None if last else next((g for g, group in enumerate(groups) if same(group)), None)
+        if g is None:
+            g = len(groups)
+            shown = takes if index else inputs
+            variables = _shared_variables(groups, layer)
+            group = _trace_layer(_Place(layers, index, shown), takes, takes_at, batch, variables, splits)
+            gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
+            groups.append(replace(group, gives_at=gives_at))
+        else:
+            groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
+        group_of.append(g)
+        takes, takes_at = groups[g].gives, groups[g].gives_at
+    return make_model(groups, group_of, inputs=inputs, axes=splits.axes)
 
 
-def _with_ends(groups: list[_Group], group_of: list[int], axes: tuple[Axis, ...]) -> Sequential:
-    first, last = groups[group_of[0]], groups[group_of[-1]]
-    load, lose = len(first.members) > 1, len(last.members) > 1
-    if load:
-        groups = [_identity("inputs", -1, first.takes, first.takes_at), *groups]
-        group_of = [0, *(c + 1 for c in group_of)]
-    if lose:
-        groups = [*groups, _identity("outputs", len(group_of) - load, last.gives, last.gives_at)]
-        group_of = [*group_of, len(groups) - 1]
-    kinds = tuple(
-        Kind(
-            layer=g.layer,
-            members=tuple(i + load for i in g.members),
-            takes=g.takes,
-            gives=g.gives,
-            variables=g.variables,
-            specs=g.specs,
-            takes_at=g.takes_at,
-            gives_at=g.gives_at,
-            entry=c == group_of[0],
-            final=c == group_of[-1],
-            needs_key=g.needs_key,
-        )
-        for c, g in enumerate(groups)
-    )
-    num_layers = len(group_of) - load - lose
-    return Sequential(kinds, tuple(group_of), int(load), num_layers, axes, tuple(range(len(kinds))))
+def _shared_variables(groups: Sequence[LayerGroup], layer: AnyLayer) -> dict[str, Shapes] | None:
+    """The variables that an earlier layer made, if this one shares them."""
+    if layer.shared is None:
+        return None
+    return next((group.variables for group in groups if group.layer.shared is layer.shared), None)
 
 
-def _identity(name: str, index: int, takes: Any, takes_at: list[Sharding]) -> _Group:
-    return _Group(identity_layer(name, takes), [index], takes, takes, {}, {}, takes_at, takes_at, False)
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer stands, for errors: all layers, its index, and the shapes of what it is called with."""
+
+    layers: Sequence[AnyLayer]
+    index: int
+    called_with: Shapes
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.layers[self.index].name})"
 
 
 def _trace_layer(
-    layers: Sequence[AnyLayer],
-    index: int,
-    takes: Any,
+    place: _Place,
+    takes: Shapes,
     takes_at: list[Sharding],
-    batch: Any,
-    variables: Any,
+    batch: Shapes,
+    shared: dict[str, Shapes] | None,
     splits: Splits,
-) -> _Group:
-    """The group of a layer, given its variables' shapes if another layer shares them."""
-    layer = layers[index]
-    if variables is None:
-        variables = layer.ready
+) -> LayerGroup:
+    """The group of a layer that is the first of its group; `shared` has its variables if another made them."""
+    layer = place.layers[place.index]
+    variables: dict[str, Shapes] = {}
     try:
-        if variables is None:
-            variables = trace_init(layer, key_shape(), takes, batch)[1]
-        variables = _strong(jax.eval_shape(lambda v: v, variables))
+        made = layer.ready if shared is None else shared
+        if made is None:
+            made = trace_init(layer, key_shape(), takes, batch)[1]
+        variables = _strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         if layer.shared is not None and set(variables) - {"params"}:
             raise LayerError(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        program, gives, needs_key = _trace_call(layer, variables, takes, batch)
+        jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
     except LayerError as error:
-        raise ValueError(f"layer {index} ({layer.name}) {error}") from error
+        raise ValueError(f"{place} {error}") from error
     except CallError as error:
-        raise ValueError(f"layer {index} ({layer.name}) can't take what it is called with, {error}") from error
+        raise ValueError(f"{place} can't take what it is called with, {error}") from error
     except SideInputError as error:
         raise ValueError(
-            f"layer {index} ({layer.name}) can't read its side input from the batch {describe(batch)}: its function "
+            f"{place} can't read its side input from the batch {describe(batch)}: its function "
             f"raised {error}; pass the whole batch, to apply too where a layer reads it"
         ) from error
     except Exception as error:
-        raise ValueError(_mismatch(layers, index, takes, variables, error)) from error
-    specs = splits.at_rest(f"layer {index} ({layer.name})", variables, layer.partition_specs(variables))
-    gives_at = _outputs_at(program, variables, specs, takes_at, batch, len(jax.tree.leaves(gives)), splits)
-    return _Group(layer, [], takes, gives, variables, specs, takes_at, gives_at, needs_key)
+        raise ValueError(_mismatch(place, variables, error)) from error
+    specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))
+    gives_at = _outputs_at(jaxpr, variables, specs, takes_at, batch, len(jax.tree.leaves(gives)), splits)
+    return LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, gives_at, needs_key)
 
 
 def _outputs_at(
-    program: ClosedJaxpr,
+    jaxpr: ClosedJaxpr,
     variables: Any,
     specs: dict[str, list[PartitionSpec]],
     takes_at: list[Sharding],
@@ -178,8 +151,8 @@ def _outputs_at(
     """How a layer's outputs lie in training, if nothing but its weights and inputs decides it."""
     weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
     given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
-    wanted = [settled] * len(program.jaxpr.outvars)
-    return partition_program(program, splits.axes, given, wanted).shardings[:num_outputs]
+    wanted = [settled] * len(jaxpr.jaxpr.outvars)
+    return partition_jaxpr(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
 
 
 def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
@@ -188,7 +161,7 @@ def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
 
 
 def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any]:
-    """(the program of a random key that makes a layer's variables, their shapes).
+    """(jaxpr: random key -> a layer's variables, their shapes).
 
     Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
     not they exist. A layer that constrains its activations itself needs the mesh.
@@ -208,7 +181,7 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: An
 
 
 def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any, bool]:
-    """(its program in training, what it gives, whether it uses its key)."""
+    """(jaxpr in training: key, variables, inputs, batch -> outputs, new state; the outputs; does it use its key)."""
 
     def run(key: Any, v: Any, x: Any, b: Any) -> Any:
         outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
@@ -220,20 +193,20 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
                 )
         return outputs, updates
 
-    program, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
-    if program.effects & _io_effects():
+    jaxpr, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
+    if jaxpr.effects & _io_effects():
         raise LayerError(
             "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
             "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
         )
     _check_outputs(gives)
     _check_updates(variables, updates)
-    return program, _strong(gives), uses(program)[0]
+    return jaxpr, _strong(gives), uses(jaxpr)[0]
 
 
 @functools.cache
 def _io_effects() -> frozenset[Any]:
-    """How a program shows that it has to call back into Python, once for every call, or in order."""
+    """The effects of a jaxpr that has to call back into Python, once for every call, or in order."""
 
     def run() -> None:
         for ordered in (False, True):
@@ -270,20 +243,21 @@ def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
     """State keeps its structure and shapes, and floating-point numbers stay such; wider ones are cast back."""
     for name, new in updates.items():
         old = variables[name]
-        kinds = lambda tree: [_kind_of_number(leaf.dtype) for leaf in jax.tree.leaves(tree)]
-        if not same_shapes(old, new) or kinds(old) != kinds(new):
+        numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+        if not same_shapes(old, new) or numbers(old) != numbers(new):
             raise LayerError(
                 f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
                 "structure, shapes and dtypes (cast what is stored)"
             )
 
 
-def _kind_of_number(dtype: Any) -> Any:
-    return next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype)
+def _category(dtype: Any) -> Any:
+    """Integer, floating-point, or the dtype itself."""
+    return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _mismatch(layers: Sequence[AnyLayer], index: int, takes: Any, variables: Any, error: Exception) -> str:
-    name = f"layer {index} ({layers[index].name})"
+def _mismatch(place: _Place, variables: Any, error: Exception) -> str:
+    layers, index, called_with = place.layers, place.index, place.called_with
     source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
-    own = f"; parameters of {name}: {describe(variables['params'])}" if variables and "params" in variables else ""
-    return f"{name} can't take what {source}: {describe(takes)}{own}. It raised {type(error).__name__}: {error}"
+    own = f"; parameters of {place}: {describe(variables['params'])}" if variables and "params" in variables else ""
+    return f"{place} can't take what {source}: {describe(called_with)}{own}. It raised {type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """Costs: what each layer takes in a training step, so that the partition can make the stages equal.
 
-A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one kind have one
+A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one group have one
 cost and are looked at once; nothing here touches the model's variables.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.model.groups import Sequential
-from jpipe.model.layer_step import LayerStep, given_shapes
+from jpipe.model.groups import Model
+from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
 from jpipe.planning.flops import Flops, count_flops
+from jpipe.sharding.splits import WHOLE
 
 BALANCES = ("flops", "time", "size", "even")
 
@@ -74,21 +76,20 @@ class Cost:
 
 
 def layer_costs(
-    model: Sequential,
-    steps: tuple[LayerStep, ...],
-    batch: Any,
+    model: Model,
+    layers: Sequence[Layer],
     unit: str,
     *,
     mesh: Mesh,
     warn: Callable[[str], None],
 ) -> list[Cost]:
-    """The cost of each of the user's layers.
+    """The cost of each layer, `[N]`.
 
     Args:
       model: the traced layers.
-      steps: their forward and backward, by kind; the final one includes the loss.
-      batch: one micro-batch, a pytree of ShapeDtypeStructs.
-      unit: "flops" (floating-point operations, counted on the traced programs by `jpipe.planning.flops`: the same
+      layers: for each group its function, the shapes of its arguments, and its traced forward and backward; the last
+        one includes the loss.
+      unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.planning.flops`: the same
         number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
       warn: is given a message for each layer with a part whose FLOPs can't be counted.
@@ -98,48 +99,50 @@ def layer_costs(
     """
     if unit == "time":
         device = _device_like(mesh)
-        actions = [list(_seconds(step, batch, device)) for step in steps]
+        actions = [list(_seconds(layer, device)) for layer in layers]
         if jax.process_count() > 1:  # all have to cut alike
             actions = multihost_utils.broadcast_one_to_all(np.asarray(actions)).tolist()
     else:
-        counts = [_flops(step, batch) for step in steps]
+        counts = [_flops(layer) for layer in layers]
         _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
         actions = [[part.flops for part in parts] for parts in counts]
-    by_kind = [Cost(f, b, w, *_bytes(step, batch)) for (f, b, w), step in zip(actions, steps, strict=True)]
-    costs = [by_kind[c] for c in model.kind_of]
-    # What the added ends cost belongs to their neighbours.
-    first, last = model.first, model.first + model.num_layers - 1
-    costs[first] = sum(costs[:first], costs[first])
-    costs[last] = sum(costs[last + 1 :], costs[last])
-    return costs[first : last + 1]
+    by_group = [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(actions, layers, strict=True)]
+    return [by_group[g] for g in model.group_of]
 
 
-def _flops(step: LayerStep, batch: Any) -> tuple[Flops, Flops, Flops]:
+class Layer(NamedTuple):
+    """What is known of the layers of one group before they are cut."""
+
+    function: LayerFunction
+    arguments: Arguments
+    traced: TracedLayer
+
+
+def _flops(layer: Layer) -> tuple[Flops, Flops, Flops]:
     """Of the forward, of the backward but for gradients of parameters, and of those."""
-    given = given_shapes(step, batch)
-    whole = step.whole(given)
-    kept = count_flops(whole.forward)
-    forward, again = kept, count_flops(_without_first(whole.derive, 0))
-    if step.remat.keep_inputs:
-        forward, again = count_flops(trace(step.forward, given, list(whole.inputs))[0]), again + kept
-    backward, inputs_only = count_flops(whole.backward), count_flops(_without_first(whole.backward, len(given.params)))
+    function, arguments, traced = layer
+    kept = count_flops(traced.forward)
+    forward, again = kept, count_flops(traced.remake)
+    if function.remat.keep_inputs:
+        forward, again = count_flops(trace(function.forward, arguments, list(traced.activation))[0]), again + kept
+    num_params = len(arguments.params)
+    backward, inputs_only = count_flops(traced.backward), count_flops(_without_first(traced.backward, num_params))
     gradients = Flops(max(0.0, backward.flops - inputs_only.flops), unknown=backward.unknown)
     return forward, again + inputs_only, gradients
 
 
-def _without_first(program: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """A program without its first results, and without what only they need."""
-    wanted = [i >= count for i in range(len(program.jaxpr.outvars))]
-    return ClosedJaxpr(dce_jaxpr(program.jaxpr, wanted, instantiate=True)[0], program.consts)
+def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
+    """A jaxpr without its first results, and without what only they need."""
+    wanted = [i >= count for i in range(len(jaxpr.jaxpr.outvars))]
+    return ClosedJaxpr(dce_jaxpr(jaxpr.jaxpr, wanted, instantiate=True)[0], jaxpr.consts)
 
 
-def _warn_of_unknown(model: Sequential, counts: list[Flops], warn: Callable[[str], None]) -> None:
-    """Names the first layer of each kind with a part that couldn't be counted."""
-    for kind, count in zip(model.kinds, counts, strict=True):
+def _warn_of_unknown(model: Model, counts: list[Flops], warn: Callable[[str], None]) -> None:
+    """Names the first layer of each group with a part that couldn't be counted."""
+    for group, count in zip(model.groups, counts, strict=True):
         if count.unknown:
-            index = min(max(kind.members[0] - model.first, 0), model.num_layers - 1)
             warn(
-                f'balance="flops": layer {index} ({model.kind_at(index).layer.name}) has '
+                f'balance="flops": layer {group.indices[0]} ({group.layer.name}) has '
                 f'{"; ".join(sorted(count.unknown))}. If that is far off, use balance="time", or pass one cost a layer '
                 "as floats"
             )
@@ -165,22 +168,23 @@ def _device_like(mesh: Mesh) -> Any:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(step: LayerStep, batch: Any, device: Any) -> tuple[float, float, float]:
+def _seconds(layer: Layer, device: Any) -> tuple[float, float, float]:
+    """Of the forward, of the backward but for gradients of parameters, and of those, on a device."""
+    function, shapes, traced = layer
     # On one device, whatever the mesh, and for real even if the caller is being traced.
     with no_mesh(), jax.ensure_compile_time_eval(), jax.default_device(device):
-        shapes = given_shapes(step, batch)
-        tape = step.tape(shapes)
-        given, x, cotangents = jax.tree.map(_example, (shapes, list(tape.inputs), list(tape.outputs)))
-        forward, backward = jax.jit(tape.forward), jax.jit(tape.backward)
-        inputs_only = jax.jit(lambda *arguments: tape.backward(*arguments)[1])
-        stored = forward(given, x)[1]
-        first = again = _median_seconds(lambda: forward(given, x))
-        if step.remat.keep_inputs:
-            alone = jax.jit(step.traced(shapes))
-            first = _median_seconds(lambda: alone(given, x))
-        seconds = _median_seconds(lambda: backward(given, stored, cotangents))
-        without = min(seconds, _median_seconds(lambda: inputs_only(given, stored, cotangents)))
-        return first, without + again * step.remat.keep_inputs, seconds - without
+        local = partition_layer(traced, function.shardings(shapes, WHOLE))
+        arguments, x, cotangents = jax.tree.map(_example, (shapes, list(local.activation), list(local.outputs)))
+        forward, backward = jax.jit(local.forward), jax.jit(local.backward)
+        inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
+        residuals = forward(arguments, x)[1]
+        first = again = _median_seconds(lambda: forward(arguments, x))
+        if function.remat.keep_inputs:
+            alone = jax.jit(local_forward(function, shapes))
+            first = _median_seconds(lambda: alone(arguments, x))
+        seconds = _median_seconds(lambda: backward(arguments, residuals, cotangents))
+        without = min(seconds, _median_seconds(lambda: inputs_only(arguments, residuals, cotangents)))
+        return first, without + again * function.remat.keep_inputs, seconds - without
 
 
 def _median_seconds(run: Callable[[], Any]) -> float:
@@ -202,9 +206,9 @@ def _example(leaf: Any) -> Any:
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(step: LayerStep, batch: Any) -> tuple[int, int, int]:
+def _bytes(layer: Layer) -> tuple[int, int, int]:
     """Of parameters, other variables and residuals."""
-    kind, tape = step.kind, step.whole(given_shapes(step, batch))
+    variables = layer.function.group.variables
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    state = {name: tree for name, tree in kind.variables.items() if name != "params"}
-    return size(kind.variables.get("params")), size(state), size(tape.stored)
+    state = {name: tree for name, tree in variables.items() if name != "params"}
+    return size(variables.get("params")), size(state), size(layer.traced.residuals)

@@ -1,4 +1,4 @@
-"""FLOPs: what a traced program takes, counted on its jaxpr, so that it needs no compiler and no device.
+"""FLOPs: what a traced function takes, counted on its jaxpr, so that no compiler and no device is needed.
 
 Counted as XLA counts them (`HloCostAnalysis`): a product of matrices takes 2*M*N*K, a convolution what its window meets
 outside of the padding, anything elementwise 1 an element, and moving elements nothing. Transcendental functions are
@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jpipe.jax_tools.jaxprs import scan_counts
 
 
 @dataclass(frozen=True)
 class Flops:
-    """What a program takes.
+    """What a jaxpr, or a part of one, takes.
 
     Attributes:
       flops: floating-point operations; those on integers count too, as they do for the compiler.
@@ -42,33 +42,33 @@ class Flops:
         return Flops(times * self.flops, times * self.transcendentals, self.unknown)
 
 
-def count_flops(program: ClosedJaxpr) -> Flops:
-    """What a program takes, but for what its outputs don't need.
+def count_flops(closed: ClosedJaxpr) -> Flops:
+    """What a jaxpr takes, without the equations that its outputs don't need.
 
     `scan` takes its body times its length, `cond` the larger branch, a `while` loop one trip (and is named as unknown),
-    a Pallas kernel its `cost_estimate` or, without one, its program at every step of its grid (named as unknown).
+    a Pallas kernel its `cost_estimate` or, without one, its jaxpr at every point of its grid (named as unknown).
     A cumulative sum takes 1 an element and not the compiler's square of the length.
 
     >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
     >>> count_flops(jax.make_jaxpr(lambda x: jax.numpy.tanh(x @ x.T))(x))
     Flops(flops=2048.0, transcendentals=64.0, unknown=frozenset())
     """
-    return _count(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return _count_all(closed)
 
 
 def _count(jaxpr: Jaxpr, needed: Sequence[bool]) -> Flops:
-    """What those outputs take that are needed."""
+    """What a jaxpr takes of which only some outputs are needed: `needed` says which."""
     total = Flops()
     live = {v for v, need in zip(jaxpr.outvars, needed, strict=True) if need and not isinstance(v, Literal)}
     for equation in reversed(jaxpr.eqns):
         outputs = [v in live for v in equation.outvars]
         if any(outputs) or equation.effects:
-            total += _equation(equation, outputs)
+            total += _count_equation(equation, outputs)
             live.update(v for v in equation.invars if not isinstance(v, Literal))
     return total
 
 
-def _equation(equation: Any, needed: Sequence[bool]) -> Flops:
+def _count_equation(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
     name = equation.primitive.name
     if name in _MOVES:
         return Flops()
@@ -85,27 +85,31 @@ def _equation(equation: Any, needed: Sequence[bool]) -> Flops:
     return Flops(size, 0.0, frozenset([f"an operation {name!r} that can't be counted"]))
 
 
-def _shape(v: Any) -> tuple[int, ...]:
+def _shape(v: Var | Literal) -> tuple[int, ...]:
     return getattr(v.aval, "shape", ())
 
 
-def _size(v: Any) -> int:
+def _size(v: Var | Literal) -> int:
     return math.prod(_shape(v))
 
 
-def _open(program: Any) -> Jaxpr:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+def _dtype(v: Any) -> Any:
+    return v.aval.dtype
 
 
-def _all(program: Any) -> Flops:
-    return _count(_open(program), [True] * len(_open(program).outvars))
+def _jaxpr_of(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-# --- programs in programs ---------------------------------------------------------------------------------------------
+def _count_all(jaxpr: ClosedJaxpr | Jaxpr) -> Flops:
+    return _count(_jaxpr_of(jaxpr), [True] * len(_jaxpr_of(jaxpr).outvars))
 
 
-def _call(equation: Any, needed: Sequence[bool]) -> Flops:
-    """Of `jit`, `checkpoint`, `custom_vjp` and others: what they call."""
+# --- jaxprs in jaxprs -------------------------------------------------------------------------------------------------
+
+
+def _call(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
+    """`jit`, `checkpoint`, `custom_vjp` and others take what the jaxprs in their parameters take."""
     total = Flops()
     for called in jaxprs_in_params(equation.params):
         same = len(called.outvars) == len(needed)
@@ -113,49 +117,48 @@ def _call(equation: Any, needed: Sequence[bool]) -> Flops:
     return total
 
 
-def _scan(equation: Any, needed: Sequence[bool]) -> Flops:
-    carried = scan_counts(equation)[1]
-    return (
-        _count(_open(equation.params["jaxpr"]), [True] * carried + list(needed[carried:])) * (equation.params["length"])
-    )
+def _scan(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
+    carry = scan_counts(equation)[1]
+    trip = _count(_jaxpr_of(equation.params["jaxpr"]), [True] * carry + list(needed[carry:]))
+    return trip * equation.params["length"]
 
 
-def _while(equation: Any, needed: Sequence[bool]) -> Flops:
+def _while(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
     del needed
     note = Flops(unknown=frozenset(["a while loop, of which one trip is counted"]))
-    return _all(equation.params["cond_jaxpr"]) + _all(equation.params["body_jaxpr"]) + note
+    return _count_all(equation.params["cond_jaxpr"]) + _count_all(equation.params["body_jaxpr"]) + note
 
 
-def _cond(equation: Any, needed: Sequence[bool]) -> Flops:
-    branches = [_count(_open(branch), needed) for branch in equation.params["branches"]]
+def _cond(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
+    branches = [_count(_jaxpr_of(branch), needed) for branch in equation.params["branches"]]
     largest = max(branches, key=lambda branch: (branch.flops, branch.transcendentals))
     return largest + Flops(unknown=frozenset().union(*(branch.unknown for branch in branches)))
 
 
-def _pallas(equation: Any, needed: Sequence[bool]) -> Flops:
+def _pallas(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
     del needed
     estimate = equation.params.get("cost_estimate")
     if estimate is not None:
         return Flops(float(estimate.flops), float(estimate.transcendentals))
     grid: tuple[Any, ...] = getattr(equation.params.get("grid_mapping"), "grid", (None,))
-    steps = math.prod(grid) if all(isinstance(size, int) for size in grid) else 1
-    kernel = _all(equation.params["jaxpr"]) * steps
+    points = math.prod(grid) if all(isinstance(size, int) for size in grid) else 1
+    kernel = _count_all(equation.params["jaxpr"]) * points
     note = "a Pallas kernel without cost_estimate, counted by its program and grid"
     return Flops(kernel.flops, kernel.transcendentals, frozenset([note]))
 
 
-def _shard_map(equation: Any, needed: Sequence[bool]) -> Flops:
-    """The work of all devices: a shard's, as often as there are shards."""
+def _shard_map(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
+    """The work of all devices: one shard's, times the number of shards."""
     shape = equation.params["mesh"].shape
     return _call(equation, needed) * math.prod(shape[name] for name in equation.params["newly_manual_axes"])
 
 
-def _linear_solve(equation: Any, needed: Sequence[bool]) -> Flops:
+def _linear_solve(equation: JaxprEqn, needed: Sequence[bool]) -> Flops:
     del needed
-    return _all(equation.params["jaxprs"].solve)
+    return _count_all(equation.params["jaxprs"].solve)
 
 
-_CONTROL: dict[str, Callable[[Any, Sequence[bool]], Flops]] = {
+_CONTROL: dict[str, Callable[[JaxprEqn, Sequence[bool]], Flops]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
@@ -168,13 +171,13 @@ _CONTROL: dict[str, Callable[[Any, Sequence[bool]], Flops]] = {
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _dot(equation: Any) -> float:
+def _dot(equation: JaxprEqn) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = _shape(equation.invars[0])
     return 2 * _size(equation.outvars[0]) * math.prod(shape[d] for d in contracted)
 
 
-def _ragged_dot(equation: Any) -> float:
+def _ragged_dot(equation: JaxprEqn) -> float:
     """Every row meets the matrix of its own group."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batched) = numbers.dot_dimension_numbers
@@ -183,70 +186,70 @@ def _ragged_dot(equation: Any) -> float:
     return 2 * _size(equation.invars[0]) * math.prod(columns)
 
 
-def _conv(equation: Any) -> float:
+def _conv(equation: JaxprEqn) -> float:
     params, (left, right) = equation.params, map(_shape, equation.invars[:2])
     numbers = params["dimension_numbers"]
     (batch, _, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
     result = [_shape(equation.outvars[0])[d] for d in numbers.out_spec[2:]]
-    met = math.prod(
-        _met(left[d], right[w], size, *options)
-        for d, w, size, *options in zip(
-            space,
-            window,
-            result,
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    )
+    options = [params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+    dimensions = zip(space, window, result, *options, strict=True)
+    met = math.prod(_met(left[d], right[w], size, *of_d) for d, w, size, *of_d in dimensions)
     return 2 * right[out] * right[into] * (left[batch] // params["batch_group_count"]) * met
 
 
 def _met(
-    size: int, window: int, result: int, stride: int, padding: tuple[int, int], spread: int, window_spread: int
+    size: int, window: int, result: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
 ) -> int:
-    """How many pairs of an output and a place of the window meet an element and no padding, along one dimension."""
-    index = np.arange(result)[:, None] * stride + np.arange(window) * window_spread - padding[0]
-    return int(np.count_nonzero((index >= 0) & (index < (size - 1) * spread + 1) & (index % spread == 0)))
+    """How often an entry of the window meets an element, and no padding, along one dimension, over all results.
+
+    Args:
+      size: the length of the input.
+      window: the length of the window.
+      result: the length of the result.
+      stride: from one result to the next.
+      padding: before and behind the input.
+      dilation: from one element to the next.
+      window_dilation: from one entry of the window to the next.
+    """
+    index = np.arange(result)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
+    return int(np.count_nonzero((index >= 0) & (index < (size - 1) * dilation + 1) & (index % dilation == 0)))
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _reduced(equation: Any, each: float = 1.0) -> float:
+def _reduced(equation: JaxprEqn, each: float = 1.0) -> float:
     return each * (_size(equation.invars[0]) - _size(equation.outvars[0]))
 
 
-def _reduce(equation: Any) -> float:
-    return _reduced(equation, _all(equation.params["jaxpr"]).flops)
+def _reduce(equation: JaxprEqn) -> float:
+    return _reduced(equation, _count_all(equation.params["jaxpr"]).flops)
 
 
-def _windows(equation: Any) -> float:
+def _windows(equation: JaxprEqn) -> float:
     return _size(equation.outvars[0]) * (math.prod(equation.params["window_dimensions"]) - 1)
 
 
-def _reduce_window(equation: Any) -> float:
-    return _windows(equation) * _all(equation.params["jaxpr"]).flops
+def _reduce_window(equation: JaxprEqn) -> float:
+    return _windows(equation) * _count_all(equation.params["jaxpr"]).flops
 
 
-def _select_and_scatter(equation: Any) -> float:
-    """A comparison for each place of a window but one, and an addition."""
+def _select_and_scatter(equation: JaxprEqn) -> float:
+    """For each element of a window but one a comparison, and an addition."""
     return _size(equation.invars[0]) * math.prod(equation.params["window_dimensions"])
 
 
-def _scatter(equation: Any) -> float:
+def _scatter(equation: JaxprEqn) -> float:
     return _size(equation.invars[2])
 
 
-def _gather(equation: Any) -> float:
-    """Moves elements, but where indices may be out of bounds it has to look: two comparisons, and a choice."""
+def _gather(equation: JaxprEqn) -> float:
+    """Moving is free, but where indices may be out of bounds each takes two comparisons, and each element a choice."""
     fills = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     return 3 * _size(equation.invars[1]) + _size(equation.outvars[0]) if fills else 0
 
 
-def _sort(equation: Any) -> float:
+def _sort(equation: JaxprEqn) -> float:
     size = _size(equation.invars[0])
     return size * max(0, size - 1).bit_length()
 
@@ -254,45 +257,45 @@ def _sort(equation: Any) -> float:
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
-def _convert(equation: Any) -> float:
-    (taken,), (given,) = equation.invars, equation.outvars
-    return 0 if taken.aval.dtype == given.aval.dtype else _size(given)
+def _convert(equation: JaxprEqn) -> float:
+    (operand,), (result,) = equation.invars, equation.outvars
+    return 0 if _dtype(operand) == _dtype(result) else _size(result)
 
 
-def _integer_pow(equation: Any) -> float:
-    """By repeated squares."""
+def _integer_pow(equation: JaxprEqn) -> float:
+    """The products of raising to a power by repeated squaring, and a division if it is negative."""
     power = abs(equation.params["y"])
     products = 0 if power < 2 else power.bit_length() - 1 + power.bit_count() - 1
     return (products + (equation.params["y"] < 0)) * _size(equation.outvars[0])
 
 
-def _random_bits(equation: Any) -> float:
+def _random_bits(equation: JaxprEqn) -> float:
     """A hash an element, unless the generator is the hardware's."""
-    hashed = "fry" in str(equation.invars[0].aval.dtype)
+    hashed = "fry" in str(_dtype(equation.invars[0]))
     return (THREEFRY if hashed else 1) * _size(equation.outvars[0])
 
 
-def _keys(equation: Any) -> float:
+def _keys(equation: JaxprEqn) -> float:
     return THREEFRY * max(1, _size(equation.outvars[0]))
 
 
-def _fft(equation: Any) -> float:
+def _fft(equation: JaxprEqn) -> float:
     size = max(_size(equation.invars[0]), _size(equation.outvars[0]))
     return 8 * size * math.prod(length.bit_length() - 1 for length in equation.params["fft_lengths"])
 
 
-def _cholesky(equation: Any) -> float:
+def _cholesky(equation: JaxprEqn) -> float:
     return _size(equation.outvars[0]) * _shape(equation.outvars[0])[-1] / 3
 
 
-def _triangular_solve(equation: Any) -> float:
+def _triangular_solve(equation: JaxprEqn) -> float:
     return _size(equation.outvars[0]) * _shape(equation.invars[0])[-1]
 
 
 THREEFRY = 117
 """Operations for one random number: 20 rounds of Threefry-2x32 of five each, and 17 to mix in keys."""
 
-_FLOPS: dict[str, Callable[[Any], float]] = {
+_FLOPS: dict[str, Callable[[JaxprEqn], float]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,

@@ -4,8 +4,11 @@ A pipeline advances at the pace of its slowest stage, so the default objective i
 paper (section 2.2) minimises the variance of the stage costs instead. The two can differ, and both are exact here.
 
 Both are the least sum of squared deviations from the mean, the first under a cap on the cost of a stage: the cap is
-found by bisection, the sum by dynamic programming. N is the number of layers, K the number of stages.
+found by bisection, the sum by dynamic programming. N is the number of layers, K the number of stages and V the number
+of chunks a stage; layers are cut into K*V virtual stages, which are the stages if V is 1.
 """
+
+from __future__ import annotations
 
 import math
 import operator
@@ -22,13 +25,13 @@ OBJECTIVES = ("max", "variance")
 
 @dataclass(frozen=True)
 class Partition:
-    """A sequence of layers cut into stages; stage k has the layers `bounds[k][0]` to `bounds[k][1]`, the last excluded.
+    """A sequence of layers cut into virtual stages: `bounds[s]` are the first layer of the s-th and its end, excluded.
 
     Attributes:
-        cuts: the K-1 indices of the layers that begin stages 1, 2, ..., K-1.
-        layer_costs: the N costs it was made for, in whatever unit they came.
-        objective: "max", "variance", or "counts" if the layers a stage were given.
-        num_chunks: V; virtual stage s is chunk s // K of stage s % K. Everything here is by virtual stage.
+      cuts: `[K*V - 1]`, the layers that virtual stages 1, 2, ... begin with.
+      layer_costs: `[N]`, the costs that it was made for, in whatever unit they came.
+      objective: "max", "variance", or "counts" if it was made from numbers of layers.
+      num_chunks: V; virtual stage s is chunk s // K of stage s % K.
     """
 
     cuts: tuple[int, ...]
@@ -38,34 +41,34 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K, the number of stages."""
         return (len(self.cuts) + 1) // self.num_chunks
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """`(start, stop)` by stage."""
+        """`[K*V]`, `(start, stop)` by virtual stage."""
         return list(pairwise((0, *self.cuts, len(self.layer_costs))))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of layers by stage."""
+        """`[K*V]`, the number of layers by virtual stage."""
         return tuple(stop - start for start, stop in self.bounds)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The cost by stage."""
+        """`[K*V]`, the cost by virtual stage."""
         return tuple(math.fsum(self.layer_costs[start:stop]) for start, stop in self.bounds)
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage's cost over the mean; 1.0 is perfect balance."""
+        """The cost of the slowest virtual stage over the mean; 1.0 is perfect balance."""
         costs = self.costs
         total = math.fsum(costs)
         return max(costs) * len(costs) / total if total else 1.0
 
     @property
     def variance(self) -> float:
-        """The variance of the stage costs, which the paper minimises."""
+        """The variance of `costs`, which the paper minimises."""
         costs = self.costs
         mean = math.fsum(costs) / len(costs)
         return math.fsum((cost - mean) ** 2 for cost in costs) / len(costs)
@@ -76,14 +79,14 @@ class Partition:
         rows: list[tuple[str, ...]] = [
             ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")
         ]
-        for part, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
+        for virtual_stage, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
             layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
             share = cost / total if total else 1 / len(costs)
-            chunk, stage = divmod(part, self.num_stages)
+            chunk, stage = divmod(virtual_stage, self.num_stages)
             names = (str(stage), str(chunk)) if self.num_chunks > 1 else (str(stage),)
             rows.append((*names, layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
         lines[1 + slowest] += "  <- slowest"
         even = partition_from_counts(_even_counts(len(self.layer_costs), len(costs)), self.layer_costs)
         lines.append(
@@ -108,19 +111,19 @@ def partition(
     then the one before it, and so on: under 1F1B the later stages hold fewer micro-batches.
 
     Args:
-        costs: `[N]`, a finite cost of at least 0 for each layer, in any unit.
-        num_stages: K, from 1 to N.
-        objective: "max" for the smallest largest stage cost and, among those, the smallest variance; "variance" for
-            the smallest variance of the stage costs (GPipe, section 2.2).
-        num_chunks: V; the layers are cut into K*V virtual stages.
-        sizes: `[N]`, the bytes of each layer, for `limit`.
-        limit: the most bytes of a virtual stage.
+      costs: `[N]`, a finite cost of at least 0 for each layer, in any unit.
+      num_stages: K, from 1 to N.
+      objective: "max" for the smallest largest stage cost and, among those, the smallest variance; "variance" for
+          the smallest variance of the stage costs (GPipe, section 2.2).
+      num_chunks: V; the layers are cut into K*V virtual stages.
+      sizes: `[N]`, the bytes of each layer, for `limit`.
+      limit: the most bytes of a virtual stage.
 
     Raises:
-        ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, if
-            `objective` is unknown, or if there is no partition within the limit (the least that it would have to be is
-            named).
-        TypeError: if `num_stages` or `num_chunks` is no integer.
+      ValueError: if `costs` is empty or holds something that is no cost, if `num_stages` is out of range, if
+          `objective` is unknown, or if there is no partition within the limit (the least that it would have to be is
+          named).
+      TypeError: if `num_stages` or `num_chunks` is no integer.
 
     >>> partition([3, 4, 8, 6, 5, 6, 3], 3).costs
     (7.0, 14.0, 14.0)
@@ -150,11 +153,11 @@ def partition(
 
 
 Limits = list[tuple[list[float], float]]
-"""What no stage may exceed: prefix sums over layers, and the most that a stage may have of each."""
+"""What no virtual stage may exceed: pairs of `[N + 1]`, a size summed over the first layers, and the most of it."""
 
 
 def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_layers: int, num_parts: int) -> Limits:
-    """The limit of bytes, checked."""
+    """The user's limit of bytes, checked; none if there is none."""
     if sizes is None and limit is None:
         return []
     if sizes is None or limit is None:
@@ -179,13 +182,13 @@ def partition_from_counts(
     """The partition that has the given numbers of layers.
 
     Args:
-        counts: `[K*V]`, the number of layers by virtual stage, each at least 1; they sum to N.
-        layer_costs: `[N]`, as in `partition`.
-        num_chunks: V.
+      counts: `[K*V]`, the number of layers by virtual stage, each at least 1; they sum to N.
+      layer_costs: `[N]`, as in `partition`.
+      num_chunks: V.
 
     Raises:
-        ValueError: if a count is less than 1 or the counts don't sum to N, or for bad costs.
-        TypeError: if a count is no integer.
+      ValueError: if a count is less than 1 or the counts don't sum to N, or for bad costs.
+      TypeError: if a count is no integer.
 
     >>> partition_from_counts([1, 2], [5, 2, 2]).cuts
     (1,)
@@ -203,7 +206,7 @@ def partition_from_counts(
 
 
 def _even_counts(num_layers: int, num_stages: int) -> list[int]:
-    """As even as can be, the larger counts last, as `partition` has them for equal costs."""
+    """Numbers of layers as even as can be, the larger ones last, as `partition` has them for equal costs."""
     count, rest = divmod(num_layers, num_stages)
     return [count] * (num_stages - rest) + [count + 1] * rest
 
@@ -250,13 +253,16 @@ def _checked_int(value: SupportsIndex, name: str) -> int:
         raise TypeError(f"{name}={value!r} is no integer") from None
 
 
+# --- the search: here a stage is any virtual stage, and K the number of all of them -----------------------------------
+
+
 def _furthest(sums: list[float], start: int, cap: float) -> int:
-    """The largest `stop` for which layers `start` to `stop` cost at most `cap` together."""
+    """The largest `stop` for which the layers from `start` up to `stop`, excluded, cost at most `cap` together."""
     return bisect_right(range(len(sums)), cap, lo=start, key=lambda stop: sums[stop] - sums[start]) - 1
 
 
 def _reaches(num_stages: int, num_layers: int, limits: Limits) -> list[int]:
-    """By k = 0..K, the most layers that k stages within the limits can take."""
+    """`[num_stages + 1]`, for each k the most layers that k stages within the limits can take."""
     reaches = [0]
     for _ in range(num_stages):
         reaches.append(min((_furthest(sums, reaches[-1], cap) for sums, cap in limits), default=num_layers))
@@ -264,9 +270,9 @@ def _reaches(num_stages: int, num_layers: int, limits: Limits) -> list[int]:
 
 
 def _smallest_cap(sums: list[float], num_stages: int, limits: Limits) -> float:
-    """The smallest possible cost of the costliest stage: bisection between an infeasible cap and a realised one.
+    """The smallest possible cost of the costliest stage, by bisection between a cap that is too low and one that isn't.
 
-    A feasible cap that leaves stages empty is no less feasible: a stage of several layers can be cut again.
+    A cap that leaves stages empty is none too low: a stage of several layers can be cut again.
     """
     low, high = sums[-1] / num_stages * (1 - 1e-9), sums[-1]
     while low < (middle := (low + high) / 2) < high:
@@ -279,16 +285,16 @@ def _smallest_cap(sums: list[float], num_stages: int, limits: Limits) -> float:
 
 
 def _least_squares_cuts(sums: list[float], num_stages: int, limits: Limits) -> tuple[int, ...]:
-    """The cuts with the least sum of squared deviations, no stage exceeding the limits.
+    """The cuts with the least sum of squared deviations from the mean, no stage exceeding the limits.
 
-    `best[j]` is that sum for the first j layers in k stages, from the same for k-1: the least over i of
-    `best[i] + deviation(i, j)^2`, where i is an interval both of whose ends grow with j. The deviations being convex in
-    `sums[j] - sums[i]`, so does the least i at which the minimum is taken.
+    `best[j]` is that sum for the first j layers in k stages. It comes from the same for k-1 stages: it is the least
+    over i of `best[i] + deviation(i, j)^2`, where the last stage has the layers i to j. The i within the limits are an
+    interval, both of whose ends grow with j. So does the smallest of the best i, as squares are convex.
     """
     prefix = np.asarray(sums)
     num_layers = len(sums) - 1
     reaches = _reaches(num_stages, num_layers, limits)
-    first = np.zeros(num_layers + 1, np.int64)  # by j, the first i for which the layers i to j are within the limits
+    first = np.zeros(num_layers + 1, np.int64)  # by j, the smallest i for which the layers i to j are within the limits
     for s, cap in limits:
         starts = [bisect_left(range(j + 1), -cap, key=lambda i, s=s, j=j: s[i] - s[j]) for j in range(num_layers + 1)]
         first = np.maximum(first, starts)
@@ -308,11 +314,24 @@ def _least_squares_cuts(sums: list[float], num_stages: int, limits: Limits) -> t
     return tuple(reversed(cuts[1:-1]))
 
 
-def _row_minima(prefix, best, ends, low, high, num_stages):
-    """For each end j, the first i from low to high at which `best[i] + (K (sums[j] - sums[i]) - total)^2` is least.
+def _row_minima(
+    prefix: np.ndarray, best: np.ndarray, ends: np.ndarray, low: np.ndarray, high: np.ndarray, num_stages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each end j, the first i from low to high at which `best[i] + (K (prefix[j] - prefix[i]) - total)^2` is least.
 
-    The i sought grow with j, so solved rows bound those between them: rows are solved at ever smaller strides, all
-    rows of a stride at once, for O(N) work each.
+    The i sought grow with j, so that those of solved ends bound those of the ends between them. Ends are solved at ever
+    smaller strides, all ends of a stride at once, which is O(N) work a stride.
+
+    Args:
+      prefix: `[N + 1]`, the cost of the first layers.
+      best: `[N + 1]`, the least sums with one stage less.
+      ends: `[R]`, the j, each one more than the one before.
+      low: `[R]`, for each j the smallest i allowed.
+      high: `[R]`, and the largest.
+      num_stages: K, the number of all stages.
+
+    Returns:
+      `[R]`, the i, and `[R]`, the least sums there.
     """
     num_rows = len(ends)
     choice, value = np.empty(num_rows, np.int64), np.empty(num_rows)

@@ -19,12 +19,11 @@ from jax.sharding import Mesh
 from jpipe.jax_tools.notices import warn_user
 from jpipe.layers.base import describe
 from jpipe.memory.layout import Layout, make_layouts
-from jpipe.model.groups import Sequential, same_type, unrolled
-from jpipe.model.layer_step import LayerStep
-from jpipe.planning.costs import BALANCES, Cost, layer_costs
+from jpipe.model.groups import Model, same_type, unrolled
+from jpipe.planning.costs import BALANCES, Cost, Layer, layer_costs
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition, partition, partition_from_counts
-from jpipe.sharding.meshes import AXIS
+from jpipe.schedules.placement import Placement
 from jpipe.sharding.splits import Splits
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
@@ -52,7 +51,7 @@ class Plan:
       options: how steps are carried out.
     """
 
-    traced: Sequential
+    traced: Model
     partition: Partition
     costs: tuple[Cost, ...]
     layouts: dict[str, Layout]
@@ -63,38 +62,39 @@ class Plan:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
-        return layer_bounds(self.traced, self.partition)
+        """For each virtual stage its first layer and one past its last."""
+        return layer_bounds(self.partition, self.traced.num_layers)
 
     @cached_property
-    def model(self) -> Sequential:
+    def model(self) -> Model:
         """The layers as the stages run them."""
         return self.arranged(self.traced)
 
-    def arranged(self, model: Sequential) -> Sequential:
+    def arranged(self, model: Model) -> Model:
         """A model, traced at whatever shapes, as the stages run it."""
         return unrolled(model, self.bounds) if self.options.unroll else model
 
-    def check_model(self, model: Sequential) -> None:
+    def check_model(self, model: Model) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
 
         Raises:
           ValueError: naming the first layer that differs.
         """
         for index in range(model.num_layers):
-            old, new = self.traced.kind_at(index), model.kind_at(index)
-            users = lambda m, kind: [i - m.first for i in kind.members]
+            old, new = self.traced.group_at(index), model.group_at(index)
+            taken = (
+                f"{describe(model.takes_at(index))} from this batch but took {describe(self.traced.takes_at(index))}"
+            )
             if not same_type(old.variables, new.variables):
                 raise ValueError(
-                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
-                    f"{describe(old.takes)} at init, and its variables would be other ones: {describe(new.variables)}, "
-                    f"not {describe(old.variables)}; give batches of the same features as at init, or init a pipeline "
-                    "for these"
+                    f"layer {index} ({old.layer.name}) takes {taken} at init, and its variables would be other ones: "
+                    f"{describe(new.variables)}, not {describe(old.variables)}; give batches of the same features as "
+                    "at init, or init a pipeline for these"
                 )
-            if users(self.traced, old) != users(model, new):
+            if old.indices != new.indices:
                 raise ValueError(
-                    f"layer {index} ({old.layer.name}) takes {describe(new.takes)} from this batch but took "
-                    f"{describe(old.takes)} at init, so that other layers are like it than were; cast the batch"
+                    f"layer {index} ({old.layer.name}) takes {taken} at init, so that other layers are like it than "
+                    "were; cast the batch"
                 )
 
 
@@ -173,12 +173,12 @@ def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chun
 
 
 def make_plan(
-    model: Sequential,
-    steps: Sequence[LayerStep],
+    model: Model,
+    trace_layers: Callable[[], Sequence[Layer]],
     batch: Any,
     *,
     balance: Balance,
-    num_chunks: int,
+    placement: Placement,
     mesh: Mesh,
     splits: Splits,
     options: Options,
@@ -187,10 +187,10 @@ def make_plan(
 
     Args:
       model: the layers, traced at the shapes of one micro-batch.
-      steps: their forward and backward, for measuring.
+      trace_layers: traces forward and backward of their groups, if they have to be measured.
       batch: one micro-batch, a pytree of ShapeDtypeStructs.
       balance: as checked by `as_balance`.
-      num_chunks: V.
+      placement: on which stage each virtual stage is.
       mesh: the devices, K of them along `stage`.
       splits: what a stage's arrays are split over.
       options: how steps are carried out.
@@ -207,15 +207,16 @@ def make_plan(
             return [1.0] * model.num_layers
         unit = "time" if name == "time" else "flops"
         quiet = _ignore if name == "size" else warn
-        measured[:] = layer_costs(model, tuple(steps), batch, unit, mesh=mesh, warn=quiet)
+        measured[:] = layer_costs(model, trace_layers(), unit, mesh=mesh, warn=quiet)
         return [cost.size if name == "size" else cost.total for cost in measured]
 
-    cuts = cut_layers(balance, mesh.shape[AXIS], num_chunks, measure)
+    cuts = cut_layers(balance, placement.num_stages, placement.num_chunks, measure)
     negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
     if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
-    bounds = layer_bounds(model, cuts)
-    layouts = make_layouts(unrolled(model, bounds) if options.unroll else model, bounds, mesh, apart=options.unroll)
+    bounds = layer_bounds(cuts, model.num_layers)
+    arranged = unrolled(model, bounds) if options.unroll else model
+    layouts = make_layouts(arranged, bounds, placement, mesh, apart=options.unroll)
     return Plan(model, cuts, tuple(measured), layouts, batch, mesh, splits, options)
 
 
@@ -224,7 +225,7 @@ def _ignore(message: str) -> None:
     del message
 
 
-def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
+def _warn_of_heavy_layers(model: Model, cuts: Partition) -> None:
     """Warns of the costliest layer if it alone is over the share of a stage, so that no cut can balance the stages."""
     total, parts = math.fsum(cuts.layer_costs), len(cuts.costs)
     cost = max(cuts.layer_costs)
@@ -233,12 +234,12 @@ def _warn_of_heavy_layers(model: Sequential, cuts: Partition) -> None:
     index = cuts.layer_costs.index(cost)
     stages, fewer = ("virtual stages", "stages or chunks") if cuts.num_chunks > 1 else ("stages", "stages")
     warn_user(
-        f"layer {index} ({model.kind_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
+        f"layer {index} ({model.group_at(index).layer.name}) alone takes {cost / total:.0%} of the model's cost, more "
         f"than the share of one of {parts} {stages} ({1 / parts:.0%}): the slowest takes {cuts.imbalance:.2f} times "
         f"the mean, and the others wait for it. Split the layer into several, or use fewer {fewer}"
     )
 
 
-def layer_bounds(model: Sequential, cuts: Partition) -> list[tuple[int, int]]:
-    """For each virtual stage its first layer and one past its last, the model's ends included in the numbering."""
-    return list(pairwise([0, *(cut + model.first for cut in cuts.cuts), len(model.kind_of)]))
+def layer_bounds(cuts: Partition, num_layers: int) -> list[tuple[int, int]]:
+    """For each virtual stage its first layer and one past its last."""
+    return list(pairwise([0, *cuts.cuts, num_layers]))

@@ -1,1 +1,5 @@
-"""Who does what, and when, as plain data: orders, their ticks, their times and pictures. Knows NumPy alone."""
+"""Schedules as plain data: which stage does which action in which tick, how long that takes, and a picture of it.
+
+Files in order of their imports: placement, actions, placing, ticks, schedule, orders, simulate.
+They may import one another in that order and NumPy; nothing else of jpipe, and no JAX (matplotlib only to plot).
+"""

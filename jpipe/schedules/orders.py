@@ -1,15 +1,15 @@
-"""The orders that have names: naive, GPipe, 1F1B, interleaved and forward-only.
+"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved and forward-only.
 
-Each is a function of (K, M, V) that returns a `Schedule`; a new one is a new order here and an entry in `SCHEDULES`,
-and touches nothing else. K is the number of stages, M of micro-batches, V of chunks a stage.
+Each is a function of (K, M, V) that returns a `Schedule`. A new one is a function here and an entry in `SCHEDULES`, and
+touches nothing else. K is the number of stages, M of micro-batches, V of chunks a stage.
 """
 
 from collections.abc import Callable
 from itertools import pairwise
 from numbers import Integral
-from typing import Any
 
-from jpipe.schedules.schedule import Action, Schedule
+from jpipe.schedules.actions import Action
+from jpipe.schedules.schedule import Schedule
 
 
 def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -45,7 +45,8 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
 def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """One forward, one backward (PipeDream-Flush): the bubble of GPipe, memory that does not grow with M.
 
-    A hop costs a tick, so stage k starts with 2(K-1-k)+1 forwards, which is what it then holds.
+    A hop to the next stage costs a tick. So stage k starts with 2(K-1-k)+1 forwards before its first backward, and
+    never holds more micro-batches than that.
 
     >>> print(one_f_one_b(2, 4))
     1f1b: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: F, B
@@ -81,20 +82,21 @@ def forward(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Sche
     stage 0 |F0 |F1 |F2 |.  |
     stage 1 |.  |F0 |F1 |F2 |
     """
-    order = _chunked("F", _groups(num_stages, num_microbatches), range(num_chunks))
+    order = _chunked("F", _waves(num_stages, num_microbatches), range(num_chunks))
     return Schedule([order] * num_stages, slots=("F",), name="forward")
 
 
 def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    groups = _groups(num_stages, num_microbatches)
-    forwards = _chunked("F", groups, range(num_chunks))
-    backwards = _chunked("B", groups, range(num_chunks)[::-1])
+    """Each stage's order: forwards to warm up, then a backward and a forward in turn, then the backwards left over."""
+    waves = _waves(num_stages, num_microbatches)
+    forwards = _chunked("F", waves, range(num_chunks))
+    backwards = _chunked("B", waves, range(num_chunks)[::-1])
+    wave_size = max(num_stages, *map(len, waves))
     orders = []
     for stage in range(num_stages):
-        # The first backward starts on the last stage when the first group reaches its last chunk there, and is back on
+        # The first backward starts on the last stage when the first wave reaches its last chunk there, and is back on
         # this stage K-1-k ticks later; forwards go on until then.
-        group_size = max(num_stages, *map(len, groups))
-        warm_up = min(len(forwards), (num_chunks - 1) * group_size + 2 * (num_stages - 1 - stage) + 1)
+        warm_up = min(len(forwards), (num_chunks - 1) * wave_size + 2 * (num_stages - 1 - stage) + 1)
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
@@ -102,19 +104,21 @@ def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int)
     return orders
 
 
-def _groups(num_stages: int, num_microbatches: int) -> list[range]:
-    """Micro-batches in groups of K or somewhat more, as even as can be; fewer than K are one group.
+def _waves(num_stages: int, num_microbatches: int) -> list[range]:
+    """The micro-batches in waves of K or somewhat more, as even as can be; fewer than K are one wave.
 
-    A group passes one chunk after another. With K of them its first is back at stage 0 just when its last has left;
-    fewer would leave a gap, and where K does not divide M a group of the remainder alone would even deadlock.
+    A stage runs all micro-batches of a wave through one chunk before it turns to the next chunk. With K of them the
+    first is back at stage 0 just when the last has left. Fewer would leave a gap, and where K does not divide M, a wave
+    of the remainder alone would even deadlock.
     """
     count = max(1, num_microbatches // num_stages)
     bounds = [i * num_microbatches // count for i in range(count + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _chunked(kind: str, groups: list[range], chunks: range) -> list[Action]:
-    return [Action(kind, m, chunk) for group in groups for chunk in chunks for m in group]
+def _chunked(kind: str, waves: list[range], chunks: range) -> list[Action]:
+    """Actions of one kind, wave by wave; within a wave chunk by chunk, in the order of `chunks`."""
+    return [Action(kind, m, chunk) for wave in waves for chunk in chunks for m in wave]
 
 
 def _check_one_chunk(name: str, num_chunks: int) -> None:
@@ -141,7 +145,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
       name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "forward"), or a `Schedule`.
       num_stages: K.
       num_microbatches: M.
-      num_chunks: V, the virtual stages a stage; more than 1 with "interleaved" and "forward" only.
+      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved" and "forward" only.
 
     Raises:
       TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
@@ -172,7 +176,7 @@ def _known() -> str:
     return ", ".join(map(repr, SCHEDULES))
 
 
-def _check_size(label: str, size: Any) -> None:
+def _check_size(label: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, Integral):
         raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
     if int(size) < 1:

@@ -1,16 +1,18 @@
 """How long a schedule takes and what it holds, without running it: bubble, memory and a picture.
 
-It reads the same tick table as the executor, so it times the program that will run and not an idealised one.
+It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jpipe.schedules.schedule import ACTION_KINDS, Action, Schedule
+from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
+from jpipe.schedules.placement import Placement
+from jpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +21,7 @@ COLOURS = {"F": (0.26, 0.52, 0.80), "B": (0.93, 0.55, 0.23), "W": (0.35, 0.65, 0
 
 
 class Span(NamedTuple):
-    """One action in time: it runs on `stage` from `start` to `end`, in the unit of the times given."""
+    """One action in time: it runs on `stage` from `start` to `end`, in the unit of `simulate`'s times."""
 
     stage: int
     action: Action
@@ -29,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time. Times are in the unit of `forward` and `backward` as given to `simulate`.
+    """A schedule in time. Times are in the unit of the `forward` and `backward` that `simulate` was called with.
 
     Attributes:
       schedule: what was simulated.
@@ -60,7 +62,7 @@ class Timeline:
         return sum(self.busy) / self.makespan
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None) -> "Axes":
-        """Draws the timeline: a row for each stage, a colour for F and for B, micro-batch numbers, a shade a chunk.
+        """Draws the timeline: a line of bars for each stage, a colour for each kind, a shade for each chunk.
 
         Args:
           path_or_ax: where to save the picture, or the axes to draw into; None draws into a new pyplot figure.
@@ -93,7 +95,7 @@ class Timeline:
 def simulate(
     schedule: Schedule, forward: float | Sequence[float] = 1.0, backward: float | Sequence[float] = 2.0
 ) -> Timeline:
-    """Times a schedule as the lockstep program runs it.
+    """Times a schedule as the executor runs it, in lockstep.
 
     A stage runs its slots in order; an idle slot takes no time. After a slot come the `ppermute`s of the kinds that it
     admits, on all stages and in all ticks, so a stage starts its next slot when the slot just past has ended on itself,
@@ -112,7 +114,7 @@ def simulate(
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
       ValueError: a time is not positive and finite, or there are not K of them.
 
-    >>> from jpipe.orders import make_schedule
+    >>> from jpipe.schedules.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
     >>> timeline.makespan, timeline.peak_in_flight, round(timeline.bubble_fraction, 3)
     (33.0, (7, 5, 3, 1), 0.273)
@@ -124,14 +126,13 @@ def simulate(
         "B": _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
     }
     spans: list[Span] = []
-    ends = np.zeros(schedule.num_stages)
+    clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     for kinds, actions in _slots(schedule):
-        ends = ends.copy()
         for stage, action in actions:
-            start = float(ends[stage])
-            ends[stage] += times[action.kind][stage]
-            spans.append(Span(stage, action, start, float(ends[stage])))
-        ends = _after_hops(ends, kinds, wrap=schedule.num_chunks > 1)
+            start = float(clocks[stage])
+            clocks[stage] += times[action.kind][stage]
+            spans.append(Span(stage, action, start, float(clocks[stage])))
+        clocks = _after_hops(clocks, kinds, schedule.placement)
     return Timeline(
         schedule=schedule,
         spans=tuple(spans),
@@ -141,28 +142,28 @@ def simulate(
     )
 
 
-def _slots(schedule: Schedule) -> Iterator[tuple[str, list[tuple[int, Action]]]]:
-    """The slots in time, each with the kinds that it admits and the stages' actions, read from the tick table."""
+def _slots(schedule: Schedule) -> Iterator[tuple[str, list[Placed]]]:
+    """The slots in time, read from the tick table: the kinds that each admits, and the actions of the stages in it."""
     table = schedule.ticks
     for tick in range(table.num_ticks):
         for slot in table.slots:
-            cells = zip(
-                slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist(), strict=True
-            )
-            yield (
-                slot.kinds,
-                [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in enumerate(cells) if kind],
-            )
+            columns = slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist()
+            by_stage = enumerate(zip(*columns, strict=True))
+            yield slot.kinds, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-def _after_hops(ends: np.ndarray, kinds: str, *, wrap: bool) -> np.ndarray:
-    """When each stage can go on (`[K]`), given when each ended a slot (`[K]`) after which these kinds send."""
-    starts = ends
+def _after_hops(ends: np.ndarray, kinds: str, placement: Placement) -> np.ndarray:
+    """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
+
+    Args:
+      ends: when each stage ended the slot, `[K]`.
+      kinds: the kinds that the slot admits. Every stage sends at its end, whatever it did in it: hops are collective.
+      placement: who sends to whom.
+    """
+    starts = ends.copy()
     for flow in {ACTION_KINDS[kind].flow for kind in kinds} - {0}:
-        arrivals = np.roll(ends, flow)
-        if not wrap:
-            arrivals[0 if flow > 0 else -1] = 0.0
-        starts = np.maximum(starts, arrivals)
+        for sender, receiver in placement.hops(flow):
+            starts[receiver] = max(starts[receiver], ends[sender])
     return starts
 
 
@@ -173,7 +174,7 @@ def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:
     return int(np.cumsum([{"F": 1, "B": -1}.get(kind, 0) for kind in kinds]).max())
 
 
-def _stage_times(label: str, times: Any, num_stages: int) -> np.ndarray:
+def _stage_times(label: str, times: float | Sequence[float], num_stages: int) -> np.ndarray:
     try:
         array = np.asarray(times, dtype=np.float64)
     except (TypeError, ValueError) as error:

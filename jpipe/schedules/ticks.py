@@ -1,9 +1,9 @@
-"""Lowers a schedule to lockstep ticks: the table that the executor runs and the simulator times.
+"""Lowers orders of actions to lockstep ticks: the table that the executor runs and the simulator times.
 
-One program runs on all devices, so what a device does in a slot, and where its inputs lie, must be data. This module
-is where orders become that data: `place` says when each action runs, and every value that must be kept (a boundary
-activation, a cotangent, a forward's residuals) gets a row of a buffer for as long as it is live, so the memory held is
-what the order needs and no more.
+All devices run the same code, so what a device does in a slot, and where its inputs lie, must be data. `lower` makes
+the orders that data. It looks up when each action runs (`placing.place`). And it gives every value that waits for an
+action (an activation, a cotangent, a forward's residuals) a row of a buffer for as long as it is live, so the memory
+held is what the orders need and no more.
 
 Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpipe.schedules.schedule import ACTION_KINDS, Action, Placed, Schedule, boundary_source, place
+from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, Placed
+from jpipe.schedules.placing import boundary_source, place
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +28,15 @@ class SlotTable:
       chunk: the action's chunk; 0 where idle.
       activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
         `keep_inputs` for B too; -1 where there is none (first virtual stage, idle).
-      gradient: row of the gradient buffer with the cotangent from the next virtual stage, for B; -1 where there is none
+      cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B; -1 where there is none
         (last virtual stage, F, idle).
       residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
-      activation_in: row into which stage k writes what arrives from stage k-1 (modulo K) at the end of this slot, after
-        the slot's action has read its own. What a slot's actions leave arrives at the end of the next slot, or of the
-        same one where the next may need it (`crosses_beside`). Where nothing arrives, but does in other ticks or on
-        other stages, a row that holds nothing then, so that nobody has to ask; -1 if nothing ever arrives in this slot.
-      gradient_in: the same for the cotangent that arrives from stage k+1 (modulo K).
+      activation_in: row of the activation buffer into which a stage writes what arrives over its boundary at the end
+        of this slot, after the slot's action has read its own row. What an action sends arrives at the end of the next
+        slot where `crosses_beside` says so, else at the end of its own. Where nothing arrives, but does in other ticks
+        or on other stages, a row that holds nothing live, so that the executor can write always, without a condition.
+        -1 everywhere if nothing ever arrives in this slot.
+      cotangent_in: the same for the cotangent buffer.
     """
 
     kinds: str
@@ -42,10 +44,10 @@ class SlotTable:
     microbatch: np.ndarray
     chunk: np.ndarray
     activation: np.ndarray
-    gradient: np.ndarray
+    cotangent: np.ndarray
     residual: np.ndarray
     activation_in: np.ndarray
-    gradient_in: np.ndarray
+    cotangent_in: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +58,18 @@ class TickTable:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
       activation_rows: K numbers, the rows of the activation buffer that each stage needs.
-      gradient_rows: the same for cotangents.
+      cotangent_rows: the same for cotangents.
       residual_rows: the same for residuals, which is the number of (micro-batch, chunk) between their F and their B.
     """
 
     slots: tuple[SlotTable, ...]
     num_ticks: int
     activation_rows: tuple[int, ...]
-    gradient_rows: tuple[int, ...]
+    cotangent_rows: tuple[int, ...]
     residual_rows: tuple[int, ...]
 
     def rows_written(self, name: str) -> int:
-        """The rows of the "activation" or "gradient" buffer: those that any stage ever writes."""
+        """How many rows the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
         return 1 + max(int(getattr(slot, f"{name}_in").max()) for slot in self.slots)
 
 
@@ -84,58 +86,58 @@ class _Value:
         return self.uses[-1]
 
 
-def lower(schedule: Schedule, *, keep_inputs: bool = False) -> TickTable:
-    """Lowers any valid schedule to ticks, each action as soon as possible, each value in the lowest free row.
+def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
+    """Lowers any valid orders to ticks, each action as soon as possible, each value in the lowest free row.
 
     Args:
-      schedule: the order of actions.
-      keep_inputs: keep a boundary activation until the B of its micro-batch and chunk has read it again (for remat);
-        otherwise until its F has. Without effect in a forward-only schedule.
+      orders: a `Schedule`, or orders that are known not to deadlock.
+      keep_inputs: keep an activation that crossed a boundary until the B of its micro-batch and chunk has read it again
+        (for remat); otherwise until its F has. Without effect in a forward-only schedule.
 
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
     """
-    times = place(schedule)
-    width = len(schedule.slots)
+    times = place(orders)
+    width = len(orders.slots)
     num_ticks = max(times.values()) // width + 1
-    shape = (num_ticks * width, schedule.num_stages)
-    columns = _action_columns(schedule, times, shape)
+    shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
+    columns = _action_columns(orders, times, shape)
     rows = {}
     for name, values in {
-        "activation": _boundaries(schedule, times, "F", "FB" if keep_inputs else "F"),
-        "gradient": _boundaries(schedule, times, "B", "B"),
+        "activation": _boundary_values(orders, times, "F", "FB" if keep_inputs else "F"),
+        "cotangent": _boundary_values(orders, times, "B", "B"),
         "residual": _residuals(times),
     }.items():
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
         if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
             columns[f"{name}_in"] = _arrivals(allocated, shape, width)
-        rows[f"{name}_rows"] = _count_rows(allocated, schedule.num_stages)
+        rows[f"{name}_rows"] = _count_rows(allocated, orders.num_stages)
     slots = (
         SlotTable(kinds=kinds, **{name: _read_only(column[i::width]) for name, column in columns.items()})
-        for i, kinds in enumerate(schedule.slots)
+        for i, kinds in enumerate(orders.slots)
     )
     return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
 
 
-def _action_columns(schedule: Schedule, times: dict[Placed, int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+def _action_columns(orders: Orders, times: dict[Placed, int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
     columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
     for (stage, action), tau in times.items():
-        columns["kind"][tau, stage] = 1 + schedule.slots[tau % len(schedule.slots)].index(action.kind)
+        columns["kind"][tau, stage] = 1 + orders.slots[tau % len(orders.slots)].index(action.kind)
         columns["microbatch"][tau, stage] = action.microbatch
         columns["chunk"][tau, stage] = action.chunk
     return columns
 
 
-def _boundaries(schedule: Schedule, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
-    """The boundary values that actions of `kind` receive.
+def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
+    """The values that actions of `kind` receive over boundaries, each kept until the last of `readers` has read it.
 
-    One that arrives at the end of slot tau is live from tau + 1 on, since a slot's action reads before arrivals are
-    written: the row of an input read for the last time may take the arrival of the same slot.
+    One that arrives at the end of slot time tau is live from tau + 1 on. For a slot's action reads before arrivals are
+    written, so the row of a value read for the last time may take the arrival of the same slot.
     """
-    values, slots = [], schedule.slots
+    values, slots = [], orders.slots
     for stage, action in times:
-        source = boundary_source(schedule, stage, action)
+        source = boundary_source(orders.placement, stage, action)
         if action.kind == kind and source is not None:
             arrives = times[source] + crosses_beside(slots, kind, times[source] % len(slots))
             values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers)))
@@ -143,7 +145,15 @@ def _boundaries(schedule: Schedule, times: dict[Placed, int], kind: str, readers
 
 
 def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
-    """Whether what actions of `kind` leave in a slot crosses while the next one runs, which has none that needs it."""
+    """Whether what actions of `kind` send crosses its boundary while the next slot runs, not before it.
+
+    It may where the next slot admits no action of the same kind, the only ones that could need it at once.
+
+    Args:
+      slots: the kinds that each slot of a tick admits.
+      kind: the kind of the actions that send.
+      slot: the index of the slot in which they run.
+    """
     return kind not in slots[(slot + 1) % len(slots)]
 
 
@@ -180,9 +190,12 @@ def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
 
 
 def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width: int) -> np.ndarray:
-    """Where what arrives at the end of each slot is written; where nothing does, the lowest row that holds nothing."""
+    """The row into which each stage writes what arrives, at each slot time: `[T * width, K]`.
+
+    Where nothing arrives, it is the lowest row that holds nothing live; or -1 in a slot in which nothing ever arrives.
+    """
     rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
-    taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)
+    taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)  # the last row is spare
     for value, row in allocated:
         taken[value.first : value.last, value.stage, row] = True
     free = np.argmin(taken, axis=-1).astype(np.int32)

@@ -1,8 +1,9 @@
-"""Meshes: programs are manual over every axis, so that no compiler adds a collective to them.
+"""The mesh of devices: what its axes are for, and how a function of one device becomes a program of all of them.
 
-`stage` is where layers lie; the others split what a stage has: `replica`, `data` and `fsdp` the examples of a
-micro-batch, any of them the weights, as layers ask by their metadata. What a device does with its parts is decided by
-`jpipe.sharding.spmd`. A mesh may have Auto or Explicit axes.
+At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: `replica`,
+`data` and `fsdp` (the data axes) split the examples of a micro-batch, and any of them split weights as the layers'
+metadata asks. Programs are manual over every axis, so that no compiler adds a collective to them; what a device does
+with its parts of arrays is decided by `jpipe.sharding.spmd`. A mesh may have Auto or Explicit axes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jpipe.sharding.shardings import Axis, names_in
+from jpipe.sharding.shardings import Axis, Shape, names_in
 
 AXIS = "stage"
+"""The mesh axis of pipeline stages."""
 BATCH_AXES = ("replica", "data", "fsdp")
-"""Mesh axes over which a micro-batch is split, those of them that the mesh has."""
+"""The data axes: a micro-batch is split over those of them that the mesh has, in this order."""
 
 
 def as_mesh(mesh: Any, num_stages: int) -> Mesh:
-    """Checks the user's mesh; makes one of the first K devices if there is none.
+    """The user's mesh, checked; if it is None, a mesh of the axis `stage` alone with the first `num_stages` devices.
 
     Raises:
       TypeError: `mesh` is no `jax.sharding.Mesh`.
@@ -57,7 +59,7 @@ def as_mesh(mesh: Any, num_stages: int) -> Mesh:
 
 
 def check_context(mesh: Mesh) -> None:
-    """Checks that the mesh in context, if there is one, is the pipeline's.
+    """Checks that the mesh in context (`jax.set_mesh`), if there is one, has the axes of the pipeline's mesh.
 
     Raises:
       ValueError: it has other axes.
@@ -71,7 +73,7 @@ def check_context(mesh: Mesh) -> None:
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes over which a micro-batch is split."""
+    """The mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly."""
     return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
 
 
@@ -81,33 +83,43 @@ def num_shards(mesh: Mesh) -> int:
 
 
 def stage_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    """What a stage's arrays are split over while it computes: the data axes jointly, and each other axis."""
-    sized = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
-    examples, others = sized(batch_axes(mesh)), sized(n for n in mesh.axis_names if n not in (AXIS, *BATCH_AXES))
-    first = [Axis(examples, tuple(mesh.shape[n] for n in examples), of_examples=True)] if examples else []
+    """The axes that a stage's arrays are split over while it computes: the data axes as one, and each of the others.
+
+    Mesh axes of one device are left out.
+    """
+    longer = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
+    data, others = longer(batch_axes(mesh)), longer(n for n in mesh.axis_names if n not in (AXIS, *BATCH_AXES))
+    first = [Axis(data, tuple(mesh.shape[n] for n in data), of_examples=True)] if data else []
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
 
 
 def rest_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    """What a stage's arrays are split over at rest: each axis for itself."""
+    """The axes that a stage's arrays are split over at rest: each mesh axis but `stage` and those of one device."""
     return tuple(Axis((n,), (mesh.shape[n],)) for n in mesh.axis_names if n != AXIS and mesh.shape[n] > 1)
 
 
 def is_batch_axis(name: str) -> bool:
-    """Whether micro-batches are split over a mesh axis of this name."""
+    """Whether a mesh axis of this name is a data axis."""
     return name in BATCH_AXES
 
 
-def part_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, over: Callable[[str], bool]) -> tuple[int, ...]:
-    """The shape of a device's part of an array that is split over those axes of its spec that `over` picks."""
+def part_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, over: Callable[[str], bool]) -> Shape:
+    """The shape of a device's part of an array.
+
+    Args:
+      shape: of the whole array.
+      spec: the mesh axes that split each dimension.
+      mesh: says how many devices they have.
+      over: mesh axis -> whether it counts; the others are taken not to split the array.
+    """
     sizes = [math.prod(mesh.shape[name] for name in names_in(entry) if over(name)) for entry in spec]
     return tuple(n // s for n, s in zip(shape, [*sizes, *[1] * (len(shape) - len(sizes))], strict=True))
 
 
 def shapes_only(mesh: Mesh) -> AbstractContextManager:
-    """The context in which layers are traced: the mesh as a program on the stages sees it (`on_stages`).
+    """The context in which layers are traced on whole arrays: manual over `stage`, as the programs of `on_stages` are.
 
-    A layer that constrains how its activations are split then finds the axes that it names.
+    The other axes are Auto, so that a layer that constrains how its activations are split finds the axes that it names.
     """
     types = dict.fromkeys(mesh.axis_names, AxisType.Auto) | {AXIS: AxisType.Manual}
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types))
@@ -122,16 +134,16 @@ def on_stages(
     after: Callable = lambda results: results,
     result_specs: Any = None,
 ) -> Callable:
-    """`function` as one program on all devices, to be called under `jax.jit`.
+    """A function of one device's parts as a function of whole arrays, which runs on all devices; call it in `jax.jit`.
 
     Args:
-      function: takes and returns pytrees of arrays as one device has them.
+      function: pytrees of a device's parts of arrays -> pytrees of such parts.
       mesh: the user's mesh.
-      in_specs: PartitionSpecs of the arguments.
-      out_specs: PartitionSpecs of the results.
-      before: the caller's arguments -> those of `function`, as whole arrays.
-      after: the results of `function` -> those for the caller, as whole arrays.
-      result_specs: PartitionSpecs of the latter (default: `out_specs`).
+      in_specs: PartitionSpecs of the arguments of `function`.
+      out_specs: PartitionSpecs of its results.
+      before: the caller's arguments -> a tuple of the arguments of `function`; all of them whole arrays.
+      after: the results of `function` -> those for the caller; all of them whole arrays.
+      result_specs: PartitionSpecs of the results for the caller (default: `out_specs`).
     """
     # Loop bounds vary from stage to stage, and users' layers know nothing of varying types.
     options: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}

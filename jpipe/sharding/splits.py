@@ -1,13 +1,14 @@
-"""What a stage's arrays are split over: weights at rest and at work, and the examples of a micro-batch.
+"""What the arrays of one stage are split over: weights at rest and at work, and the examples of a micro-batch.
 
-At rest a weight is split as its layer's metadata says, and over the axes that the pipeline was told to split all of
-them over (`shard_over`). At work the data axes are gathered, and what remains is how the layer's program finds it.
+At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
+that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, while its layer computes, it
+is gathered along the data axes and remains split over the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,10 +17,10 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.sharding.meshes import AXIS, is_batch_axis, stage_axes
-from jpipe.sharding.shardings import REPLICATED, Axis, Shard, Sharding, names_in, of_spec
+from jpipe.sharding.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
 
 SMALLEST = 1024
-"""Elements from which on a weight is split over `shard_over`: for a smaller one, a collective costs more."""
+"""The fewest elements of a weight that is split over `shard_over`: for a smaller one, a collective costs more."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Splits:
     """What the arrays of one stage are split over.
 
     Attributes:
-      mesh: all devices; None where there is one a stage.
-      shard_over: mesh axes that parameters are split over besides those that their metadata names.
+      mesh: all devices; None stands for one device a stage, where nothing is split.
+      shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
     """
 
     mesh: Mesh | None = None
@@ -36,24 +37,30 @@ class Splits:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """At work: the data axes jointly, and each of the others."""
+        """The axes that arrays are split over at work: the data axes jointly, and each of the others (`stage_axes`)."""
         return () if self.mesh is None else stage_axes(self.mesh)
 
     def of_examples(self, size: int) -> Sharding:
-        """How arrays `[b, ...]` of a micro-batch of b examples lie: split if that can be done equally."""
+        """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
         return tuple(Shard(0) if a.of_examples and size % a.size == 0 else REPLICATED for a in self.axes)
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
-        """How a weight lies while its layer computes, if at rest it is split by `spec`."""
+        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
         return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
 
-    def at_rest(self, name: str, variables: dict[str, Any], specs: dict[str, Any]) -> dict[str, list[PartitionSpec]]:
-        """The mesh axes that each leaf of a layer is split over, by collection.
+    def at_rest(
+        self, name: str, variables: Mapping[str, Any], specs: Mapping[str, Sequence[PartitionSpec]]
+    ) -> dict[str, list[PartitionSpec]]:
+        """What each leaf of a layer's variables is split over at rest.
 
         Args:
-          name: the layer's, for errors.
-          variables: its variables by collection, pytrees of ShapeDtypeStructs.
-          specs: what its metadata says of each leaf.
+          name: the layer's name, for errors.
+          variables: collection -> pytree of ShapeDtypeStructs.
+          specs: collection -> for each leaf the PartitionSpec that the layer's metadata asks for.
+
+        Returns:
+          Collection -> for each leaf its PartitionSpec, of mesh axes with several devices. Parameters may be split over
+          data axes, other collections aren't, since they aren't gathered before their layer computes.
 
         Raises:
           ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
@@ -63,21 +70,21 @@ class Splits:
             found[collection] = []
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                known = self._known(spec if collection == "params" else _without_data_axes(spec))
-                self._check(what, leaf.shape, known)
-                over = self.shard_over if collection == "params" else ()
-                found[collection].append(self._with_more(leaf.shape, known, over))
+                spec = self._on_this_mesh(spec if collection == "params" else _without_data_axes(spec))
+                self._check(what, leaf.shape, spec)
+                more = self.shard_over if collection == "params" else ()
+                found[collection].append(self._split_over(more, leaf.shape, spec))
         return found
 
-    def _known(self, spec: PartitionSpec) -> PartitionSpec:
-        """A spec without the axes that the mesh lacks or that split nothing."""
+    def _on_this_mesh(self, spec: PartitionSpec) -> PartitionSpec:
+        """A spec without `stage` and the axes that the mesh lacks or that have one device."""
         if self.mesh is None:
             return PartitionSpec()
         sizes = self.mesh.shape
         keep = lambda name: name != AXIS and sizes.get(name, 1) > 1
         return _spec([list(filter(keep, names_in(entry))) for entry in spec])
 
-    def _check(self, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
         seen: set[str] = set()
         if len(spec) > len(shape):
             raise ValueError(
@@ -98,10 +105,13 @@ class Splits:
     def _devices(self, names: Sequence[str]) -> int:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in names)
 
-    def _with_more(self, shape: tuple[int, ...], spec: PartitionSpec, over: Sequence[str]) -> PartitionSpec:
-        """A spec that also splits over the axes of `over`, each along the dimension with the largest parts left."""
+    def _split_over(self, more: Sequence[str], shape: Shape, spec: PartitionSpec) -> PartitionSpec:
+        """A weight's spec that also splits it over more mesh axes, each along the dimension of the largest parts left.
+
+        A weight that is small, or that has no dimension which the axis divides, isn't split over it.
+        """
         entries = [list(names_in(entry)) for entry in spec] + [[] for _ in shape[len(spec) :]]
-        for name in over if math.prod(shape) >= SMALLEST else ():
+        for name in more if math.prod(shape) >= SMALLEST else ():
             if self._devices([name]) == 1 or any(name in entry for entry in entries):
                 continue
             parts = [n // self._devices(entry) for n, entry in zip(shape, entries, strict=True)]
@@ -112,27 +122,27 @@ class Splits:
 
 
 WHOLE = Splits()
-"""One device a stage."""
+"""One device a stage: nothing is split."""
 
 
 def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
-    """The spec of state, which isn't gathered as parameters are."""
+    """The spec of a leaf that isn't gathered along the data axes."""
     return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])
 
 
 def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
-    """A PartitionSpec of the mesh axes of each dimension."""
+    """The PartitionSpec that names these mesh axes for each dimension, without empty entries at the end."""
     joined = [tuple(names) if len(names) > 1 else names[0] if names else None for names in entries]
     while joined and joined[-1] is None:
         joined.pop()
     return PartitionSpec(*joined)
 
 
-def check_shard_over(mesh: Mesh, names: Any) -> tuple[str, ...]:
-    """The user's `shard_over`, as mesh axes.
+def check_shard_over(mesh: Mesh, names: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The user's `shard_over` (None, a name or several names), as a tuple of mesh axes.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or over which no examples are split.
+      ValueError: an axis that the mesh lacks, or that isn't a data axis.
     """
     names = (names,) if isinstance(names, str) else tuple(names or ())
     for name in names:

@@ -1,9 +1,9 @@
-"""Partitions traced layers over the devices of a stage: the program that one device runs, collectives in plain sight.
+"""Partitions a traced layer over the devices of a stage: what one device runs, collectives in plain sight.
 
 A layer is traced once, on whole micro-batches and whole weights. Here its equations are carried out one by one on the
-parts that a device has: each has a rule for how its operands have to lie (`jpipe.sharding.rules`), and values are
-converted to that. So every collective within a stage is one of jpipe's own, among the devices of that stage alone, and
-no compiler adds others: in a loop that other stages don't run, those would wait for ever. And whatever a layer does
+parts of arrays that a device has: each has a rule for how its operands have to lie (`jpipe.sharding.rules`), and values
+are converted to that. So every collective within a stage is one of jpipe's own, among the devices of that stage alone,
+and no compiler adds others: in a loop that other stages don't run, those would wait for ever. And whatever a layer does
 across examples stays exact, since only where arrays lie is decided here, never what is computed.
 """
 
@@ -11,68 +11,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
-from jpipe.sharding.control_flow import LOOPS
+from jpipe.sharding.control_flow import CONTROL_FLOW
 from jpipe.sharding.partitioner import Axes, Partitioner, Value
 from jpipe.sharding.shardings import Sharding, local_struct
-from jpipe.sharding.users import SAID
+from jpipe.sharding.user_shardings import USER_SHARDINGS
 
 
-class LocalProgram(NamedTuple):
+class LocalJaxpr(NamedTuple):
     """What one device runs.
 
     Attributes:
-      program: from and to the device's parts of arrays.
-      shardings: how the results lie.
+      jaxpr: from the device's parts of the arguments to its parts of the results.
+      shardings: for each result how it lies.
     """
 
-    program: ClosedJaxpr
+    jaxpr: ClosedJaxpr
     shardings: list[Sharding]
 
 
-def partition_program(
-    program: ClosedJaxpr,
+def partition_jaxpr(
+    jaxpr: ClosedJaxpr,
     axes: Axes,
     shardings: Sequence[Sharding],
     wanted: Sequence[Callable[[Sharding], Sharding]],
-) -> LocalProgram:
-    """The program of one device.
+) -> LocalJaxpr:
+    """What one device runs of a jaxpr of whole arrays.
 
     Args:
-      program: of whole arrays.
+      jaxpr: of whole arrays.
       axes: the mesh axes besides `stage`, as arrays are split over them.
-      shardings: how the arguments lie.
-      wanted: for each result, how it lies by itself -> how it has to lie.
+      shardings: for each argument how it lies.
+      wanted: for each result a function: how it lies by itself -> how it has to lie.
     """
     if not axes and not _mentions_axes():
-        return LocalProgram(program, [()] * len(program.jaxpr.outvars))
+        return LocalJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
     found: list[Sharding] = []
 
-    def run(*arguments: Any) -> list[Any]:
-        values = [Value(x, sharding) for x, sharding in zip(arguments, shardings, strict=True)]
-        results = Partitioner(axes, LOOPS | SAID).run_closed(program, values)
+    def run(*parts: jax.Array) -> list[jax.Array]:
+        values = [Value(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
+        results = Partitioner(axes, CONTROL_FLOW | USER_SHARDINGS).run(jaxpr, values)
         found[:] = [choose(value.sharding) for choose, value in zip(wanted, results, strict=True)]
-        return [value.lying(sharding, axes) for value, sharding in zip(results, found, strict=True)]
+        return [value.part(sharding, axes) for value, sharding in zip(results, found, strict=True)]
 
     mesh = dict(jax.sharding.get_abstract_mesh().shape)
     sizes = mesh or {name: size for axis in axes for name, size in zip(axis.names, axis.sizes, strict=True)}
-    pairs = zip(program.jaxpr.invars, shardings, strict=True)
+    pairs = zip(jaxpr.jaxpr.invars, shardings, strict=True)
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
-    with _on_one_device():
-        return LocalProgram(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
+    with _all_manual():
+        return LocalJaxpr(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
 
 
 def _mentions_axes() -> bool:
-    """Whether programs were traced where mesh axes could be named, though arrays are split over none of them."""
-    return any(kind != AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
+    """Whether jaxprs were traced where mesh axes could be named, though arrays are split over none of them."""
+    return any(axis_type != AxisType.Manual for axis_type in jax.sharding.get_abstract_mesh().axis_types)
 
 
-def _on_one_device() -> AbstractContextManager:
-    """The context of a program that is manual over all axes of the mesh at hand."""
+def _all_manual() -> AbstractContextManager:
+    """The context of a program of one device: the mesh at hand, manual over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))

@@ -1,12 +1,13 @@
-"""Whether a transformation may see many layers' parameters in one array, as a pipeline keeps them.
+"""Whether an optax transformation may see many layers' parameters in one array, as a pipeline keeps them.
 
 Elementwise ones may, and those that sum over all parameters (a global norm). One that takes a norm, a mean or the shape
 of a single parameter would silently compute something else: the trust ratio of lamb, adaptive gradient clipping. So a
-transformation is tried out on a few small arrays, once each by itself and once several in one.
+transformation is tried on a few small arrays: once each array is a parameter, and once several lie in one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,12 +16,12 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
+from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.training.interpret import interpret
 
 
-class Probe(dict):
-    """Small arrays to try a transformation on, a pytree."""
+class Probe(dict[str, Any]):
+    """Small arrays by name to try a transformation on; a pytree of a type of its own, so that `not_tried` knows it."""
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -31,19 +32,21 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`tx`, but where transformations are tried it does nothing: one that finds each layer's own arrays by itself."""
+    """`tx`, which does nothing where transformations are tried: for one that sees to each layer's own arrays itself."""
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         return optax.EmptyState() if isinstance(params, Probe) else tx.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
         return (updates, state) if isinstance(updates, Probe) else tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 TOLERANCE = 1e-4
-"""By how much updates may be off, of the largest of a parameter: sums in another order are off by 1e-7."""
+"""By how much updates may be off, relative to a parameter's largest: sums in another order are off by 1e-7."""
 
 _SHAPES = {"bias": (3,), "kernel": (4, 3), "heads": (2, 3, 2)}
 _UPDATES, _MOST_STEPS = 3, 32
@@ -52,7 +55,7 @@ _UPDATES, _MOST_STEPS = 3, 32
 def check_elementwise(tx: optax.GradientTransformation) -> None:
     """Checks that a transformation does the same to parameters whether or not several lie in one array.
 
-    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which differ by shapes.
+    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which depend on shapes.
 
     Raises:
       ValueError: updates are off; by how much, and the remedy, are named.
@@ -68,14 +71,15 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
 
 @lru_cache(maxsize=32)
 def deviation(tx: optax.GradientTransformation) -> float | None:
-    """By how much updates of arrays in one differ from those of each alone, relative to the largest.
+    """By how much the updates of parameters in one array differ from those of each alone.
 
-    None if that can't be tried.
+    Returns:
+      The largest difference, relative to the largest update of its parameter; None if `tx` can't be tried.
     """
     tx = optax.with_extra_args_support(tx)
 
     def update(grads: Any, states: Any, trees: Any, value: Any) -> Any:
-        pairs = [tx.update(*given, value=value) for given in zip(grads, states, trees, strict=True)]
+        pairs = [tx.update(*arguments, value=value) for arguments in zip(grads, states, trees, strict=True)]
         return [new for new, _ in pairs], [state for _, state in pairs]
 
     params = _both(_leaves(np.random.default_rng(0), 1.0))
@@ -91,12 +95,21 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
             return None
 
 
-def _traced(function: Any, *arguments: Any) -> tuple[ClosedJaxpr, Any]:
+def _traced(function: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
     return jax.make_jaxpr(function, return_shape=True)(*arguments)
 
 
 def _run(step: ClosedJaxpr, states: list[Any], params: tuple[Probe, Probe]) -> float:
-    """The deviation over several steps: until there were some updates, which may be accumulated or start at zero."""
+    """The largest deviation over several training steps.
+
+    Args:
+      step: the jaxpr of one update of both probes: from the leaves of gradients, states, parameters and a loss to those
+        of updates and states.
+      states: the leaves of both first states.
+      params: the parameters, each in an array of its own and several in one.
+
+    Steps are taken until some gave updates: a transformation may accumulate gradients, or start at a rate of zero.
+    """
     random, worst, seen = np.random.default_rng(1), 0.0, 0
     num_apart, num_updates = len(params[0]), len(jax.tree.leaves(params))
     for number in range(_MOST_STEPS):
@@ -104,7 +117,7 @@ def _run(step: ClosedJaxpr, states: list[Any], params: tuple[Probe, Probe]) -> f
         value = np.float32(1 / (1 + number))
         results = interpret(step, *jax.tree.leaves(grads), *states, *jax.tree.leaves(params), value)
         apart, together, states = results[:num_apart], results[num_apart:num_updates], results[num_updates:]
-        pairs = [(found[0, i], apart[2 * n + i]) for n, found in enumerate(together) for i in (0, 1)]
+        pairs = [(array[0, i], apart[2 * n + i]) for n, array in enumerate(together) for i in (0, 1)]
         worst = max(worst, *(_off(found, expected) for found, expected in pairs))
         seen += any(np.any(expected) for _, expected in pairs)
         if seen == _UPDATES:
@@ -121,19 +134,19 @@ def _off(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndarray]]:
-    """Two arrays of each shape, of different sizes."""
+    """By name, two arrays of each shape: small numbers and large ones."""
     make = lambda shape, size: (scale * size * random.standard_normal(shape)).astype(np.float32)
     return {name: [make(shape, 0.1), make(shape, 3.0)] for name, shape in _SHAPES.items()}
 
 
 def _both(leaves: dict[str, list[np.ndarray]]) -> tuple[Probe, Probe]:
-    """(each array alone, those of one shape in one `[stages, places, ...]`, with an empty place)."""
+    """(each array alone, those of one shape as the rows of one `[1, 3, ...]`: one stage, two layers, an empty row)."""
     apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
     return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})
 
 
 def _draws(jaxpr: Jaxpr) -> bool:
-    """Whether a program draws random numbers."""
+    """Whether a jaxpr draws random numbers, or one inside of it does."""
     names = ("random_", "threefry", "rng_")
     return any(e.primitive.name.startswith(names) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
 

@@ -1,4 +1,4 @@
-"""Programs: what depends on what, and replays; constants and random keys of every type in a whole pipeline."""
+"""Traced functions and their replays; constants and random keys of every type in a whole pipeline."""
 
 import flax.linen as nn
 import jax
@@ -10,9 +10,7 @@ from flax import nnx
 
 import jpipe
 from helpers import assert_close, assert_equal
-from jpipe.jax_tools.jaxprs import depends_on, uses
-from jpipe.jax_tools.random_keys import example_key, key_shape
-from jpipe.jax_tools.tracing import replay
+from jpipe.jax_tools.tracing import replay, trace
 
 BATCH = {
     "inputs": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32),
@@ -28,34 +26,30 @@ def make(layers, loss=mean_square, **options):
     return jpipe.Pipeline(layers, loss, **({"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options))
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_depends_and_what_is_used_through_a_loop():
-    def run(x, y, unused):
-        return jax.lax.scan(lambda c, _: (c * x, c), y, length=3)[0], unused * 0 + 1, x
-
-    program = jax.make_jaxpr(run)(1.0, 2.0, 3.0)
-    x, y, _ = program.jaxpr.invars
-    assert depends_on(program, [x]) == [True, False, True]
-    assert depends_on(program, [y]) == [True, False, False]
-    assert uses(program, [True, False, False]) == [True, True, False]
-    assert uses(program, [False, False, True]) == [True, False, False]
+# --- traces and replays -----------------------------------------------------------------------------------------------
 
 
 def test_a_replay_gives_arrays():
-    """A regression: a program hands literals back as Python scalars, which have no `astype`."""
+    """A regression: a jaxpr hands literals back as Python scalars, which have no `astype`."""
     made = lambda x: {"constant": jnp.asarray(0.1), "python": 2.0, "flag": jnp.asarray(True), "x": x}
-    program, shapes = jax.make_jaxpr(made, return_shape=True)(1)
-    found = replay(program, shapes)(1)
+    closed, shapes = jax.make_jaxpr(made, return_shape=True)(1)
+    found = replay(closed, shapes)(1)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
     assert_equal(found, {"constant": jnp.float32(0.1), "python": jnp.float32(2), "flag": np.True_, "x": np.int32(1)})
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_a_key_of_a_type(impl):
-    key = jax.random.key(3, impl=impl)
-    assert example_key(key_shape(key)).dtype == key.dtype
+def test_reductions_over_mesh_axes_are_left_out():
+    """What is traced sees all of a micro-batch: over axes of the mesh a mean is the identity, over others it isn't."""
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    own = jax.vmap(lambda x: jax.lax.pmean(x, ("data", "mine")), axis_name="mine")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("data",))):
+        closed, shapes = trace(lambda x: (jax.lax.psum(x, "data"), own(x)), x)
+        for ask in (lambda x: x + jax.lax.axis_index("data").astype(x.dtype), lambda x: jax.lax.all_gather(x, "data")):
+            with pytest.raises(ValueError, match="over the mesh axis 'data': a layer sees the whole micro-batch"):
+                trace(ask, x)
+    first, second = replay(closed, shapes)(x)
+    assert_equal(first, x)
+    assert_close(second, np.broadcast_to(x.mean(0), (2, 3)))
 
 
 # --- values that are literals -----------------------------------------------------------------------------------------
@@ -210,7 +204,7 @@ class DroppingScan(nn.Module):
 
 @pytest.mark.parametrize("layer", [Scanned(), RematScanned()], ids=["scan", "remat_scan"])
 def test_loops_that_split_keys_for_parameters_alone(layer):
-    """A regression: "draws random numbers, but key=None", as what a loop is given was all taken for used."""
+    """A regression: "draws random numbers, but key=None", as all operands of a loop were taken for used."""
     pipe = make([layer, nn.Dense(4)])
     variables = pipe.init(jax.random.key(0), BATCH)
     (loss, _), _ = pipe.value_and_grad(variables, BATCH)

@@ -10,7 +10,7 @@ from flax import nnx
 import jpipe
 from helpers import CUTS, assert_close, cut
 from jpipe.layers.adapt import as_layers
-from jpipe.model.trace import trace_kinds
+from jpipe.model.trace import trace_model
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -21,7 +21,7 @@ BATCH = {
 
 
 class Add(nn.Module):
-    """Takes what the layer before gives and what was kept."""
+    """Takes what the layer before gives and a skip."""
 
     @nn.compact
     def __call__(self, x, kept):
@@ -54,12 +54,12 @@ def loss_fn(outputs, batch):
 
 
 def sequential(trees):
-    x, kept, extra = BATCH["inputs"], {}, {2: BATCH["mask"]}
+    x, skips, extra = BATCH["inputs"], {}, {2: BATCH["mask"]}
     for i, (layer, tree) in enumerate(zip(PLAIN, trees, strict=True)):
         more = {5: ["a"], 7: ["b"]}.get(i, [])
-        x = layer.apply(tree, x, *([extra[i]] if i in extra else []), *[kept[name] for name in more])
+        x = layer.apply(tree, x, *([extra[i]] if i in extra else []), *[skips[name] for name in more])
         if i in (1, 3):
-            kept["ab"[i // 3]] = x
+            skips["ab"[i // 3]] = x
     return loss_fn(x, BATCH)
 
 
@@ -87,8 +87,8 @@ def test_a_skip_under_every_cut(counts):
     variables = pipe.init(jax.random.key(0), BATCH["inputs"])
 
     def plain(trees):
-        kept = nn.Dense(4).apply(trees[0], BATCH["inputs"])
-        return jnp.mean(Add().apply(trees[2], nn.Dense(4).apply(trees[1], kept), kept) ** 2)
+        skip = nn.Dense(4).apply(trees[0], BATCH["inputs"])
+        return jnp.mean(Add().apply(trees[2], nn.Dense(4).apply(trees[1], skip), skip) ** 2)
 
     trees = jax.device_get(pipe.layer_variables(variables))
     _, grads = pipe.value_and_grad(variables, BATCH["inputs"])
@@ -122,7 +122,7 @@ def count(x):
 
 
 def all_sorts():
-    """Kept tuples and integers; a layer that pops and stashes, one that pops and reads; every kind of layer."""
+    """Skips of tuples and integers; a layer that pops and stashes, one that pops and reads; all sorts of layers."""
     return [
         jpipe.stash(nn.Dense(6), "a"),
         jpipe.stash(count, "pair"),
@@ -148,7 +148,7 @@ def test_all_sorts_of_connections(case):
         check(cut(all_sorts(), lambda y, batch: jnp.mean(y[:, :3] * batch["targets"]), case), all_sorts_by_hand)
 
 
-def test_alike_layers_with_skips_of_their_own_are_one_kind():
+def test_alike_layers_with_skips_of_their_own_are_one_group():
     """Compiled once, although every block has another name for its skip and another lambda for its mask."""
 
     def block(i):
@@ -159,13 +159,13 @@ def test_alike_layers_with_skips_of_their_own_are_one_kind():
         ]
 
     shapes = jax.eval_shape(lambda: BATCH)
-    model = trace_kinds(as_layers([layer for i in range(4) for layer in block(i)]), shapes["inputs"], shapes)
-    assert [kind.layer.name for kind in model.kinds[1:-1]] == ["Dense", "Masked", "Add"]  # between the model's ends
-    assert len(model.kind_of) == 12 + 2
+    layers = as_layers([nn.Dense(5), *[layer for i in range(4) for layer in block(i)], nn.relu])
+    model = trace_model(layers, lambda batch: batch["inputs"], shapes["inputs"], shapes)
+    assert [group.layer.name for group in model.groups[1:-1]] == ["Dense", "Masked", "Add"]  # between the model's ends
 
 
 def temporaries(last_use, m):
-    """Bytes on a device of a model whose first stage has a wide layer; `last_use` pops what it keeps."""
+    """Bytes on a device of a model whose first stage has a wide layer; `last_use` pops what it stashes."""
     wide = jpipe.Layer(lambda key, x: jnp.ones((5, 1000), jnp.float32), lambda w, x: x @ w)
     layers = [nn.Dense(5), wide, *(nn.Dense(5) for _ in range(10))]
     if last_use:
@@ -183,10 +183,10 @@ class Narrow(nn.Module):
         return nn.Dense(5)(x) + kept.sum(-1, keepdims=True)
 
 
-def test_kept_values_are_freed():
-    """Within a stage they take places for themselves and their cotangent; across, a row a micro-batch in flight.
+def test_skips_are_freed():
+    """Within a stage one takes memory for itself and its cotangent; across stages, a row a micro-batch in flight.
 
-    What crosses does so while the next slot runs, and takes a place meanwhile.
+    What crosses does so while the next slot runs, and takes another row meanwhile.
     """
     size = 100 * 1000 * 4
     none, within, across = temporaries(None, 8), temporaries(4, 8), temporaries(11, 8)

@@ -1,4 +1,4 @@
-"""Adapters: every kind of layer behind one interface."""
+"""Adapters: all that a layer may be, behind one interface."""
 
 import dataclasses
 import functools

@@ -49,7 +49,7 @@ def test_is_a_pytree_with_keys(placed):
     assert doubled.layout is params.layout
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     assert len(set(paths)) == len(paths)
-    assert paths == [f"[{name!r}]" for name in sorted(params.layout.storage.banks)]
+    assert paths == [f"[{name!r}]" for name in sorted(params.layout.storage.buffers)]
 
 
 def test_layouts_of_equal_pipelines_are_equal(placed):

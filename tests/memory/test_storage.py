@@ -8,6 +8,7 @@ import pytest
 import jpipe.memory.storage
 from helpers import assert_equal
 from jpipe.jax_tools.indexing import look_up
+from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage
 
 
@@ -15,41 +16,41 @@ def leaf(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-# three kinds on two devices: a run of five, two of mixed dtypes, and one without leaves
+# three types of records on two devices: a run of five, two of mixed dtypes, and one without leaves
 LEAVES = [[leaf(2, 3), leaf(3)], [leaf(4, 2), leaf(2, dtype="int32")], []]
-CELLS = [[0, 0, 0, 1, 1], [0, 1], [1]]
+OWNERS = [[0, 0, 0, 1, 1], [0, 1], [1]]
 
 
 def made(**options):
-    return build_storage(LEAVES, CELLS, num_devices=2, **options)
+    return build_storage(LEAVES, OWNERS, device_of=range(2), **options)
 
 
-@pytest.fixture(params=[False, True], ids=["banks", "pools"])
+@pytest.fixture(params=[False, True], ids=["stacked", "flat"])
 def storage(request, monkeypatch):
-    """The kinds' places, and the same where every type is pooled."""
+    """The records' places, and the same where every leaf lies flat."""
     if request.param:
-        monkeypatch.setattr(jpipe.memory.storage, "_own_banks", lambda *_: set())
+        monkeypatch.setattr(jpipe.memory.storage._Needs, "stacked", lambda *_: set())
     return made()
 
 
-def value(c, member, index, extra=0):
-    shape = LEAVES[c][index]
-    return jnp.full(shape.shape, 100 * c + 10 * member + index + 1 + extra, shape.dtype)
+def value(t, record, index, extra=0):
+    shape = LEAVES[t][index]
+    return jnp.full(shape.shape, 100 * t + 10 * record + index + 1 + extra, shape.dtype)
 
 
 def fill(storage, device, rows=(None,)):
     buffers = storage.zeros()
     for row in rows:
-        for c, cells in enumerate(CELLS):
-            for member, cell in enumerate(cells):
-                if cell == device:
-                    leaves = [value(c, member, i, 1000 * (row or 0)) for i in range(len(LEAVES[c]))]
-                    buffers = storage.write(buffers, c, member, leaves, None if row is None else Row(row, device))
+        for t, owners in enumerate(OWNERS):
+            for record, owner in enumerate(owners):
+                if owner == device:
+                    leaves = [value(t, record, i, 1000 * (row or 0)) for i in range(len(LEAVES[t]))]
+                    buffers = storage.write(buffers, t, record, leaves, None if row is None else Row(row, device))
     return buffers
 
 
-def members():
-    return [(c, member, cell) for c, cells in enumerate(CELLS) for member, cell in enumerate(cells)]
+def records():
+    return [(t, record, owner) for t, owners in enumerate(OWNERS) for record, owner in enumerate(owners)]
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -57,45 +58,49 @@ def test_what_is_written_is_read(storage, device):
     buffers = fill(storage, device)
     types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
     assert types(buffers) == types(storage.shapes())
-    for c, member, cell in members():
-        if cell == device:
-            expected = [value(c, member, i) for i in range(len(LEAVES[c]))]
-            assert_equal(storage.read(buffers, c, member), expected, f"kind {c}, member {member}")
-            traced = jax.jit(lambda b, m, c=c: storage.read(b, c, m))(buffers, member)
-            assert_equal(traced, expected, f"kind {c}, member {member}, traced")
-    on_host = {(c, m): [value(c, m, i) for i in range(len(LEAVES[c]))] for c, m, _ in members()}
-    assert_equal({name: storage.assemble(device, on_host, name) for name in storage.banks}, buffers)
+    for t, record, owner in records():
+        if owner == device:
+            expected = [value(t, record, i) for i in range(len(LEAVES[t]))]
+            assert_equal(storage.read(buffers, t, record), expected, f"type {t}, record {record}")
+            traced = jax.jit(lambda b, r, t=t: storage.read(b, t, r))(buffers, record)
+            assert_equal(traced, expected, f"type {t}, record {record}, traced")
+    on_host = {(t, r): [value(t, r, i) for i in range(len(LEAVES[t]))] for t, r, _ in records()}
+    assert_equal({name: storage.assemble(device, on_host, name) for name in storage.buffers}, buffers)
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_rows_of_micro_batches(device):
+@pytest.mark.parametrize("flat", [False, True], ids=["stacked", "flat"])
+def test_rows_of_micro_batches(device, flat, monkeypatch):
+    if flat:
+        monkeypatch.setattr(jpipe.memory.storage._Needs, "stacked", lambda *_: set())
     rows = (3, 2)
     storage = made(rows=rows)
+    assert {type(buffer) for buffer in storage.buffers.values()} == {FlatBuffer if flat else StackedBuffer}
     buffers = fill(storage, device, range(rows[device]))
     for row in range(rows[device]):
-        for c, member, cell in members():
-            if cell == device:
-                expected = [value(c, member, i, 1000 * row) for i in range(len(LEAVES[c]))]
-                assert_equal(storage.read(buffers, c, member, Row(row, device)), expected)
+        for t, record, owner in records():
+            if owner == device:
+                expected = [value(t, record, i, 1000 * row) for i in range(len(LEAVES[t]))]
+                assert_equal(storage.read(buffers, t, record, Row(row, device)), expected)
 
 
-def test_leaves_of_one_type_share_a_bank_as_large_as_the_fullest_device_needs():
-    """Of the first kind device 0 has three members and device 1 has two."""
+def test_leaves_of_one_type_share_a_buffer_as_large_as_the_fullest_device_needs():
+    """Of the first type device 0 has three records and device 1 has two."""
     shapes = {name: a.shape for name, a in made().shapes().items()}
     assert shapes == {"float32_2x3": (3, 2, 3), "float32_3": (3, 3), "float32_4x2": (1, 4, 2), "int32_2": (1, 2)}
     shapes = {name: a.shape for name, a in made(rows=(1, 2)).shapes().items()}
     assert shapes["float32_2x3"] == (4, 2, 3), "two rows of two on device 1"
-    twice = build_storage([[leaf(2), leaf(2)], [leaf(2)]], [[0], [1]], num_devices=2)
+    twice = build_storage([[leaf(2), leaf(2)], [leaf(2)]], [[0], [1]], device_of=range(2))
     assert {name: a.shape for name, a in twice.shapes().items()} == {"float32_2": (2, 2)}
 
 
-def test_leaves_that_few_devices_have_are_pooled():
-    """Unless they are large and the others are larger still: what banks of their own waste is little then."""
+def test_leaves_that_few_devices_have_lie_flat():
+    """Unless they are large and the others are larger still: what stacked buffers waste is little then."""
     ends = [[leaf(3, 2)], [leaf(7)]]
-    cells, devices = [[0], [3]], 4
-    alone = build_storage(ends, cells, num_devices=devices)
+    owners, devices = [[0], [3]], 4
+    alone = build_storage(ends, owners, device_of=range(devices))
     assert {name: a.shape for name, a in alone.shapes().items()} == {"float32": (7,)}
-    run = build_storage([*ends, [leaf(9, 9)]], [*cells, [0, 1, 2, 3]], num_devices=devices)
+    run = build_storage([*ends, [leaf(9, 9)]], [*owners, [0, 1, 2, 3]], device_of=range(devices))
     assert {name: a.shape for name, a in run.shapes().items()} == {
         "float32_9x9": (1, 9, 9),
         "float32_3x2": (1, 3, 2),
@@ -105,13 +110,13 @@ def test_leaves_that_few_devices_have_are_pooled():
 
 def test_a_leaf_split_over_another_axis_keeps_its_shape():
     spec = jax.sharding.PartitionSpec(None, "model")
-    leaves, cells, whole = [[leaf(3, 2)], [leaf(7)]], [[0], [1]], jax.sharding.PartitionSpec()
+    leaves, owners, whole = [[leaf(3, 2)], [leaf(7)]], [[0], [1]], jax.sharding.PartitionSpec()
     shapes = lambda specs: {
-        name: a.shape for name, a in build_storage(leaves, cells, num_devices=2, specs=specs).shapes().items()
+        name: a.shape for name, a in build_storage(leaves, owners, device_of=range(2), specs=specs).shapes().items()
     }
     assert shapes([[whole], [whole]]) == {"float32": (7,)}
     assert shapes([[spec], [whole]]) == {"float32_3x2_none_model": (1, 3, 2), "float32_7": (1, 7)}
-    storage = build_storage(leaves, cells, num_devices=2, specs=[[spec], [whole]])
+    storage = build_storage(leaves, owners, device_of=range(2), specs=[[spec], [whole]])
     assert storage.specs(("stage",))["float32_3x2_none_model"] == jax.sharding.PartitionSpec("stage", None, *spec)
 
 
@@ -128,8 +133,8 @@ def test_adding():
 
 
 def test_buffers_of_another_dtype():
-    storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], num_devices=1)
-    buffers = storage.zeros(lambda dtype: jnp.float32)
+    storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], device_of=range(1))
+    buffers = {name: a.astype(jnp.float32) for name, a in storage.zeros().items()}
     for _ in range(3):
         buffers = storage.add(buffers, 0, 0, [jnp.full((2,), 2.0**-9, jnp.bfloat16) + jnp.ones((), jnp.bfloat16)])
     assert buffers["bfloat16_2"].dtype == jnp.float32

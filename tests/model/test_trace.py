@@ -1,4 +1,4 @@
-"""Kinds: what is grouped, what is not, and the ends that complete a model."""
+"""Tracing a model: what is grouped, what is not, and whose variables are whose."""
 
 import flax.linen as nn
 import jax
@@ -10,60 +10,90 @@ from flax import nnx
 import jpipe
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import describe
-from jpipe.model.groups import same_type
-from jpipe.model.trace import trace_kinds
+from jpipe.model.groups import same_type, unrolled
+from jpipe.model.trace import trace_model
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
 
 def trace(layers, inputs=X):
-    return trace_kinds(as_layers(layers), inputs, inputs)
+    return trace_model(as_layers(layers), lambda batch: batch, inputs, inputs)
 
 
 def test_a_run_between_different_ends():
     model = trace([nn.Embed(5, 8), *[nn.Dense(8) for _ in range(3)], nn.Dense(5)], IDS)
-    assert model.kind_of == (0, 1, 1, 1, 2)
-    assert [kind.members for kind in model.kinds] == [(0,), (1, 2, 3), (4,)]
-    assert [(kind.entry, kind.final) for kind in model.kinds] == [(True, False), (False, False), (False, True)]
-    assert (model.first, model.num_layers) == (0, 5)
+    assert model.group_of == (0, 1, 1, 1, 2)
+    assert [group.indices for group in model.groups] == [(0,), (1, 2, 3), (4,)]
+    assert (model.num_layers, model.last) == (5, 2)
     assert [[leaf.shape for leaf in boundary] for boundary in model.boundaries] == [[(2, 4, 8)]] * 4
 
 
-def test_ends_are_added_to_a_run():
-    model = trace([nn.Dense(4) for _ in range(3)])
-    assert model.kind_of == (0, 1, 1, 1, 2)
-    assert (model.first, model.num_layers) == (1, 3)
-    assert [kind.layer.name for kind in model.kinds] == ["inputs", "Dense", "outputs"]
+def test_the_first_layer_reads_the_batch_and_takes_nothing():
+    batch = {"x": X, "ids": IDS}
+    model = trace_model(as_layers([nn.Dense(4), nn.relu, nn.relu]), lambda batch: batch["x"], X, batch)
+    assert model.groups[0].takes == ()
+    assert model.groups[0].layer.reads_batch and not model.groups[1].layer.reads_batch
+    assert same_type(model.inputs, X) and same_type(model.takes_at(0), X) and same_type(model.takes_at(1), X)
 
 
 @pytest.mark.parametrize(
-    ("layers", "kind_of", "first", "num_layers"),
+    ("layers", "group_of"),
     [
-        ([nn.Dense(4)], (0,), 0, 1),
-        ([nn.Dense(4), nn.Dense(3)], (0, 1), 0, 2),
-        ([nn.Dense(4), nn.Dense(4), nn.relu], (0, 1, 1, 2), 1, 3),
-        ([nn.relu, nn.Dense(4), nn.Dense(4)], (0, 1, 1, 2), 0, 3),
-        ([nn.relu, nn.Dense(4), nn.relu, nn.Dense(4), nn.relu], (0, 1, 2, 1, 2, 1, 3), 1, 5),
+        ([nn.Dense(4)], (0,)),
+        ([nn.Dense(4), nn.Dense(3)], (0, 1)),
+        ([nn.Dense(4) for _ in range(4)], (0, 1, 1, 2)),
+        ([nn.Dense(4), nn.Dense(4), nn.relu], (0, 1, 2)),
+        ([nn.relu, nn.Dense(4), nn.Dense(4), nn.relu], (0, 1, 1, 2)),
+        ([nn.tanh, nn.relu, nn.Dense(4), nn.relu, nn.Dense(4), nn.relu], (0, 1, 2, 1, 2, 3)),
     ],
 )
-def test_kinds(layers, kind_of, first, num_layers):
+def test_groups(layers, group_of):
+    """The ends are alone in their groups."""
     model = trace(layers)
-    assert model.kind_of == kind_of
-    assert (model.first, model.num_layers) == (first, num_layers)
+    assert model.group_of == group_of
+    assert model.num_layers == len(layers)
 
 
-def test_layers_of_other_shapes_are_other_kinds():
-    model = trace([nn.Dense(8), nn.Dense(8), nn.Dense(8)])
-    assert model.kind_of == (0, 1, 1, 2)
-    assert model.kinds[0].variables["params"]["kernel"].shape == (4, 8)
-    assert model.kinds[1].variables["params"]["kernel"].shape == (8, 8)
+def test_variables_are_in_sets():
+    """A set for each group with parameters, an instance for each of its layers; one for all that share."""
+    table = jpipe.Shared(nn.Embed(5, 8))
+    layers = [table, *[nn.Dense(8) for _ in range(3)], nn.relu, *[nn.Dense(8)], table.using("attend")]
+    model = trace(layers, IDS)
+    assert model.group_of == (0, 1, 1, 1, 2, 1, 3)
+    assert [(known.group, known.users, known.shared) for known in model.variable_sets] == [
+        (0, ((0, 6),), True),
+        (1, ((1,), (2,), (3,), (5,)), False),
+    ]
+    assert [group.variable_set for group in model.groups] == [0, 1, None, 0]
+    assert [model.instance(g, 2) for g in range(4)] == [0, 2, 0, 0]
 
 
-def test_ready_modules_are_of_one_kind():
+def test_unrolled_groups_have_one_layer_a_virtual_stage():
+    layers = [nn.Embed(5, 8), *[nn.Dense(8) for _ in range(6)], nn.Dense(5)]
+    model = unrolled(trace(layers, IDS), [(0, 3), (3, 6), (6, 8)])
+    assert model.group_of == (0, 1, 2, 1, 2, 3, 1, 4)
+    assert model.traced_as == (0, 1, 1, 1, 4)
+    assert [known.users for known in model.variable_sets] == [
+        ((0,),),
+        ((1,), (3,), (6,)),
+        ((2,), (4,)),
+        ((5,),),
+        ((7,),),
+    ]
+
+
+def test_layers_of_other_shapes_are_other_groups():
+    model = trace([nn.Dense(8), nn.Dense(8), nn.Dense(8), nn.relu])
+    assert model.group_of == (0, 1, 1, 2)
+    assert model.groups[0].variables["params"]["kernel"].shape == (4, 8)
+    assert model.groups[1].variables["params"]["kernel"].shape == (8, 8)
+
+
+def test_ready_modules_are_of_one_group():
     modules = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
-    assert trace([nn.tanh, *modules, nn.relu]).kind_of == (0, 1, 1, 1, 2)
-    assert trace([nn.tanh, modules[0], lambda rngs: nnx.Linear(4, 4, rngs=rngs), nn.relu]).kind_of == (0, 1, 2, 3)
+    assert trace([nn.tanh, *modules, nn.relu]).group_of == (0, 1, 1, 1, 2)
+    assert trace([nn.tanh, modules[0], lambda rngs: nnx.Linear(4, 4, rngs=rngs), nn.relu]).group_of == (0, 1, 2, 3)
 
 
 def test_nothing_is_computed():
@@ -97,7 +127,7 @@ class AsksForAStream(nn.Module):
     ],
 )
 def test_who_needs_a_key(layer, needs):
-    assert trace([layer]).kinds[0].needs_key is needs
+    assert trace([layer]).groups[0].needs_key is needs
 
 
 def test_same_type():

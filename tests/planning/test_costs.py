@@ -16,9 +16,6 @@ import jpipe.planning.costs as costs_module
 BATCH = np.ones((8, 16), np.float32)
 
 
-WIDE = np.ones((2000, 16), np.float32)
-
-
 def costs(layers, balance, k=2, m=2, **options):
     sizes = {"num_stages": k, "num_microbatches": m, "balance": balance}
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **options)
@@ -54,7 +51,7 @@ def product(w, x):
     return jnp.sin(x @ w)
 
 
-def test_layers_of_one_kind_have_one_cost():
+def test_layers_of_one_group_have_one_cost():
     found = costs([nn.Dense(16) for _ in range(5)], "flops").layer_costs
     assert found[1] == found[2] == found[3]
 
@@ -69,21 +66,83 @@ def test_even():
     assert costs([nn.Dense(8), nn.Dense(8), nn.relu, nn.relu], "even").layer_costs == (1, 1, 1, 1)
 
 
-@pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")
+class Clock:
+    """A clock that stands still but for what is added to it, so that times are exact on any machine."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def layer(self, forward, inputs, weights):
+        """A layer `[b, 16] -> [b, 16]` that takes so many seconds forward, and backward for each kind of gradient."""
+
+        def after(seconds, x):
+            def pass_on(x):
+                self.now += seconds
+                return x
+
+            return jax.pure_callback(pass_on, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        @jax.custom_vjp
+        def run(w, x):
+            return after(forward, x * w)
+
+        def run_forward(w, x):
+            return run(w, x), (w, x)
+
+        def run_backward(kept, g):
+            w, x = kept
+            return jnp.sum(after(weights, g * x)), after(inputs, g * w)
+
+        run.defvjp(run_forward, run_backward)
+        return jpipe.Layer(lambda key, x: jnp.ones((), x.dtype), run)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(costs_module, "time", found)
+    return found
+
+
 @pytest.mark.parametrize("traced", [False, True])
-def test_time_is_measured_once_a_kind(traced):
-    """Measured, not traced: a layer that takes a thousand times the work takes much longer."""
-    layers = [nn.relu, nn.Dense(16), nn.Dense(16), nn.Dense(4000), nn.Dense(16), nn.Dropout(0.5, deterministic=False)]
-    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="time")
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("stage", 1)])
+def test_time_is_what_a_clock_shows(clock, remat, again, traced):
+    """Measured, not traced, whoever calls; forward, input's gradient and weights' gradient are told apart."""
+    short, long = clock.layer(1, 2, 4), clock.layer(2, 8, 9)
+    layers = [lambda x: x, short, short, long, short]
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "time", "remat": remat}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes)
     if traced:
-        jax.eval_shape(pipe.init, jax.random.key(0), WIDE)
+        jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     else:
-        pipe.init(jax.random.key(0), WIDE)
-    found = pipe.partition.layer_costs
-    assert min(found) > 0
-    assert found[1] == found[2]
-    assert max(found) < 10, "seconds"
-    assert found[3] > 3 * found[1]
+        pipe.init(jax.random.key(0), BATCH)
+    found = [(cost.forward, cost.backward, cost.weight_gradient) for cost in pipe._planner.known_plan().costs]
+    assert found == [(0, 0, 0), *[(1, 2 + again, 4)] * 2, (2, 8 + 2 * again, 9), (1, 2 + again, 4)]
+    assert pipe.partition.layer_costs == tuple(map(sum, found))
+    assert pipe.partition.cuts == (3,), "the long layer is on the second stage"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs", "median"),
+    [
+        ([9, 50, 1, 4, 2, 3], 5, 3),  # the first run compiles and is not counted; outliers weigh nothing
+        ([0.001], 20, 0.001),  # until 20 ms have passed
+        ([0.0001], 50, 0.0001),  # but at most 50 times
+    ],
+)
+def test_a_time_is_the_median_of_several_runs(clock, seconds, runs, median):
+    count = 0
+
+    def run():
+        nonlocal count
+        clock.now += seconds[count % len(seconds)]
+        count += 1
+
+    assert costs_module._median_seconds(run) == pytest.approx(median, rel=1e-9)
+    assert count == 1 + runs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FLOPs counted on traced programs, against the compiler's own count."""
+"""FLOPs counted on jaxprs, against the compiler's own count."""
 
 import functools
 import sys
@@ -17,13 +17,15 @@ from jax.sharding import AxisType
 import jpipe
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
-from jpipe.model.layer_step import LayerStep, given_shapes
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.remat import MODES
-from jpipe.model.trace import trace_kinds
+from jpipe.model.trace import trace_model
+from jpipe.model.traced_layer import partition_layer, trace_layer
 from jpipe.planning import flops
-from jpipe.planning.costs import layer_costs
+from jpipe.planning.costs import Layer, layer_costs
 from jpipe.planning.flops import THREEFRY, Flops, count_flops
 from jpipe.sharding.meshes import as_mesh
+from jpipe.sharding.splits import WHOLE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet
@@ -57,13 +59,14 @@ EXAMPLES = {
 }
 
 
-def compilers_layer(step: LayerStep, batch: dict) -> float:
+def compilers_layer(layer: Layer) -> float:
     """What a layer takes forward and backward, and forward once more if its stage keeps inputs only: as they run."""
-    given = given_shapes(step, batch)
-    tape = step.tape(given)
-    inputs, stored, outputs = list(tape.inputs), list(tape.stored), list(tape.outputs)
-    again = compilers(step.forward, given, inputs)[0] if step.remat.keep_inputs else 0.0
-    return again + compilers(tape.forward, given, inputs)[0] + compilers(tape.backward, given, stored, outputs)[0]
+    function, arguments, traced = layer
+    local = partition_layer(traced, function.shardings(arguments, WHOLE))
+    activation, residuals, outputs = list(local.activation), list(local.residuals), list(local.outputs)
+    again = compilers(function.forward, arguments, activation)[0] if function.remat.keep_inputs else 0.0
+    backward = compilers(local.backward, arguments, residuals, outputs)[0]
+    return again + compilers(local.forward, arguments, activation)[0] + backward
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -71,13 +74,15 @@ def compilers_layer(step: LayerStep, batch: dict) -> float:
 def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     """Each layer, forward and backward; the worst, ResNet's classifier, is off by 0.8 %."""
     loss_fn, make, batch = EXAMPLES[name]
-    model = trace_kinds(as_layers(make()), batch["inputs"], batch)
-    steps = tuple(LayerStep(kind, key_shape(), lambda b: b["inputs"], loss_fn, MODES[remat]) for kind in model.kinds)
-    found = layer_costs(model, steps, batch, "flops", mesh=as_mesh(None, 2), warn=pytest.fail)
-    expected = [compilers_layer(step, batch) for step in steps]
-    firsts = [kind.members[0] for kind in model.kinds]
-    assert len(model.kind_of) == model.num_layers, "no ends were added, so a layer's cost is its kind's"
-    np.testing.assert_allclose([found[i].total for i in firsts], expected, rtol=0.01)
+    model = trace_model(as_layers(make()), lambda b: b["inputs"], batch["inputs"], batch)
+    layers = []
+    for g, group in enumerate(model.groups):
+        function = LayerFunction(group, key_shape(), MODES[remat], loss_fn if g == model.last else None)
+        arguments = function.shapes(batch)
+        layers.append(Layer(function, arguments, trace_layer(function, arguments)))
+    found = layer_costs(model, layers, "flops", mesh=as_mesh(None, 2), warn=pytest.fail)
+    firsts = [group.indices[0] for group in model.groups]
+    np.testing.assert_allclose([found[i].total for i in firsts], list(map(compilers_layer, layers)), rtol=0.01)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import SCHEDULES, make_schedule
-from jpipe.schedules.schedule import Action, Schedule, place
+from jpipe.schedules.placing import place
+from jpipe.schedules.schedule import Schedule
 
 # A line a stage, a character a tick: the forwards on the left, the backwards on the right. A digit is the micro-batch
 # in chunk 0, a letter the micro-batch in chunk 1 (a = 0).
@@ -176,13 +178,14 @@ PICTURES = {
 
 
 def picture(schedule: Schedule) -> list[str]:
+    """A line for each stage, as in `PICTURES`."""
     times = place(schedule)
     width = len(schedule.slots)
     num_ticks = max(times.values()) // width + 1
-    cells = [[["."] * num_ticks for _ in schedule.slots] for _ in schedule.actions]
+    marks = [[["."] * num_ticks for _ in schedule.slots] for _ in schedule.actions]
     for (stage, action), tau in times.items():
-        cells[stage][tau % width][tau // width] = ("0123456789", "abcdefghij")[action.chunk][action.microbatch]
-    return ["  ".join("".join(slot) for slot in slots) for slots in cells]
+        marks[stage][tau % width][tau // width] = ("0123456789", "abcdefghij")[action.chunk][action.microbatch]
+    return ["  ".join("".join(slot) for slot in slots) for slots in marks]
 
 
 @pytest.mark.parametrize(("name", "num_stages", "num_microbatches", "num_chunks"), PICTURES)
@@ -221,7 +224,7 @@ def test_chunked_orders_never_deadlock_and_stall_only_with_fewer_microbatches_th
         forwards = sorted({tau for (_, action), tau in place(schedule).items() if action.kind == "F"})
         if num_chunks == 1 or num_microbatches >= num_stages:
             assert len(forwards) == num_chunks * num_microbatches + num_stages - 1
-        else:  # a chunk's turn is K slots long, filled or not
+        else:  # a wave takes K slots for each chunk, filled or not
             assert forwards[-1] - forwards[0] <= len(schedule.slots) * (num_chunks * num_stages + num_microbatches - 2)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -103,7 +104,7 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
     f, b = map(list, zip(*times, strict=True))
     num_chunks = 2 if name == "interleaved" else 1
     schedule = make(name, len(f), num_microbatches, num_chunks)
-    timeline = simulate(schedule, f, b)
+    timeline, placement = simulate(schedule, f, b), schedule.placement
     end = {(span.stage, span.action): span.end for span in timeline.spans}
     for stage, order in enumerate(schedule.actions):
         spans = [span for span in timeline.spans if span.stage == stage]
@@ -111,10 +112,11 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
         for before, span in itertools.pairwise(spans):
             assert before.end <= span.start
         for span in spans:
-            virtual = span.action.chunk * len(f) + stage - (1 if span.action.kind == "F" else -1)
-            if 0 <= virtual < len(f) * num_chunks:
-                source = type(span.action)(span.action.kind, span.action.microbatch, virtual // len(f))
-                assert end[virtual % len(f), source] <= span.start
+            virtual_stage = placement.virtual_stage(stage, span.action.chunk)
+            sender = placement.neighbour(virtual_stage, -1 if span.action.kind == "F" else +1)
+            if sender is not None:
+                source = replace(span.action, chunk=placement.chunk_of(sender))
+                assert end[placement.stage_of(sender), source] <= span.start
     assert timeline.makespan == max(end.values())
 
 

@@ -8,19 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpipe.schedules import schedule as schedule_module
+from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind, Placed
 from jpipe.schedules.orders import SCHEDULES, make_schedule
-from jpipe.schedules.schedule import Action, ActionKind, Schedule, needs, place
-from jpipe.schedules.ticks import TickTable, lower
+from jpipe.schedules.placement import Placement
+from jpipe.schedules.placing import needs, place
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import SlotTable, TickTable, lower
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
 GARBAGE: Tag = ("garbage", -1, -1)
-BOUNDARIES = {"activation": "F", "gradient": "B"}
+BOUNDARIES = {"activation": "F", "cotangent": "B"}
 
 
 @st.composite
-def schedules(draw) -> Schedule:
+def schedules(draw: st.DrawFn) -> Schedule:
     """Any valid schedule: a random order that respects the dependencies, dealt out to the stages."""
     num_stages, num_microbatches, num_chunks = (draw(st.integers(1, high)) for high in (4, 5, 3))
     slots = draw(st.sampled_from([("F", "B"), ("B", "F"), ("FB",), ("BF", "F"), ("F", "F", "B"), ("F",), ("F", "F")]))
@@ -33,14 +35,12 @@ def schedules(draw) -> Schedule:
         for m in range(num_microbatches)
         for v in range(num_chunks)
     ]
-    sizes = make_schedule(
-        "forward", num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )  # only its sizes matter to `needs`
+    placement = Placement(num_stages, num_chunks)
     eager = {placed: seed.random() for placed in every}
-    done: set = set()
+    done: set[Placed] = set()
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     while len(done) < len(every):
-        ready = [p for p in every if p not in done and all(need in done for need in needs(sizes, *p))]
+        ready = [p for p in every if p not in done and all(need in done for need in needs(placement, *p))]
         stage, action = min(ready, key=lambda placed: eager[placed])
         done.add((stage, action))
         orders[stage].append(action)
@@ -48,6 +48,7 @@ def schedules(draw) -> Schedule:
 
 
 def named(num_chunks: int) -> list[Schedule]:
+    """Every schedule that has a name and these chunks, with several stages and micro-batches."""
     names = SCHEDULES if num_chunks == 1 else ("interleaved", "forward")
     return [
         make_schedule(name, num_stages=k, num_microbatches=m, num_chunks=num_chunks)
@@ -62,21 +63,20 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     written = {name: [table.rows_written(name)] * schedule.num_stages for name in BOUNDARIES}
     rows_of = written | {"residual": table.residual_rows}
     buffers = {name: [[EMPTY] * rows for rows in rows_of[name]] for name in rows_of}
-    trains = any(action.kind == "B" for action in schedule.actions[0])
     ran: list[list[Action]] = [[] for _ in schedule.actions]
-    crossing: dict[tuple[str, int], Tag] = {}  # what the slot before left and no action of this one may need
+    crossing: dict[tuple[str, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
     for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
         sent: dict[tuple[str, int], Tag] = {}
         for stage in range(schedule.num_stages):
-            action = _cell(slot, tick, stage)
-            expected = {"activation": EMPTY, "gradient": EMPTY}
+            action = _action_at(slot, tick, stage)
+            expected = {"activation": EMPTY, "cotangent": EMPTY}
             if action is not None:
                 ran[stage].append(action)
                 expected |= _expected_reads(schedule, stage, action, keep_inputs=keep_inputs)
                 sent |= _sends(schedule, stage, action)
             for name, value in expected.items():
                 assert _read(buffers[name][stage], getattr(slot, name)[tick, stage]) == value
-            _play_residual(buffers["residual"][stage], slot.residual[tick, stage], action, trains)
+            _play_residual(buffers["residual"][stage], slot.residual[tick, stage], action, schedule.trains)
         beside = {kind for kind in "FB" if kind not in table.slots[(i + 1) % len(table.slots)].kinds}
         arrived = crossing | {key: tag for key, tag in sent.items() if key[0] not in beside}
         crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
@@ -90,25 +90,27 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
 
 
 def _expected_reads(schedule: Schedule, stage: int, action: Action, *, keep_inputs: bool) -> dict[str, Tag]:
-    virtual, depth = action.chunk * schedule.num_stages + stage, schedule.num_stages * schedule.num_chunks
+    """What an action must find in its rows, by buffer: what its neighbours in the chain of virtual stages sent."""
+    virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
     reads: dict[str, Tag] = {}
-    if virtual > 0 and (action.kind == "F" or keep_inputs):
-        reads["activation"] = ("F", action.microbatch, virtual - 1)
-    if virtual < depth - 1 and action.kind == "B":
-        reads["gradient"] = ("B", action.microbatch, virtual + 1)
+    if not schedule.placement.is_first(virtual_stage) and (action.kind == "F" or keep_inputs):
+        reads["activation"] = ("F", action.microbatch, virtual_stage - 1)
+    if not schedule.placement.is_last(virtual_stage) and action.kind == "B":
+        reads["cotangent"] = ("B", action.microbatch, virtual_stage + 1)
     return reads
 
 
 def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, int], Tag]:
     """What a stage sends, by kind and receiving stage."""
-    virtual, depth = action.chunk * schedule.num_stages + stage, schedule.num_stages * schedule.num_chunks
-    flow = 1 if action.kind == "F" else -1
-    if not 0 <= virtual + flow < depth:
+    virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
+    receiver = schedule.placement.neighbour(virtual_stage, +1 if action.kind == "F" else -1)
+    if receiver is None:
         return {}
-    return {(action.kind, (stage + flow) % schedule.num_stages): (action.kind, action.microbatch, virtual)}
+    return {(action.kind, schedule.placement.stage_of(receiver)): (action.kind, action.microbatch, virtual_stage)}
 
 
-def _cell(slot, tick: int, stage: int) -> Action | None:
+def _action_at(slot: SlotTable, tick: int, stage: int) -> Action | None:
+    """What a stage does in a slot; None where it idles."""
     kind = slot.kind[tick, stage]
     if kind == 0:
         assert slot.microbatch[tick, stage] == slot.chunk[tick, stage] == 0
@@ -116,11 +118,12 @@ def _cell(slot, tick: int, stage: int) -> Action | None:
     return Action(slot.kinds[kind - 1], int(slot.microbatch[tick, stage]), int(slot.chunk[tick, stage]))
 
 
-def _read(buffer: list, row: int):
+def _read(buffer: list[Tag], row: int) -> Tag:
     return EMPTY if row < 0 else buffer[row]
 
 
-def _play_residual(buffer: list, row: int, action: Action | None, trains: bool) -> None:
+def _play_residual(buffer: list[Tag], row: int, action: Action | None, trains: bool) -> None:
+    """F writes the row, the B of the same micro-batch and chunk reads and empties it."""
     if action is None or not trains:
         assert row == -1
     elif action.kind == "F":
@@ -133,15 +136,15 @@ def _play_residual(buffer: list, row: int, action: Action | None, trains: bool) 
 
 def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, ...]]:
     """The most values that are live at once on each stage, counted slot time by slot time."""
-    times = place(schedule)
+    times, placement = place(schedule), schedule.placement
     live: dict[str, list[list[range]]] = {
-        name: [[] for _ in schedule.actions] for name in ("activation", "gradient", "residual")
+        name: [[] for _ in schedule.actions] for name in ("activation", "cotangent", "residual")
     }
     for (stage, action), tau in times.items():
-        virtual = action.chunk * schedule.num_stages + stage
+        virtual_stage = placement.virtual_stage(stage, action.chunk)
         backward = times.get((stage, Action("B", action.microbatch, action.chunk)), tau)
-        for name, kind, sender in (("activation", "F", virtual - 1), ("gradient", "B", virtual + 1)):
-            source = (sender % schedule.num_stages, Action(kind, action.microbatch, sender // schedule.num_stages))
+        for name, kind, sender in (("activation", "F", virtual_stage - 1), ("cotangent", "B", virtual_stage + 1)):
+            source = (placement.stage_of(sender), Action(kind, action.microbatch, placement.chunk_of(sender)))
             if action.kind == kind and source in times:
                 last = backward if kind == "F" and keep_inputs else tau
                 beside = kind not in schedule.slots[(times[source] + 1) % len(schedule.slots)]
@@ -156,11 +159,12 @@ def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, 
 
 
 def check(schedule: Schedule, *, keep_inputs: bool) -> None:
+    """Plays the schedule's table through, and compares its rows with the values that are live."""
     table = lower(schedule, keep_inputs=keep_inputs)
     play(schedule, table, keep_inputs=keep_inputs)
     rows = most_live(schedule, keep_inputs=keep_inputs)
     assert table.activation_rows == rows["activation"]
-    assert table.gradient_rows == rows["gradient"]
+    assert table.cotangent_rows == rows["cotangent"]
     assert table.residual_rows == rows["residual"]
 
 
@@ -182,7 +186,7 @@ def test_every_action_runs_as_soon_as_possible(schedule):
     for stage, order in enumerate(schedule.actions):
         for before, action in zip([None, *order], order, strict=False):
             tau = times[stage, action]
-            held_up = [times[need] for need in needs(schedule, stage, action)]
+            held_up = [times[need] for need in needs(schedule.placement, stage, action)]
             held_up += [] if before is None else [times[stage, before]]
             assert action.kind in schedule.slots[tau % len(schedule.slots)]
             assert all(before < tau for before in held_up)
@@ -210,28 +214,24 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "activation": ([-1, -1, -1, -1, -1], [-1, 0, 0, 0, -1]),  # F0 is read before F1 arrives, so one row does
         "activation_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
         "residual": ([0, 1, 2, -1, -1], [-1, 0, 0, 0, -1]),
-        "gradient_in": (
-            [0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0],
-        ),  # three of them arrive on stage 0; crosses beside the forwards of the tick after
+        # Three cotangents arrive on stage 0, each while the forwards of the next tick run; elsewhere row 0 is free.
+        "cotangent_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
     }
     for name, columns in by_stage.items():
         assert tuple(map(list, getattr(forward, name).T)) == columns, name
     by_stage = {
         "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
-        "gradient": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
-        "gradient_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
-        "activation_in": (
-            [0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0],
-        ),  # three of them arrive on stage 1; crosses beside the backwards of its tick
+        "cotangent": ([-1, -1, 0, 0, 0], [-1, -1, -1, -1, -1]),
+        "cotangent_in": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
+        # Three activations arrive on stage 1, each while the backwards of its tick run; elsewhere row 0 is free.
+        "activation_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
         "residual": ([-1, -1, 0, 1, 2], [-1, 0, 0, 0, -1]),
         "activation": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
     }
     for name, columns in by_stage.items():
         assert tuple(map(list, getattr(backward, name).T)) == columns, name
-    assert (table.activation_rows, table.gradient_rows, table.residual_rows) == ((0, 1), (1, 0), (3, 1))
+    assert (table.activation_rows, table.cotangent_rows, table.residual_rows) == ((0, 1), (1, 0), (3, 1))
 
 
 def test_kept_inputs_are_there_for_the_backward():
@@ -264,14 +264,14 @@ def test_rows_in_flight(num_stages, num_microbatches):
     assert residual_rows("forward") == (0,) * num_stages
 
 
-def test_forward_only_keeps_no_gradients():
+def test_forward_only_keeps_no_cotangents():
     table = make_schedule("forward", num_stages=3, num_microbatches=6, num_chunks=2).ticks
-    assert (table.activation_rows, table.gradient_rows, table.residual_rows) == ((1, 1, 1), (0, 0, 0), (0, 0, 0))
+    assert (table.activation_rows, table.cotangent_rows, table.residual_rows) == ((1, 1, 1), (0, 0, 0), (0, 0, 0))
 
 
 def test_a_new_kind_is_lowered_by_its_line_in_the_table_of_kinds(monkeypatch):
     """Weight gradients apart from B: only the executor lacks them, and residuals then live until W."""
-    monkeypatch.setitem(schedule_module.ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
+    monkeypatch.setitem(ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
     orders = [["F0", "F1", "B0", "W0", "B1", "W1"], ["F0", "B0", "F1", "W0", "B1", "W1"]]
     schedule = Schedule(orders, slots=("FBW",))
     assert str(schedule).splitlines()[2:] == [

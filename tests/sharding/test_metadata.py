@@ -25,7 +25,7 @@ def pipeline(layers, **options):
 @pytest.mark.parametrize("names", [(None, None), (None, "model"), ("fsdp", "tp")])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_leaves_of_one_shape_with_and_without_metadata(num_stages, names):
-    """A regression: specs without any axis of the mesh were banks of their own, but of the same name.
+    """A regression: leaves of specs without any axis of the mesh had a buffer of their own, but of the same name.
 
     Both layers then had the same parameters, silently; `from_layer_variables` raised an IndexError.
     """

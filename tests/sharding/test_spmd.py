@@ -1,4 +1,4 @@
-"""Partitioned programs compute what the whole ones do, however their operands lie, and their gradients too."""
+"""Partitioned functions compute what the whole ones do, however their arguments lie, and so do their gradients."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from jpipe.sharding.shardings import (
     replicated,
     settled,
 )
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 AXES = (Axis(("data", "fsdp"), (1, 2), of_examples=True), Axis(("model",), (2,)))
 NAMES = ("stage", "data", "fsdp", "model")
@@ -58,8 +58,8 @@ def grouped(x, w):
 
 
 def rnn(x, w):
-    cell = lambda h, a: ((h := jnp.tanh(h @ w + a)), h)
-    return lax.scan(cell, jnp.zeros((x.shape[0], w.shape[0])), x.swapaxes(0, 1))[1]
+    advance = lambda h, a: ((h := jnp.tanh(h @ w + a)), h)
+    return lax.scan(advance, jnp.zeros((x.shape[0], w.shape[0])), x.swapaxes(0, 1))[1]
 
 
 def backwards_scan(x, w):
@@ -217,7 +217,7 @@ FUNCTIONS = {
 
 
 def possible(shape):
-    """Every sharding over the two axes in runs of elements, one in blocks, and a partial one."""
+    """The shardings of an array: every one with a run of elements a device, some with several, and partial ones."""
     shards = [REPLICATED, *[Shard(d) for d in range(len(shape))]]
     found = [(a, b) for a, b in itertools.product(shards, shards)]
     found += [(Shard(0, 1), Shard(0, 2)), (Shard(0, 2), Shard(0, 1)), (Shard(1, 2), REPLICATED)][
@@ -234,15 +234,15 @@ def chosen(arguments, count=5):
     return [ways[i] for i in rng.permutation(len(ways))[:count]]
 
 
-def run_partitioned(make_mesh, program, shardings, arguments):
-    """The whole results of a partitioned program."""
+def run_partitioned(make_mesh, jaxpr, shardings, arguments):
+    """The whole results of a jaxpr that is carried out on parts; its arguments lie as `shardings` say."""
     mesh = make_mesh((1, 1, 2, 2), NAMES)
-    local = partition_program(program, AXES, shardings, [settled] * len(program.jaxpr.outvars))
+    local = partition_jaxpr(jaxpr, AXES, shardings, [settled] * len(jaxpr.jaxpr.outvars))
     whole = replicated(AXES)
 
     def run(*arguments):
         parts = [convert(jnp.asarray(a), AXES, whole, s) for a, s in zip(arguments, shardings, strict=True)]
-        results = jaxpr_as_fun(local.program)(*parts)
+        results = jaxpr_as_fun(local.jaxpr)(*parts)
         return [convert(x, AXES, s, whole) for x, s in zip(results, local.shardings, strict=True)]
 
     everywhere = jax.sharding.PartitionSpec()
@@ -253,10 +253,10 @@ def run_partitioned(make_mesh, program, shardings, arguments):
 
 def check(make_mesh, function, arguments, count):
     """Compares a function under several shardings of its arguments."""
-    program = jax.make_jaxpr(function)(*arguments)
+    jaxpr = jax.make_jaxpr(function)(*arguments)
     expected = jax.tree.leaves(jax.jit(function)(*arguments))
     for shardings in chosen(arguments, count):
-        found = run_partitioned(make_mesh, program, shardings, arguments)
+        found = run_partitioned(make_mesh, jaxpr, shardings, arguments)
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=f"result {i} under {shardings}")
 

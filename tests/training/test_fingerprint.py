@@ -12,8 +12,8 @@ import pytest
 
 import jpipe
 from helpers import compilations
-from jpipe.pipeline import MOST_TRAIN_STEPS
 from jpipe.training.fingerprint import fingerprint
+from jpipe.training.train_step import MOST_TRAIN_STEPS
 
 RATE = 0.1
 SETTINGS = SimpleNamespace(rate=0.1)
@@ -109,13 +109,13 @@ def test_few_steps_are_kept_and_can_be_dropped():
     pipe = pipeline()
     txs = [optax.sgd(0.1 * i) for i in range(MOST_TRAIN_STEPS + 1)]
     for tx in txs:
-        pipe._train_step_of(tx, BATCH)
-    assert [tx for tx, _ in pipe._jit_train_steps.values()] == txs[1:]
+        pipe._train_steps.of(tx, BATCH)
+    assert [tx for tx, _ in pipe._train_steps._compiled.values()] == txs[1:]
 
     state = pipe.create_state(jax.random.key(0), BATCH, txs[0])
     state, before = pipe.train_step(state, BATCH)
     pipe.clear_cache()
-    assert not pipe._jit_train_steps
+    assert not pipe._train_steps._compiled
     with compilations() as count:
         state, _ = pipe.train_step(state, BATCH)
         pipe.evaluate(state.variables, BATCH)

@@ -1,75 +1,82 @@
-"""Small programs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it."""
+"""Small jaxprs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
 
 
-def interpret(program: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
-    """The outputs of a program without random numbers or side effects.
+def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
+    """The outputs of a jaxpr without random numbers or side effects.
 
     Operations that aren't known here are left to JAX, one by one.
+
+    Args:
+      closed: the jaxpr.
+      arguments: its inputs, arrays or numbers.
     """
     with np.errstate(all="ignore"):
-        return _run(program.jaxpr, program.consts, arguments)
+        return _run(closed.jaxpr, closed.consts, arguments)
 
 
-def _run(jaxpr: Jaxpr, constants: Any, arguments: Any) -> list[np.ndarray]:
+def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[np.ndarray]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
     dtype: Callable[[Any], Any] = lambda v: v.aval.dtype
     read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], dtype(v))
     for equation in jaxpr.eqns:
-        results = _equation(equation, list(map(read, equation.invars)), jaxpr)
+        results = _results(equation, list(map(read, equation.invars)), jaxpr)
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _equation(equation: Any, taken: list[np.ndarray], within: Jaxpr) -> list[Any]:
+def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Sequence[Any]:
+    """The results of an equation of `jaxpr`."""
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
-        return _run(next(iter(jaxprs_in_params(params))), _constants(params), taken)
+        return _run(next(iter(jaxprs_in_params(params))), _constants(params), operands)
     if name == "cond":
-        chosen = params["branches"][int(np.clip(taken[0], 0, len(params["branches"]) - 1))]
-        return _run(chosen.jaxpr, chosen.consts, taken[1:])
+        branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
+        return _run(branch.jaxpr, branch.consts, operands[1:])
     if name in _PLAIN:
-        return [_PLAIN[name](*taken)]
+        return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:
-        return [_WITH_OPTIONS[name](equation, *taken)]
+        return [_WITH_OPTIONS[name](equation, *operands)]
     inputs = list(dict.fromkeys(v for v in equation.invars if not isinstance(v, Literal)))
-    values = dict(zip(equation.invars, taken, strict=True)) if inputs else {}
-    alone = within.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
+    values = dict(zip(equation.invars, operands, strict=True)) if inputs else {}
+    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[v] for v in inputs))
 
 
-def _constants(params: dict[str, Any]) -> Any:
-    """Of the program that an equation calls."""
+def _constants(params: dict[str, Any]) -> Sequence[Any]:
+    """The constants of the jaxpr that an equation with these parameters calls."""
     return next((value.consts for value in params.values() if isinstance(value, ClosedJaxpr)), ())
 
 
-def _broadcast(equation: Any, x: np.ndarray, *_: Any) -> np.ndarray:
+def _broadcast(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
     shape = equation.params["shape"]
-    place = dict(zip(equation.params["broadcast_dimensions"], x.shape, strict=True))
-    return np.broadcast_to(x.reshape([place.get(d, 1) for d in range(len(shape))]), shape)
+    sizes = dict(zip(equation.params["broadcast_dimensions"], x.shape, strict=True))
+    return np.broadcast_to(x.reshape([sizes.get(d, 1) for d in range(len(shape))]), shape)
 
 
-def _cast(equation: Any, x: np.ndarray) -> np.ndarray:
+def _cast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
     return x.astype(equation.params["new_dtype"])
 
 
-def _reshape(equation: Any, x: np.ndarray, *_: Any) -> np.ndarray:
-    return x.reshape(equation.outvars[0].aval.shape)
+def _reshape(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
+    result: Any = equation.outvars[0]
+    return x.reshape(result.aval.shape)
 
 
-def _over(function: Callable) -> Callable:
+def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda equation, x: function(x, axis=tuple(equation.params["axes"]))
 
 
 _CALLS = ("jit", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_PLAIN: dict[str, Callable] = {
+
+_PLAIN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "add_any"), np.add),
     "sub": np.subtract,
     "mul": np.multiply,
@@ -100,16 +107,19 @@ _PLAIN: dict[str, Callable] = {
     },
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
-_WITH_OPTIONS: dict[str, Callable] = {
+"""By primitive, a function of the operands."""
+
+_WITH_OPTIONS: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _cast,
     "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
     "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
-    "reduce_sum": _over(np.sum),
-    "reduce_max": _over(np.max),
-    "reduce_min": _over(np.min),
-    "reduce_and": _over(np.all),
-    "reduce_or": _over(np.any),
+    "reduce_sum": _over_axes(np.sum),
+    "reduce_max": _over_axes(np.max),
+    "reduce_min": _over_axes(np.min),
+    "reduce_and": _over_axes(np.all),
+    "reduce_or": _over_axes(np.any),
 }
+"""By primitive, a function of the equation and the operands."""

@@ -9,13 +9,13 @@ import pytest
 import jpipe
 from helpers import assert_close, take_microbatch
 from jpipe.execution.batches import default_inputs
-from jpipe.execution.program import given_shapes
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
-from jpipe.model.layer_step import Given, LayerStep
+from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import loss_sums
 from jpipe.model.remat import MODES, as_remat
-from jpipe.model.trace import trace_kinds
+from jpipe.model.trace import trace_model
+from jpipe.model.traced_layer import local_layer, trace_layer
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
 BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
@@ -39,34 +39,37 @@ MIDDLE = {
 }
 
 
-def step_of(layer, remat):
+def functions_of(layer, remat):
     layers = as_layers([lambda x: x, layer, lambda y: y * 2])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
-    model = trace_kinds(layers, shapes["inputs"], shapes)
-    steps = [LayerStep(kind, key_shape(), default_inputs, loss_fn, as_remat(remat)) for kind in model.kinds]
-    return model, steps, shapes
+    model = trace_model(layers, default_inputs, shapes["inputs"], shapes)
+    loss = lambda g: loss_fn if g == model.last else None
+    functions = [LayerFunction(group, key_shape(), as_remat(remat), loss(g)) for g, group in enumerate(model.groups)]
+    return functions, shapes
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 @pytest.mark.parametrize("name", MIDDLE)
 def test_backward_equals_vjp(name, remat):
-    model, steps, shapes = step_of(MIDDLE[name], remat)
-    kind, step = model.kinds[1], steps[1]
-    tape = step.tape(given_shapes(step, shapes))
+    functions, shapes = functions_of(MIDDLE[name], remat)
+    function = functions[1]
+    layer = local_layer(function, function.shapes(shapes))
     rng = np.random.default_rng(0)
-    params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in jax.tree.leaves(kind.variables)]
+    leaves = jax.tree.leaves(function.group.variables)
+    params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in leaves]
     key = jax.random.key(0)
-    given, x, dy = Given(params, [], key, None), [jnp.asarray(BATCH["inputs"])], [jnp.asarray(BATCH["inputs"] + 1)]
+    arguments, x = Arguments(params, [], key, None), [jnp.asarray(BATCH["inputs"])]
+    dy = [jnp.asarray(BATCH["inputs"] + 1)]
 
     @jax.jit
-    def both(given, x, dy):
-        outcome, stored = tape.forward(given, x)
-        assert [(a.shape, a.dtype) for a in stored] == [(a.shape, a.dtype) for a in tape.stored]
-        return outcome.outputs, tape.backward(given, stored, dy)
+    def both(arguments, x, dy):
+        results, residuals = layer.forward(arguments, x)
+        assert [(a.shape, a.dtype) for a in residuals] == [(a.shape, a.dtype) for a in layer.residuals]
+        return results.outputs, layer.backward(arguments, residuals, dy)
 
-    run = lambda p, x: step.forward(Given(p, [], key, None), x).outputs
+    run = lambda p, x: function.forward(Arguments(p, [], key, None), x).outputs
     expected, vjp = jax.vjp(run, params, x)
-    outputs, gradients = both(given, x, dy)
+    outputs, gradients = both(arguments, x, dy)
     assert_close(outputs, expected, "outputs")
     for found, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(vjp(dy)), strict=True):
         assert found.dtype == want.dtype
@@ -111,14 +114,33 @@ def test_a_layer_prints_once_in_its_forward(capfd):
 
 
 def stored(name, remat):
-    _, steps, shapes = step_of(MIDDLE[name], remat)
-    return steps[1].tape(given_shapes(steps[1], shapes)).stored
+    functions, shapes = functions_of(MIDDLE[name], remat)
+    return local_layer(functions[1], functions[1].shapes(shapes)).residuals
 
 
-def test_final_layer_returns_the_loss():
-    _, steps, _ = step_of(nn.Dense(4), "none")
-    given, x = Given([], [], None, BATCH), [jnp.asarray(BATCH["inputs"])]
-    loss, weight = steps[2].forward(given, x).outputs
+def test_what_is_made_again_needs_parameters_alone():
+    """A regression: an operation that takes the input, of which it uses the shape alone."""
+
+    @jax.jit
+    def like(x, w):
+        return jnp.zeros_like(x) + w
+
+    layer = jpipe.Layer(lambda key, x: jnp.ones((), x.dtype), lambda w, x: x * jnp.sin(like(x, w)))
+    functions, shapes = functions_of(layer, "none")
+    function = functions[1]
+    found = trace_layer(function, function.shapes(shapes))
+    assert len(found.remake.jaxpr.invars) == 1
+    run = lambda w, x: function.forward(Arguments([w], [], jax.random.key(0), None), [x]).outputs[0]
+    w, x, dy = jnp.float32(2), jnp.asarray(BATCH["inputs"]), jnp.asarray(BATCH["inputs"] + 1)
+    local, arguments = local_layer(function, function.shapes(shapes)), Arguments([w], [], jax.random.key(0), None)
+    gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
+    assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
+
+
+def test_the_loss_follows_the_last_layer():
+    functions, _ = functions_of(nn.Dense(4), "none")
+    arguments, x = Arguments([], [], None, BATCH), [jnp.asarray(BATCH["inputs"])]
+    loss, weight = functions[2].forward(arguments, x).outputs
     assert_close(loss, jnp.sum((2 * BATCH["inputs"]) ** 2) + jnp.sum(BATCH["inputs"]))
     assert float(weight) == 3
 

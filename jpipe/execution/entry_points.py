@@ -1,7 +1,7 @@
-"""The three programs that a pipeline compiles: initialisation, training (loss and gradients) and forward only.
+"""What a pipeline jits: initialisation, training (loss and gradients) and forward only.
 
-Each wraps what one stage does into one program on all stages, and labels the results with their layouts. All are
-traceable: they run inside a user's own `jax.jit`.
+Each wraps what one stage does into one function of global arrays, on all stages, and labels the results with their
+layouts. All are traceable: they run inside a user's own `jax.jit`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
-from jpipe.execution.executor import run_forward, run_training, send_shared
-from jpipe.execution.program import Program
-from jpipe.execution.stages import Gather, Stage
+from jpipe.execution.executor import run_inference, run_training
+from jpipe.execution.planner import Planner
+from jpipe.execution.shared import send_shared
+from jpipe.execution.stage import Gather, Stage
+from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
+from jpipe.memory.buffers import Index
 from jpipe.memory.layout import StageTree, device_index, local, stacked
-from jpipe.model.groups import Kind
+from jpipe.memory.storage import Leaf
+from jpipe.model.groups import LayerGroup
 from jpipe.model.trace import trace_init
 from jpipe.planning.plan import Plan
 from jpipe.sharding.meshes import on_stages, rest_axes, shapes_only
 from jpipe.sharding.shardings import of_spec, replicated, to_spec
-from jpipe.sharding.spmd import partition_program
+from jpipe.sharding.spmd import partition_jaxpr
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
@@ -35,58 +39,60 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
 
     Args:
       plan: cuts and layout.
-      key: a random key; see `jpipe.execution.stages.init_key`.
+      key: a random key; see `jpipe.jax_tools.random_keys.init_key`.
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
-    layouts, mesh, homes = plan.layouts, plan.mesh, plan.model.homes
+    layouts, mesh, model = plan.layouts, plan.mesh, plan.model
 
     def body(key: Any, ready: Any) -> Any:
         """One device's part: its buffers `[1, ...]` by collection."""
 
-        def index_of(c: int, member: Any, _: Any) -> Any:
-            return take_row(jnp.asarray([shown[0] - plan.model.first for shown in homes[c].members], jnp.int32), member)
+        def maker(v: int, instance: Index, _: Any) -> Index:
+            """The index of the layer that makes an instance of a set of variables."""
+            return take_row(jnp.asarray([users[0] for users in model.variable_sets[v].users], jnp.int32), instance)
 
-        def visit(c: int, member: Any, index: Any, buffers: dict[str, Any]) -> dict[str, Any]:
-            kind = plan.model.kinds[homes[c].kind]
-            if kind.layer.ready is not None or not kind.variables:
+        def visit(v: int, instance: Index, layer: Index, buffers: dict[str, Any]) -> dict[str, Any]:
+            group = model.groups[model.variable_sets[v].group]
+            if group.layer.ready is not None:
                 return buffers
-            made = _init_layer(plan, kind)(init_key(key, index))
+            made = _init_layer(plan, group)(init_key(key, layer))
             return buffers | {
-                name: layouts[name].storage.write(buffers[name], c, member, leaves) for name, leaves in made.items()
+                name: layouts[name].storage.write(buffers[name], v, instance, leaves) for name, leaves in made.items()
             }
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | local(ready)
-        return stacked(layouts["params"].storage.for_each_local(index_of, visit, device_index(mesh), buffers))
+        return stacked(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
 
 
-def _init_layer(plan: Plan, kind: Kind) -> Callable[[Any], dict[str, list[Any]]]:
+def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list[Leaf]]]:
     """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
     axes, sizes = rest_axes(plan.mesh), plan.mesh.shape
 
-    def run(key: Any) -> dict[str, list[Any]]:
+    def run(key: Any) -> dict[str, list[Leaf]]:
         with shapes_only(plan.mesh):
-            program, made = trace_init(kind.layer, key_shape(key), kind.takes, plan.batch)
-        wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in kind.specs[name]]
-        local = partition_program(program, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+            jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.batch)
+        wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in group.specs[name]]
+        local = partition_jaxpr(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
         leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-        return replay(local.program, leaves)(key)
+        return replay(local.jaxpr, leaves)(key)
 
     return run
 
 
-def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
+def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`."""
+    plan, step = planner.known_plan(), planner.step(batch, train=True, with_loss=True, key=key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
 
     def body(variables: Any, batch: Any, key: Any) -> Any:
         variables = local(variables)
-        stage = _stage(plan, program, variables, batch, key)
-        sums, updates, grads = run_training(program, stage, params.zeros(accumulator_dtype, at_work=True))
+        stage = _stage(plan, step, variables, batch, key)
+        sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True))
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
         return sums, stacked(updates), stacked(grads)
@@ -96,33 +102,36 @@ def value_and_grad(plan: Plan, program: Program, variables: dict[str, StageTree]
     run = on_stages(
         body,
         mesh,
-        (specs, _microbatch_specs(plan, program), PartitionSpec()),
-        ([PartitionSpec()] * len(program.outputs), state_specs, specs["params"]),
-        before=lambda variables, batch, key: (variables, _split(program, batch), key),
+        (specs, _microbatch_specs(plan, step), PartitionSpec()),
+        ([PartitionSpec()] * len(step.outputs), state_specs, specs["params"]),
+        before=lambda variables, batch, key: (variables, _split(step, batch), key),
     )
     run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
     sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-    return (loss, updates, dict(zip(program.metrics, metrics, strict=True))), StageTree(grads, params)
+    return (loss, updates, dict(zip(step.metrics, metrics, strict=True))), StageTree(grads, params)
 
 
-def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch: Any) -> Any:
-    """The outputs of a batch `[B, ...]`, or its loss if the program has one."""
+def forward(
+    planner: Planner, variables: dict[str, StageTree], batch: Any, *, with_loss: bool, bare: bool = False
+) -> Any:
+    """The outputs of a batch `[B, ...]` (or of its bare inputs) in evaluation mode, or its loss."""
+    plan, step = planner.known_plan(), planner.step(batch, train=False, with_loss=with_loss, bare=bare)
 
     def body(variables: Any, batch: Any) -> Any:
-        return run_forward(program, _stage(plan, program, local(variables), batch, None))
+        return run_inference(step, _stage(plan, step, local(variables), batch, None))
 
-    loses = program.final.loss_fn is not None
-    out = list(zip(program.outputs_at, program.outputs, strict=True))
+    loses = step.spec.loss_fn is not None
+    out = list(zip(step.outputs_at, step.outputs, strict=True))
     specs = [_stacked_spec(PartitionSpec() if loses else to_spec(s, plan.splits.axes, leaf.ndim)) for s, leaf in out]
     joined = [PartitionSpec(*spec[1:]) if len(spec) > 1 else PartitionSpec() for spec in specs]
     run = on_stages(
         body,
         plan.mesh,
-        (_specs(plan), _microbatch_specs(plan, program)),
+        (_specs(plan), _microbatch_specs(plan, step)),
         [PartitionSpec()] * len(specs) if loses else specs,
-        before=lambda variables, batch: (variables, _split(program, batch)),
+        before=lambda variables, batch: (variables, _split(step, batch)),
         after=(lambda leaves: leaves) if loses else lambda leaves: list(map(join_microbatches, leaves)),
         result_specs=[PartitionSpec()] * len(specs) if loses else joined,
     )
@@ -130,7 +139,7 @@ def forward(plan: Plan, program: Program, variables: dict[str, StageTree], batch
     leaves = _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
     if loses:
         return leaves[0] / leaves[1]
-    return jax.tree.unflatten(jax.tree.structure(program.final.kind.gives), leaves)
+    return jax.tree.unflatten(jax.tree.structure(step.model.outputs), leaves)
 
 
 def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
@@ -148,26 +157,28 @@ def _not_differentiable(function: Any, remedy: str) -> Any:
     return wrapped
 
 
-def _stage(plan: Plan, program: Program, variables: Any, batch: Any, key: Any) -> Stage:
+def _stage(plan: Plan, step: Step, variables: Any, batch: Any, key: Any) -> Stage:
     """One device at the start of a step, its variables and micro-batches at hand."""
     params, device = plan.layouts["params"], device_index(plan.mesh)
     gather: Gather = params.gathered_leaves
     if plan.options.gather == "step":
-        variables, gather = variables | {"params": params.gathered(variables["params"])}, lambda home, leaves: leaves
-    shared = send_shared(program, variables, device, gather)
-    rates = [rate() for rate in program.rates]
-    return Stage(program, variables, batch, key, shared, rates, device, gather, plan.options.cast == "use")
+        variables, gather = (
+            variables | {"params": params.gathered(variables["params"])},
+            lambda variable_set, leaves: leaves,
+        )
+    shared = send_shared(step, variables, device, gather)
+    return Stage(step, variables, batch, key, shared, device, gather, plan.options.cast == "use")
 
 
 def _specs(plan: Plan) -> dict[str, Any]:
     return {name: dict(layout.specs) for name, layout in plan.layouts.items()}
 
 
-def _split(program: Program, batch: Any) -> Any:
-    return split_microbatches(batch, program.schedule.num_microbatches)
+def _split(step: Step, batch: Any) -> Any:
+    return split_microbatches(batch, step.num_microbatches)
 
 
-def _microbatch_specs(plan: Plan, program: Program) -> Any:
+def _microbatch_specs(plan: Plan, step: Step) -> Any:
     """How all micro-batches `[M, b, ...]` are split."""
     spec = lambda a: _stacked_spec(to_spec(plan.splits.of_examples(a.shape[0]), plan.splits.axes, a.ndim))
-    return jax.tree.map(spec, program.batch)
+    return jax.tree.map(spec, step.batch)

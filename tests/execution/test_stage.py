@@ -62,18 +62,18 @@ def unlike(num_microbatches: int, **options):
 @pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
 @pytest.mark.parametrize(("order", "m", "v"), [("1f1b", 4, 1), ("naive", 1, 1), ("interleaved", 4, 2)])
 def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
-    """A regression: the backward of a layer alone of its kind was moved out of its loop and run by every stage."""
+    """A regression: the backward of a layer alone in its group was moved out of its loop and run by every stage."""
     pipe, batch = unlike(m, num_chunks=v, schedule=order, remat=remat)
     state = pipe.abstract_state(batch, optax.sgd(0.1))
     program = jax.jit(pipe.train_step, donate_argnums=0).lower(state, batch).compile().as_text()
     found = loops_around("dot", program)
     assert len(found) >= 3 * len(WIDTHS) - 1  # forward, and two backward (one in the first layer)
-    # around each: the scan over ticks, the action, the layers of its kind
+    # around each: the scan over ticks, the action, the layers of its group
     assert [pair for pair in found if pair[1] != 3] == []
 
 
 def test_a_stage_makes_its_own_variables_only():
-    """A regression: layers alone of their kind were initialised by every stage."""
+    """A regression: layers alone in their groups were initialised by every stage."""
     pipe, batch = unlike(4)
     program = jax.jit(pipe.init).lower(jax.random.key(0), batch).compile().as_text()
     found = loops_around("log-plus-one", program)  # of the normal distribution
@@ -97,16 +97,16 @@ def test_a_stage_updates_its_own_parameters_only():
 
 
 def test_each_parameter_is_moved_once_forward_and_once_backward():
-    """Out of its bank by one slice an action; its gradient is read and written once, whole if it is alone there."""
+    """Out of its buffer by one slice an action; its gradient is read and written once, whole if it is alone there."""
     pipe, batch = unlike(4)
     variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
     program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
     storage = variables["params"].layout.storage
-    leaves = [name for shelf in storage.shelves for name in shelf.banks]
+    leaves = [name for known in storage.record_types for name in known.buffers]
     assert len(leaves) == len(WIDTHS)
-    for name, bank in storage.banks.items():
-        operand = rf".*: \(tensor<{'x'.join(map(str, bank.shape))}xf32>"
-        alone = len(bank.shape) > 1 and bank.shape[0] == 1
+    for name, buffer in storage.buffers.items():
+        operand = rf".*: \(tensor<{'x'.join(map(str, buffer.shape))}xf32>"
+        alone = len(buffer.shape) > 1 and buffer.shape[0] == 1
         slices, updates = (2, 0) if alone else (3, 1)
         assert len(re.findall("stablehlo.dynamic_slice" + operand, program)) == slices * leaves.count(name)
         assert len(re.findall("stablehlo.dynamic_update_slice" + operand, program)) == updates * leaves.count(name)

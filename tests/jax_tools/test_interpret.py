@@ -1,11 +1,11 @@
-"""Programs run in NumPy do what they do in JAX."""
+"""Jaxprs run in NumPy give what they give in JAX."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.training.interpret import interpret
+from jpipe.jax_tools.interpret import interpret
 
 RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.standard_normal((3, 4)).astype(np.float32) for _ in range(2))
@@ -19,7 +19,7 @@ def own(x):
 
 own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
 
-PROGRAMS = {
+FUNCTIONS = {
     "arithmetic": lambda x, y, n: (x + y, x - y, x * y, x / y, -x, x**2, x**-3, jnp.fmod(x, y)),
     "integers": lambda x, y, n: (n // 2, -n // 2, jax.lax.div(-n, np.int32(2)), n % 3, n**2, n.astype(jnp.float32)),
     "bounds": lambda x, y, n: (jnp.maximum(x, y), jnp.minimum(x, 0), jnp.clip(x, -0.5, 0.5), jnp.sign(x), jnp.abs(x)),
@@ -43,12 +43,12 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
     with jax.numpy_dtype_promotion("standard"):
-        program = jax.make_jaxpr(PROGRAMS[name])(X, Y, COUNT)
-        expected = jax.tree.leaves(jax.jit(PROGRAMS[name])(X, Y, COUNT))
-    found = interpret(program, X, Y, COUNT)
+        closed = jax.make_jaxpr(FUNCTIONS[name])(X, Y, COUNT)
+        expected = jax.tree.leaves(jax.jit(FUNCTIONS[name])(X, Y, COUNT))
+    found = interpret(closed, X, Y, COUNT)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got.astype(np.float32), np.asarray(want, np.float32), rtol=2e-6, atol=1e-6)

@@ -1,0 +1,66 @@
+"""Which layers each virtual stage runs, as loop bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpipe.model.groups import Model
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRanges:
+    """The layers of S virtual stages, of G groups.
+
+    A stage goes through the groups in order and runs a range of positions of each. Where a group comes back after
+    another (A, B, A, B), it goes through them in several passes.
+
+    Attributes:
+      start: int32 `[S, passes, G]`, the first position of a group that a virtual stage runs in a pass.
+      stop: int32 `[S, passes, G]`, one past the last.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """S."""
+        return self.start.shape[0]
+
+    @property
+    def num_passes(self) -> np.ndarray:
+        """int32 `[S]`: the passes of each virtual stage."""
+        used = np.any(self.stop > self.start, axis=-1)
+        return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
+
+    @property
+    def always_one(self) -> np.ndarray:
+        """bool `[passes, G]`: whether every virtual stage has exactly one layer of a group in a pass."""
+        return ((self.stop - self.start) == 1).all(axis=0)
+
+
+def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
+    """The ranges of virtual stages, of each of which `bounds` has the first layer and one past the last."""
+    position = [model.groups[g].indices.index(i) for i, g in enumerate(model.group_of)]
+    by_stage: list[list[dict[int, tuple[int, int]]]] = []
+    for first, last in bounds:
+        passes: list[dict[int, tuple[int, int]]] = [{}]
+        for i in range(first, last):
+            g = model.group_of[i]
+            if i > first and model.group_of[i - 1] == g:
+                passes[-1][g] = (passes[-1][g][0], position[i] + 1)
+                continue
+            if passes[-1] and g <= max(passes[-1]):
+                passes.append({})
+            passes[-1][g] = (position[i], position[i] + 1)
+        by_stage.append(passes)
+    shape = (len(bounds), max(map(len, by_stage)), len(model.groups))
+    start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for s, passes in enumerate(by_stage):
+        for p, ranges in enumerate(passes):
+            for g, (a, b) in ranges.items():
+                start[s, p, g], stop[s, p, g] = a, b
+    return LayerRanges(start, stop)

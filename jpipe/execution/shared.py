@@ -1,0 +1,49 @@
+"""Shared weights in a step: sent to all stages at its start, their gradients added up at its end.
+
+The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
+accumulator of its own; here these meet, by one `psum` over the stages.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.execution.stage import Gather, Stage
+from jpipe.execution.step import Step
+from jpipe.jax_tools.loops import when
+from jpipe.memory.buffers import Index
+from jpipe.memory.storage import Buffers, Leaf
+from jpipe.sharding.meshes import AXIS
+
+
+def send_shared(step: Step, variables: dict[str, Buffers], device: Index, gather: Gather) -> dict[int, list[Leaf]]:
+    """Shared parameters from the stage that holds them to all stages, by set; with the data axes gathered."""
+    storage = step.storages["params"]
+    found = {}
+    for v, known in enumerate(step.model.variable_sets):
+        if known.shared:
+            mine = storage.record_types[v].devices[0] == device
+            leaves = gather(v, storage.read(variables["params"], v, 0))
+            found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
+    return found
+
+
+def gather_shared(
+    step: Step, stage: Stage, gradients: Buffers, shared_gradients: dict[int, list[jax.Array]]
+) -> Buffers:
+    """The gradients with those of shared parameters, added up over the stages, on the stage that holds these.
+
+    Args:
+      step: the step.
+      stage: this device.
+      gradients: its buffers of gradients.
+      shared_gradients: for each shared set of variables, this stage's sums.
+    """
+    storage = step.storages["params"]
+    for v, leaves in shared_gradients.items():
+        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
+        mine = storage.record_types[v].devices[0] == stage.device
+        add = lambda i, buffers, v=v, total=total: (i, storage.add(buffers, v, 0, total))
+        gradients = when(mine, add, gradients)
+    return gradients

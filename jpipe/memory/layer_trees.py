@@ -1,0 +1,201 @@
+"""Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
+
+The model is never put on one device: a leaf is split over `stage`, as far as it divides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.layers.base import LayerError
+from jpipe.memory.layout import Layout, StageTree, device_index, local
+from jpipe.model.groups import Model
+from jpipe.sharding.meshes import AXIS, on_stages, part_shape
+from jpipe.sharding.shardings import names_in
+
+
+def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
+    """The own tree by collection of each layer that has variables, by index. To be called under `jax.jit`.
+
+    A leaf is split over `stage` along the first dimension that divides, so that no device gets all of the model; one
+    without such a dimension is on all of them.
+
+    Args:
+      trees: some or all collections, laid out by one pipeline.
+    """
+    layouts = {name: tree.layout for name, tree in trees.items()}
+    layout = next(iter(layouts.values()))
+    places = sorted((i, v, j) for v, known in enumerate(layout.users) for j, users in enumerate(known) for i in users)
+    leaves = {
+        (name, v): [_SharedOut(leaf, spec, layout.mesh) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
+        for name, lay in layouts.items()
+        for v, known in enumerate(lay.storage.record_types)
+    }
+
+    def body(trees: dict[str, Any]) -> list[dict[str, Any]]:
+        buffers, device = local(trees), device_index(layout.mesh)
+
+        def read(name: str, v: int, j: int) -> list[Any]:
+            mine = layout.storage.record_types[v].devices[j] == device
+            found = layouts[name].storage.read(buffers[name], v, j)
+            return [known.share_out(leaf, mine) for known, leaf in zip(leaves[name, v], found, strict=True)]
+
+        return [{name: read(name, v, j) for name in layouts} for _, v, j in places]
+
+    plain = {name: dict(tree) for name, tree in trees.items()}
+    in_specs = {name: lay.storage.specs((AXIS,)) for name, lay in layouts.items()}
+    specs = [{name: [known.result_spec for known in leaves[name, v]] for name in layouts} for _, v, _ in places]
+    found = on_stages(body, layout.mesh, (in_specs,), specs)(plain)
+    return {
+        i: {name: jax.tree.unflatten(layouts[name].treedefs[v], own) for name, own in item.items()}
+        for (i, v, _), item in zip(places, found, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class _SharedOut:
+    """How a leaf of one stage is shared out among all stages.
+
+    Attributes:
+      leaf: its shape.
+      spec: how it is split over other mesh axes.
+      mesh: the devices.
+    """
+
+    leaf: jax.ShapeDtypeStruct
+    spec: PartitionSpec
+    mesh: Mesh
+
+    @property
+    def dimension(self) -> int | None:
+        """The dimension along which it is split over the stages, besides its other splits."""
+        parts, num_stages = part_shape(self.leaf.shape, self.spec, self.mesh, lambda name: True), self.mesh.shape[AXIS]
+        return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
+
+    @property
+    def result_spec(self) -> PartitionSpec:
+        """The spec of what is shared out."""
+        entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
+        if self.dimension is not None:
+            entries[self.dimension].append(AXIS)
+        return PartitionSpec(*map(tuple, entries))
+
+    def share_out(self, leaf: jax.Array, mine: Any) -> jax.Array:
+        """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
+        if leaf.dtype == jnp.bool_:
+            return self.share_out(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
+        leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
+        if self.dimension is not None:
+            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
+        return jax.lax.psum(leaf, AXIS)
+
+
+def as_items(model: Model, taken: dict[int, dict[str, Any]]) -> list[Any]:
+    """What `take_apart` found, as the layers' own libraries have it, a list of N."""
+    items = []
+    for index in range(model.num_layers):
+        group = model.group_at(index)
+        own = {name: tree for name, tree in taken.get(index, {}).items() if name in group.variables}
+        items.append(group.layer.to_item(as_auto(own)))
+    return items
+
+
+def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[str, StageTree]:
+    """Global arrays by collection with the values of the layers' own variables; the inverse of `as_items`.
+
+    Args:
+      model: the layers.
+      layouts: the layout of each collection.
+      trees: for each layer its own variables, on the host or on devices.
+
+    Raises:
+      TypeError, ValueError: these aren't the variables of these layers; the first that differs is named.
+    """
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
+    if len(trees) != model.num_layers:
+        raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
+    _check_host_arrays(trees)
+    found: dict[str, dict[int, list[Any]]] = {name: {} for name in layouts}
+    for index, tree in enumerate(trees):
+        group = model.group_at(index)
+        try:
+            own = group.layer.from_item(tree)
+        except LayerError as error:
+            raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
+        expected = group.layer.from_item(group.layer.to_item(group.variables))
+        _check_item(f"trees[{index}] ({group.layer.name})", own, expected)
+        for name in group.variables:
+            found[name][index] = jax.tree.leaves(own[name])
+    _check_tied(model, found["params"])
+    return {name: layout.place(found[name]) for name, layout in layouts.items()}
+
+
+def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
+    """Checks one layer's variables by collection against their shapes.
+
+    Raises:
+      ValueError: a collection or leaf is missing, or has another shape.
+    """
+    lacking = [name for name in expected if name not in own]
+    if lacking:
+        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}")
+    for name, tree in expected.items():
+        check_same_structure(f"{what}[{name!r}]", own[name], tree)
+        check_same_shapes(f"{what}[{name!r}]", own[name], tree)
+
+
+def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
+    """Checks that layers which share their parameters were given the same ones.
+
+    Args:
+      model: the layers.
+      params: the leaves of each layer's parameters.
+
+    Raises:
+      ValueError: naming the first two that differ.
+    """
+    for first, *others in (users for known in model.variable_sets for users in known.users):
+        for other in others:
+            pairs = zip(params.get(first, []), params.get(other, []), strict=True)
+            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
+                raise ValueError(
+                    f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
+                    f"({model.group_at(first).layer.name}) share "
+                    "their parameters; give both the same, or don't share them"
+                )
+
+
+def _check_host_arrays(trees: Any) -> None:
+    """Checks that arrays have values.
+
+    Raises:
+      TypeError: one is being traced.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"trees{jax.tree_util.keystr(path)} is being traced; from_layer_variables puts values on devices, so "
+                "call it outside of jax.jit and its like"
+            )
+
+
+def as_auto(tree: Any) -> Any:
+    """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tracer) or AxisType.Explicit not in leaf.sharding.mesh.axis_types:
+            return leaf
+        mesh = leaf.sharding.mesh
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.device_put(leaf, NamedSharding(auto, leaf.sharding.spec))
+
+    return jax.tree.map(convert, tree)

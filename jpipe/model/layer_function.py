@@ -1,0 +1,200 @@
+"""One layer as a function of arrays: its forward, its vjp, and how what it works on lies on the devices of a stage.
+
+A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
+depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves
+here. Nothing differentiates through a loop or a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.jax_tools.dtypes import is_float
+from jpipe.layers.base import Context, LayerError, describe, positional
+from jpipe.model.groups import LayerGroup, Shapes, same_shapes
+from jpipe.model.loss import LossFn, loss_sums
+from jpipe.model.remat import Remat
+from jpipe.sharding.shardings import PARTIAL, Axis, Sharding, replicated
+from jpipe.sharding.splits import Splits
+
+Leaf = Any
+"""An array, or its shape while it is only traced."""
+Choose = Callable[[Sharding], Sharding]
+"""How a result lies by itself -> how it has to lie."""
+
+
+class Arguments(NamedTuple):
+    """What a layer is called with besides its activation, in forward and backward alike.
+
+    Attributes:
+      params: the leaves of its parameters.
+      state: the leaves of its other collections, in the order of `LayerGroup.state_names`.
+      key: its random key for the micro-batch; None in evaluation.
+      batch: the micro-batch `[b, ...]`, a pytree; None for a layer that doesn't look at it.
+    """
+
+    params: list[Leaf]
+    state: list[Leaf]
+    key: Any
+    batch: Any
+
+
+class Results(NamedTuple):
+    """What a layer's forward returns.
+
+    Attributes:
+      outputs: the leaves of its activation; where the loss follows it, the sums of `jpipe.model.loss.loss_sums`.
+      state: the leaves of the new state; empty in evaluation.
+    """
+
+    outputs: list[Leaf]
+    state: list[Leaf]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFunction:
+    """What the layers of one group compute.
+
+    Attributes:
+      group: the layers.
+      key: the type of their random keys in training; None in evaluation.
+      remat: which residuals the vjp keeps.
+      loss_fn: what follows the last layer, unless its outputs are wanted; None for other layers.
+    """
+
+    group: LayerGroup
+    key: jax.ShapeDtypeStruct | None
+    remat: Remat
+    loss_fn: LossFn | None = None
+
+    @property
+    def train(self) -> bool:
+        """Training or evaluation mode."""
+        return self.key is not None
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether it has to be called with its micro-batch."""
+        return self.loss_fn is not None or self.group.layer.reads_batch
+
+    def shapes(self, batch: Shapes) -> Arguments:
+        """The shapes of its arguments for the shapes of a micro-batch."""
+        variables = self.group.variables
+        return Arguments(
+            params=jax.tree.leaves(variables.get("params")),
+            state=[leaf for name in self.group.state_names for leaf in jax.tree.leaves(variables[name])],
+            key=self.key,
+            batch=batch if self.reads_batch else None,
+        )
+
+    def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
+        """Calls the layer, and the loss if it follows."""
+        group, names = self.group, self.group.state_names
+        leaves = iter(arguments.state)
+        variables = {n: jax.tree.map(lambda _: next(leaves), group.variables[n]) for n in names}
+        if "params" in group.variables:
+            structure = jax.tree.structure(group.variables["params"])
+            variables["params"] = jax.tree.unflatten(structure, arguments.params)
+        inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
+        context = Context(arguments.key, self.train, arguments.batch)
+        try:
+            outputs, state = group.layer.apply(variables, positional(inputs), context)
+        except LayerError as error:
+            raise ValueError(f"{group.layer.name} {error}") from error
+        outputs = self._checked(outputs)
+        if self.loss_fn is not None:
+            outputs = loss_sums(self.loss_fn(outputs, arguments.batch))
+        return Results(jax.tree.leaves(outputs), [a for n in names if n in state for a in jax.tree.leaves(state[n])])
+
+    def _checked(self, outputs: Any) -> Any:
+        """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
+        gives = self.group.gives
+        if not same_shapes(outputs, gives):
+            raise ValueError(
+                f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "
+                f"{'training' if self.train else 'evaluation'}, not {describe(gives)} as it was traced; give the "
+                "same structure and shapes in both modes"
+            )
+        return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
+
+    def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
+        """The outputs that have cotangents: of the loss's sums the first, else the floating-point ones."""
+        return outputs[:1] if self.loss_fn is not None else [leaf for leaf in outputs if is_float(leaf)]
+
+    def shardings(self, arguments: Arguments, splits: Splits) -> LayerShardings:
+        """How all that the layer works on lies on the devices of a stage.
+
+        Args:
+          arguments: the shapes of its arguments.
+          splits: what arrays are split over.
+        """
+        group, axes = self.group, splits.axes
+        lying = lambda shardings: list(shardings) if axes else [()] * len(shardings)
+        moving = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
+        params = [splits.at_work(spec) for spec in group.specs.get("params", [])]
+        state = [splits.at_work(spec) for name in group.state_names for spec in group.specs.get(name, [])]
+        batch = jax.tree.leaves(arguments.batch)
+        takes_at, gives_at = lying(group.takes_at), lying(group.gives_at)
+        return LayerShardings(
+            axes=axes,
+            params=params,
+            state=state,
+            key=[replicated(axes)] * (arguments.key is not None),
+            batch=[splits.of_examples(leaf.shape[0]) for leaf in batch],
+            activation=takes_at,
+            outputs=None if self.loss_fn is not None else [_always(s) for s in gives_at],
+            cotangents=[replicated(axes)] if self.loss_fn is not None else moving(group.gives, gives_at),
+            gradients=[_always(_unreduced(s, axes)) for s in params],
+            input_cotangents=[_always(s) for s in moving(group.takes, takes_at)],
+        )
+
+
+@dataclass(frozen=True)
+class LayerShardings:
+    """How what a layer works on lies on the devices of its stage, leaf by leaf.
+
+    Attributes:
+      axes: the mesh axes besides `stage` that arrays are split over.
+      params, state, key, batch: its arguments.
+      activation: what it takes.
+      outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
+      cotangents: of its outputs.
+      gradients: how the gradients of its parameters have to lie.
+      input_cotangents: how the cotangents of the activation have to lie.
+    """
+
+    axes: tuple[Axis, ...]
+    params: list[Sharding]
+    state: list[Sharding]
+    key: list[Sharding]
+    batch: list[Sharding]
+    activation: list[Sharding]
+    outputs: list[Choose] | None
+    cotangents: list[Sharding]
+    gradients: list[Choose]
+    input_cotangents: list[Choose]
+
+    @property
+    def arguments(self) -> list[Sharding]:
+        """Of the leaves of `Arguments`."""
+        return [*self.params, *self.state, *self.key, *self.batch]
+
+    def results(self, results: Results) -> list[Choose]:
+        """How the leaves of `results` have to lie."""
+        outputs = [lambda sharding: sharding] * len(results.outputs) if self.outputs is None else self.outputs
+        return [*outputs, *[_always(s) for s, _ in zip(self.state, results.state, strict=False)]]
+
+
+def _always(sharding: Sharding) -> Choose:
+    """However a result lies by itself, it has to lie like this."""
+    return lambda _: sharding
+
+
+def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:
+    """How the gradient of a micro-batch lies: over the data axes it stays a sum to be taken, once a step."""
+    return tuple(PARTIAL if axis.of_examples else p for p, axis in zip(sharding, axes, strict=True))

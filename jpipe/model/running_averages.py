@@ -1,0 +1,122 @@
+"""Running averages of a mean and a variance, as BatchNorm keeps them, over micro-batches as if over the mini-batch.
+
+The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i)
+(GPipe, section 2.3). A running average a moves towards them at a rate r (Flax: 1 - momentum), and shows only its new
+values: of the mean a + r (m_i - a), of the variance likewise. With u_i = r (m_i - a), what the mean over micro-batches
+of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. The first term is added to each
+micro-batch's new variance, the second is subtracted once at the end, so that only the averages are summed up.
+
+The rate is nowhere to be read: it is found by differentiating the layer's new state by its old one, when a step is
+laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), so that nothing of this is left in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jpipe.jax_tools.concrete import on_this_host
+from jpipe.jax_tools.dtypes import is_float
+from jpipe.jax_tools.interpret import interpret
+from jpipe.jax_tools.jaxprs import without_stops
+from jpipe.jax_tools.random_keys import example_key
+from jpipe.jax_tools.tracing import replay, trace
+from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
+from jpipe.sharding.shardings import Axis, Sharding, convert, replicated
+
+
+@dataclass(frozen=True, eq=False)
+class RunningAverages:
+    """The running means and variances among the leaves of a layer's state.
+
+    Attributes:
+      pairs: for each of them the indices of the mean and the variance among the leaves.
+      rates: for each of them the rate at which it moves, an array of the mean's shape.
+      lying: how its leaves lie on the devices of a stage.
+      axes: what arrays are split over.
+    """
+
+    pairs: tuple[tuple[int, int], ...] = ()
+    rates: tuple[np.ndarray, ...] = ()
+    lying: tuple[Sharding, ...] = ()
+    axes: tuple[Axis, ...] = ()
+
+    def with_spread(self, old: Sequence[Leaf], new: Sequence[Leaf]) -> list[Leaf]:
+        """A micro-batch's new state, with u_i^2 / r added to its variances."""
+        changed = list(new)
+        for i, (mean, variance) in enumerate(self.pairs):
+            changed[variance] = new[variance] + self._square_over_rate(new[mean] - old[mean], i)
+        return changed
+
+    def without_spread(self, old: Sequence[Leaf], merged: Sequence[Leaf]) -> list[Leaf]:
+        """The mean over micro-batches of `with_spread`, less mean(u_i)^2 / r: the mini-batch's new state."""
+        changed = list(merged)
+        for i, (mean, variance) in enumerate(self.pairs):
+            changed[variance] = merged[variance] - self._square_over_rate(merged[mean] - old[mean], i)
+        return changed
+
+    def _square_over_rate(self, change: jax.Array, i: int) -> jax.Array:
+        """change^2 / rate, of a device's part; 0 for an average that doesn't move."""
+        whole = self.rates[i]
+        if np.all(whole == whole.flat[0]):
+            rate = jnp.asarray(whole.flat[0], change.dtype)
+        else:
+            rate = convert(jnp.asarray(whole, change.dtype), self.axes, replicated(self.axes), self.lying[i])
+        return jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
+
+
+def mean_variance_pairs(paths_and_leaves: Sequence[tuple[Any, Leaf]]) -> list[tuple[int, int]]:
+    """The pairs of leaves called "mean" and "var" that lie side by side in a collection.
+
+    Args:
+      paths_and_leaves: as `jax.tree_util.tree_leaves_with_path` gives them.
+    """
+    index = {(path[:-1], getattr(path[-1], "key", None)): i for i, (path, _) in enumerate(paths_and_leaves) if path}
+    pairs = [(i, index.get((parent, "var"))) for (parent, name), i in index.items() if name == "mean"]
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    return [(i, j) for i, j in pairs if j is not None and leaves[i].shape == leaves[j].shape and is_float(leaves[i])]
+
+
+def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """How fast leaves of a layer's state move towards a micro-batch's value: 1 - d(new)/d(old).
+
+    Args:
+      function: the layer in training.
+      shapes: the shapes of its arguments.
+      leaves: indices of leaves of its state, running averages, which move at a rate that depends on no input.
+    """
+    if not leaves:
+        return ()
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+    def rates() -> list[jax.Array]:
+        arguments = zeros(shapes._replace(key=None))._replace(
+            key=None if shapes.key is None else example_key(shapes.key)
+        )
+
+        def new_averages(*averages: jax.Array) -> list[Leaf]:
+            state = list(arguments.state)
+            for i, leaf in zip(leaves, averages, strict=True):
+                state[i] = leaf
+            activation = jax.tree.leaves(zeros(function.group.takes))
+            new = function.forward(arguments._replace(state=state), activation).state
+            return [new[i] for i in leaves]
+
+        averages = [arguments.state[i] for i in leaves]
+        jaxpr = without_stops(trace(new_averages, *averages)[0])  # nnx stops the gradients of what it keeps
+        slopes = jax.jvp(replay(jaxpr, averages), averages, list(map(jnp.ones_like, averages)))[1]
+        return [1 - slope for slope in slopes]
+
+    traced = trace(rates)[0]
+    alone = dce_jaxpr(traced.jaxpr, [True] * len(leaves), instantiate=True)[
+        0
+    ]  # without what the layer computes besides
+    with on_this_host():
+        return tuple(map(np.asarray, interpret(ClosedJaxpr(alone, traced.consts))))

@@ -1,0 +1,263 @@
+"""A layer's forward and backward as two jaxprs, traced once, with the residuals between them in plain sight.
+
+`jax.vjp` returns a pytree: its leaves are what the backward needs. Some are at hand in the backward anyway (arguments
+of the layer), some follow from the parameters alone (a cast kernel) and are made again, the rest are the *residuals*,
+which have to be stored. Forward and backward are kept as jaxprs and replayed: so both agree on the residuals wherever
+they run, and a layer's Python code runs once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jpipe.jax_tools.dtypes import is_float
+from jpipe.jax_tools.jaxprs import depends_on, uses, without_roundings
+from jpipe.jax_tools.tracing import replay, trace
+from jpipe.model.groups import Shapes
+from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
+from jpipe.sharding.shardings import Sharding, settled
+from jpipe.sharding.splits import WHOLE, Splits
+from jpipe.sharding.spmd import LocalJaxpr, partition_jaxpr
+
+Structs = tuple[jax.ShapeDtypeStruct, ...]
+
+
+class _Source(NamedTuple):
+    """Where the backward finds a leaf of the vjp: an argument of the layer, made again, or a residual; and which."""
+
+    where: Literal["argument", "made again", "residual"]
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLayer:
+    """A layer's forward and backward on whole arrays.
+
+    Attributes:
+      forward: arguments, activation -> results, leaves of the vjp; all flat.
+      remake: parameters -> those leaves of the vjp that are made again.
+      backward: leaves of the vjp, cotangents of the outputs -> gradients, cotangents of the activation.
+      results: the shapes of the results.
+      vjp_leaves: the shapes of the leaves of the vjp.
+      gradients: the shapes of `(gradients, cotangents of the activation)`.
+      num_arguments: the number of leaves of the arguments.
+      sources: where the backward finds each leaf of the vjp.
+      stored: which leaves of the vjp are residuals.
+      remade: which are made again.
+    """
+
+    forward: ClosedJaxpr
+    remake: ClosedJaxpr
+    backward: ClosedJaxpr
+    results: Results
+    vjp_leaves: list[Leaf]
+    gradients: tuple[list[Leaf], list[Leaf]]
+    num_arguments: int
+    sources: tuple[_Source, ...]
+    stored: tuple[int, ...]
+    remade: tuple[int, ...]
+
+    @property
+    def residuals(self) -> Structs:
+        """The shapes of the residuals."""
+        return _structs(_chosen(self.vjp_leaves, self.stored))
+
+    @property
+    def activation(self) -> Structs:
+        """The shapes of what the layer takes."""
+        return _structs(self.forward.in_avals[self.num_arguments :])
+
+
+def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
+    """Traces a layer's forward and its vjp, whose residuals remat chooses, from the shapes of its arguments."""
+    params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
+    moving = [is_float(leaf) for leaf in activation]
+    structures: list[Any] = []  # of the vjp, each time that it is traced: the last one's counts
+
+    def with_vjp(params: list[Leaf], others: tuple[Any, ...], activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
+        def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
+            rest = iter(floats)
+            leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
+            results = function.forward(Arguments(params, *others), leaves)
+            return function.differentiated(results.outputs), results
+
+        floats = [leaf for leaf, move in zip(activation, moving, strict=True) if move]
+        _, vjp, results = jax.vjp(function.remat.wrap(run), params, floats, has_aux=True)
+        structures.append(jax.tree.structure(vjp))
+        return results, jax.tree.leaves(vjp)
+
+    try:
+        jaxpr, (results, leaves) = trace(with_vjp, params, others, activation)
+        outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
+        transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents)
+        backward, gradients = trace(transpose, leaves, outputs)
+    except Exception as error:
+        error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
+        raise
+    forward = without_roundings(jaxpr)
+    num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
+    sources, stored, remade = _sort(forward, num_results, len(params), num_arguments)
+    wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
+    needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
+    remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]
+    return TracedLayer(
+        forward=forward,
+        remake=ClosedJaxpr(remake, forward.consts),
+        backward=backward,
+        results=results,
+        vjp_leaves=leaves,
+        gradients=gradients,
+        num_arguments=num_arguments,
+        sources=sources,
+        stored=stored,
+        remade=remade,
+    )
+
+
+def _sort(
+    forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int
+) -> tuple[tuple[_Source, ...], tuple[int, ...], tuple[int, ...]]:
+    """(where each leaf of the vjp is found, those to store, those to make again, each once)."""
+    inputs, leaves = forward.jaxpr.invars, forward.jaxpr.outvars[num_results:]
+    depends = depends_on(forward, inputs[num_params:])[num_results:]
+    sources = {id(v): _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
+    stored: list[int] = []
+    remade: list[int] = []
+    for i, (leaf, depends_on_more) in enumerate(zip(leaves, depends, strict=True)):
+        if id(leaf) not in sources:
+            from_params = not depends_on_more and not any(_inputs_of(forward, num_results + i)[num_params:])
+            chosen = remade if from_params else stored
+            sources[id(leaf)] = _Source("made again" if from_params else "residual", len(chosen))
+            chosen.append(i)
+    return tuple(sources[id(leaf)] for leaf in leaves), tuple(stored), tuple(remade)
+
+
+def _inputs_of(closed: ClosedJaxpr, result: int) -> list[bool]:
+    """Which inputs of a jaxpr have to be there to compute one of its results."""
+    return uses(closed, [i == result for i in range(len(closed.jaxpr.outvars))])
+
+
+# --- as one device runs it --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LocalForward:
+    """A layer's forward, as one device of a stage runs it.
+
+    Attributes:
+      jaxpr: arguments, activation -> results, leaves of the vjp (none if nothing is kept for a backward); all flat.
+      results: the shapes of the device's parts of the results.
+      results_at: how the leaves of the results lie.
+      residuals_at: which results of `jaxpr` are residuals.
+    """
+
+    jaxpr: ClosedJaxpr
+    results: Results
+    results_at: list[Sharding]
+    residuals_at: tuple[int, ...]
+
+    def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
+        """(results, residuals)."""
+        found = self._run(arguments, activation)
+        count = len(jax.tree.leaves(self.results))
+        results = jax.tree.unflatten(jax.tree.structure(self.results), found[:count])
+        return results, _chosen(found, self.residuals_at)
+
+    @property
+    def _run(self) -> Callable[..., list[Leaf]]:
+        return replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))
+
+
+@dataclass(frozen=True, eq=False)
+class LocalLayer:
+    """A layer's forward and backward, as one device of a stage runs them.
+
+    Attributes:
+      forward: as in a forward action.
+      remake: parameters -> those leaves of the vjp that are made again.
+      transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
+      sources: where the backward finds each leaf of the vjp.
+      residuals: the shapes of the residuals.
+      activation: the shapes of what the layer takes.
+      outputs: the shapes of the outputs that have cotangents.
+    """
+
+    forward: LocalForward
+    remake: Callable[[list[Leaf]], list[Leaf]]
+    transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
+    sources: tuple[_Source, ...]
+    residuals: Structs
+    activation: Structs
+    outputs: Structs
+
+    def backward(
+        self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
+    ) -> tuple[list[Leaf], list[Leaf]]:
+        """(gradients of the parameters, cotangents of the floating-point leaves of the activation)."""
+        found = {
+            "argument": jax.tree.leaves(arguments),
+            "made again": self.remake(arguments.params),
+            "residual": residuals,
+        }
+        return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
+
+
+def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> LocalForward:
+    """Traces a layer's forward alone, of which nothing is kept, for one of the devices of a stage."""
+    shardings = function.shardings(arguments, splits)
+    jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
+    given = [*shardings.arguments, *shardings.activation]
+    local = partition_jaxpr(jaxpr, shardings.axes, given, shardings.results(results))
+    return _as_forward(local, results, ())
+
+
+def local_layer(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> LocalLayer:
+    """Traces a layer's forward and backward for one of the devices of a stage."""
+    return partition_layer(trace_layer(function, arguments), function.shardings(arguments, splits))
+
+
+def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer:
+    """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
+    axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
+    wanted = [*shardings.results(layer.results), *[settled] * len(layer.vjp_leaves)]
+    forward = partition_jaxpr(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
+    remake = partition_jaxpr(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
+    lying = {
+        "argument": shardings.arguments,
+        "made again": remake.shardings,
+        "residual": _chosen(forward.shardings[num_results:], layer.stored),
+    }
+    leaves_at = [lying[source.where][source.number] for source in layer.sources]
+    backward = partition_jaxpr(
+        layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
+    )
+    local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
+    return LocalLayer(
+        forward=local,
+        remake=replay(remake.jaxpr, [0] * len(layer.remade)),
+        transpose=replay(backward.jaxpr, layer.gradients),
+        sources=layer.sources,
+        residuals=_structs(_chosen(forward.jaxpr.out_avals, local.residuals_at)),
+        activation=_structs(forward.jaxpr.in_avals[layer.num_arguments :]),
+        outputs=_structs(backward.jaxpr.in_avals[len(layer.vjp_leaves) :]),
+    )
+
+
+def _as_forward(local: LocalJaxpr, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
+    count = len(jax.tree.leaves(results))
+    shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
+    return LocalForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
+
+
+def _chosen(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [items[i] for i in indices]
+
+
+def _structs(avals: Sequence[Any]) -> Structs:
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

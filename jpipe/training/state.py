@@ -1,0 +1,101 @@
+"""The state of training: what a step reads and returns, and how an optimiser's state lies on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.memory.layout import StageTree
+from jpipe.sharding.meshes import AXIS
+from jpipe.training.checks import check_is_optimizer, check_optimizer, check_update
+from jpipe.training.elementwise import check_elementwise
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a training step reads and returns.
+
+    Attributes:
+      step: int32 scalar, the number of steps done.
+      variables: the model's variables by collection.
+      opt_state: the optimiser's state.
+      key: the random key that all steps' keys are derived from.
+      tx: the optax transformation (static).
+    """
+
+    step: Any
+    variables: dict[str, Any]
+    opt_state: Any
+    key: Any
+    tx: optax.GradientTransformation = field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def abstract_state(
+    variables: dict[str, StageTree],
+    tx: optax.GradientTransformation,
+    key: jax.ShapeDtypeStruct,
+    loss: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+) -> TrainState:
+    """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
+
+    Args:
+      variables: shapes with shardings, by collection.
+      tx: the optimiser.
+      key: the type of the random key.
+      loss: the type of the loss.
+      mesh: all devices.
+
+    Raises:
+      TypeError: `tx` is no optax transformation, or needs more than a step gives it.
+      ValueError: it tells parameters apart.
+    """
+    check_is_optimizer(tx)
+    opt_state = jax.eval_shape(tx.init, variables["params"])
+    check_optimizer(opt_state)
+    check_update(tx, variables["params"], opt_state, loss)
+    check_elementwise(tx)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        variables=variables,
+        opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
+        key=place(key, everywhere),
+        tx=tx,
+    )
+
+
+def state_shardings(opt_state: Any, params: StageTree) -> Any:
+    """Shardings for an optimiser's state: of each leaf that mirrors a parameter, that parameter's.
+
+    Args:
+      opt_state: `jax.eval_shape(tx.init, params)`.
+      params: the parameters, or their shapes.
+    """
+    layout = params.layout
+    place = lambda spec: NamedSharding(layout.mesh, spec)
+
+    def guess(leaf: Any) -> NamedSharding:
+        """A statistic of the parameters' arrays is split over the stages, any other is on all of them."""
+        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
+        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
+
+    def of_tree(tree: StageTree) -> StageTree:
+        shapes, specs = tree.layout.shapes, tree.layout.specs
+        same = lambda name, leaf: leaf.shape == shapes[name].shape
+        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
+        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
+
+    is_tree = lambda node: isinstance(node, StageTree)
+    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)

@@ -1,0 +1,72 @@
+"""One step of training: loss and gradients, the optimiser's update, metrics; and the compiled steps of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jpipe.training.fingerprint import fingerprint
+from jpipe.training.state import TrainState
+from jpipe.training.update import global_norm, update_with_loss
+
+MOST_TRAIN_STEPS = 8
+"""How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
+
+ValueAndGrad = Callable[[Any, Any, Any], tuple[tuple[jax.Array, Any, dict[str, jax.Array]], Any]]
+"""`(variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
+
+
+def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    """(the state after one step, the metrics); to be traced."""
+    key = jax.random.fold_in(state.key, state.step)
+    (loss, updates, metrics), grads = value_and_grad(state.variables, batch, key)
+    params = state.variables["params"]
+    changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
+    variables = {"params": optax.apply_updates(params, changes), **updates}
+    metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}
+    return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
+
+
+class TrainSteps:
+    """The compiled training steps of a pipeline, one for each optimiser.
+
+    An optimiser made anew from the same numbers and functions runs what was compiled for the first one.
+
+    Args:
+      value_and_grad: the loss and gradients of a batch, to be traced.
+      shapes: `(batch, tx)` -> the state as shapes with shardings.
+    """
+
+    def __init__(self, value_and_grad: ValueAndGrad, shapes: Callable[[Any, Any], TrainState]):
+        self._value_and_grad, self._shapes = value_and_grad, shapes
+        self._compiled: dict[Any, tuple[Any, Callable[..., Any]]] = {}
+
+    def clear(self) -> None:
+        """Drops them all."""
+        self._compiled.clear()
+
+    def of(
+        self, tx: optax.GradientTransformation, batch: Any
+    ) -> tuple[optax.GradientTransformation, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
+        """(the first transformation that is the same as `tx`, `train_step` with it, compiled, which donates the state).
+
+        Args:
+          tx: the optimiser.
+          batch: a batch `[B, ...]`, or its shapes.
+        """
+        known = fingerprint(tx)
+        if known not in self._compiled:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(batch, tx))
+            step = jax.jit(
+                partial(train_step, self._value_and_grad),
+                donate_argnums=0,
+                out_shardings=(shardings, shardings.step),
+            )
+            while len(self._compiled) >= MOST_TRAIN_STEPS:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[known] = (tx, step)
+        return self._compiled[known]

@@ -1,0 +1,79 @@
+"""Running averages: the rate that a layer's code implies, and moments of a mini-batch out of micro-batches."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpipe.jax_tools.random_keys import key_shape
+from jpipe.layers.adapt import as_layers
+from jpipe.model.layer_function import LayerFunction
+from jpipe.model.remat import as_remat
+from jpipe.model.running_averages import RunningAverages, find_rates, mean_variance_pairs
+from jpipe.model.trace import trace_model
+
+X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+
+
+class InScan(nn.Module):
+    """Two layers with statistics of their own in `nn.scan`, under `nn.remat`."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        class Cell(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.BatchNorm(not train, momentum=0.75)(nn.Dense(3)(x)), None
+
+        cells = nn.scan(
+            nn.remat(Cell, prevent_cse=False),
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return cells()(x, None)[0]
+
+
+LAYERS = {
+    "linen": (nn.BatchNorm(momentum=0.9), 0.1),
+    "nnx": (lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), 0.2),
+    "scan": (InScan(), 0.25),
+    "frozen": (nn.BatchNorm(momentum=1.0), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rates(name):
+    layer, rate = LAYERS[name]
+    model = trace_model(as_layers([layer, nn.relu]), lambda batch: batch, X, X)
+    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"))
+    pairs = mean_variance_pairs(jax.tree_util.tree_leaves_with_path(model.groups[0].variables["batch_stats"]))
+    (found,) = find_rates(function, function.shapes(X), [mean for mean, _ in pairs])
+    np.testing.assert_allclose(found, rate, atol=1e-6)
+    traced = jax.jit(lambda: jnp.asarray(find_rates(function, function.shapes(X), [pairs[0][0]])[0]))
+    np.testing.assert_allclose(traced(), rate, atol=1e-6)
+
+
+def test_pairs_lie_side_by_side():
+    tree = {"a": {"mean": X, "var": X}, "b": {"mean": X}, "var": X, "c": {"mean": X, "var": jnp.zeros(2)}}
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    (pair,) = mean_variance_pairs(paths_and_leaves)
+    assert [jax.tree_util.keystr(paths_and_leaves[i][0]) for i in pair] == ["['a']['mean']", "['a']['var']"]
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.1], [0.5, 0.0]], ids=["one rate", "a rate a feature"])
+def test_moments_of_a_mini_batch(rates):
+    """Three micro-batches, each moving averages from the same start, are as one step with all examples."""
+    rate, rng = np.asarray(rates, np.float32), np.random.default_rng(0)
+    x = (rng.standard_normal((3, 5, 2)) + np.arange(3)[:, None, None]).astype(np.float32)
+    old = [rng.standard_normal(2).astype(np.float32), rng.uniform(1, 2, 2).astype(np.float32)]
+    averages = RunningAverages(((0, 1),), (rate,), ((),))
+    moved = lambda a, to: a + rate * (to - a)
+    micro = [[moved(old[0], part.mean(0)), moved(old[1], part.var(0))] for part in x]
+    total = [sum(leaves) / 3 for leaves in zip(*[averages.with_spread(old, new) for new in micro], strict=True)]
+    mean, variance = averages.without_spread(old, total)
+    whole = x.reshape(-1, 2)
+    np.testing.assert_allclose(mean, moved(old[0], whole.mean(0)), rtol=1e-5)
+    np.testing.assert_allclose(variance, moved(old[1], whole.var(0)), rtol=1e-5)

@@ -1,0 +1,147 @@
+"""The house: folders import as listed in ARCHITECTURE.md and never back, files without circles, none too long."""
+
+import ast
+import re
+import traceback
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+
+PACKAGE = Path(__file__).parents[1] / "jpipe"
+MAY_IMPORT = {
+    "jax_tools": set(),
+    "schedules": set(),
+    "sharding": {"jax_tools"},
+    "layers": {"jax_tools"},
+    "model": {"jax_tools", "sharding", "layers"},
+    "memory": {"jax_tools", "sharding", "layers", "schedules", "model"},
+    "planning": {"jax_tools", "sharding", "layers", "schedules", "model", "memory"},
+    "training": {"jax_tools", "sharding", "layers", "model", "memory"},
+    "execution": {"jax_tools", "sharding", "layers", "schedules", "model", "memory", "planning"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """`jpipe.memory.storage` of a file."""
+    return ".".join([PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def imported_by(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            modules.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return modules
+
+
+IMPORTS = {name_of(path): imported_by(path) for path in FILES}
+OWN = {name: {module for module in modules if module in IMPORTS} - {"jpipe"} for name, modules in IMPORTS.items()}
+
+
+def test_every_folder_has_its_line():
+    assert {path.parent.name for path in FILES} - {"jpipe"} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_imports_only_what_its_line_allows(folder):
+    for name, modules in OWN.items():
+        if name.startswith(f"jpipe.{folder}."):
+            found = {module.split(".")[1] for module in modules} - {folder}
+            assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
+
+
+def test_schedules_know_no_jax():
+    for name, modules in IMPORTS.items():
+        if name.startswith("jpipe.schedules."):
+            assert not [module for module in modules if module.partition(".")[0] in ("jax", "flax", "optax")], name
+
+
+def test_flax_is_known_to_the_adapters_and_to_saving_alone():
+    known = {name for name, modules in IMPORTS.items() if any(m.partition(".")[0] == "flax" for m in modules)}
+    assert known == {"jpipe.layers.flax", "jpipe.layers.adapt", "jpipe.saving"}
+
+
+def test_no_file_imports_itself_through_others():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for module in OWN[name]:
+                visit(module, (*path, name))
+            done.add(name)
+
+    for name in OWN:
+        visit(name, ())
+
+
+def test_names_that_users_may_want_are_free():
+    assert not (PACKAGE / "plan.py").exists() and not (PACKAGE / "plan").exists()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_can_be_read_at_one_sitting(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            body = node.body[docstring:] or node.body
+            assert node.end_lineno - body[0].lineno < 50, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_a_batch_reaches_its_layers_in_few_calls(remat):
+    """While tracing, from `train_step` to a layer's `apply`: twelve frames of the package at most, none twice."""
+    ways: list[list[str]] = []
+
+    class Witness(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            frames = traceback.extract_stack()
+            ways.append([f"{f.filename}:{f.name}" for f in frames if Path(f.filename).is_relative_to(PACKAGE)])
+            return nn.Dense(8)(x)
+
+    layers, batch = [Witness() for _ in range(4)], np.ones((4, 8), np.float32)
+    pipe = jpipe.Pipeline(
+        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance="even", remat=remat
+    )
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    ways.clear()
+    pipe.train_step(state, batch)
+    assert ways
+    for way in ways:
+        assert len(way) <= 12, way
+        assert len(set(way)) == len(way), way
+        files = [frame.partition(":")[0] for frame in way]
+        again = [file for i, file in enumerate(files) if i and files[i - 1] != file and file in files[:i]]
+        assert {Path(file).name for file in again} <= {"traced_layer.py"}, "tracing alone calls back"
+
+
+def test_the_glossary_points_at_definitions():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## Words")[2]
+    rows = re.findall(r"^\| [a-z, ]+ \|.*\| `(\w+)`, `([a-z_/]+\.py):(\d+)` \|$", text, re.MULTILINE)
+    assert 10 <= len(rows) <= 15
+    for name, path, number in rows:
+        lines = (PACKAGE / path).read_text().splitlines()
+        found = [i for i, line in enumerate(lines, 1) if re.match(rf"class {name}\b|{name} =", line)]
+        assert found == [int(number)], f"{name} is defined in {path}:{found}"
+
+
+def test_every_file_is_in_the_table():
+    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    for path in FILES:
+        if path.stem != "__init__" and path.parent.name != "jax_tools":
+            assert f"`{path.stem}`" in table, path
