@@ -3,7 +3,9 @@
 Boundaries have leaves of their own shapes, while one program passes them on in all stages. So the activation at any
 boundary is a record of one storage (`jpipe.memory.storage`), of which a device holds one at a time. Leaves lie
 row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so that
-one can be read while another is written. Only what some cut between stages needs crosses over.
+one can be read while another is written. Boundaries with equal leaves have equal places, so that a loop over a group of
+layers may use the first one's boundary for all. Only the first entries of a buffer cross between stages: as many as the
+largest activation at any cut needs.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from jpipe.memory.buffers import FlatBuffer
 from jpipe.memory.storage import Buffers, Leaf, Storage, build_storage
 
 WASTE = 1.0
-"""How much more memory (as a share) stacked leaves may take than flat ones would: there is one such set of buffers, and
-a row for each micro-batch whose activation waits."""
+"""How much more memory (as a share) stacked leaves may take than flat ones would: a device holds one set of these
+buffers, and a copy of the part that crosses for each micro-batch that waits."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Boundaries:
     """The common format of the activations (or of their cotangents) at all boundaries of a model.
 
     Attributes:
-      storage: a record type with one record for each boundary.
-      crossing_sizes: for each buffer that crosses between stages, how many of its entries do.
+      storage: its record type i is boundary i (what layer i gives and layer i + 1 takes), with a single record; for
+        cotangents, of the floating-point leaves only.
+      crossing_sizes: for each buffer that crosses between stages, how many of its entries do, from the first on.
     """
 
     storage: Storage
@@ -39,11 +42,11 @@ class Boundaries:
         return self.storage.empty()
 
     def pack(self, buffers: Buffers, boundary: int, leaves: list[Leaf]) -> Buffers:
-        """The buffers with the leaves of the activation at a boundary in them."""
+        """The buffers with the leaves of the activation at a boundary, a Python integer, in them."""
         return self.storage.write(buffers, boundary, 0, leaves)
 
     def unpack(self, buffers: Buffers, boundary: int) -> list[Leaf]:
-        """The leaves that were packed at a boundary."""
+        """The leaves that were packed at a boundary, or at one with equal leaves."""
         return self.storage.read(buffers, boundary, 0)
 
     def crossing(self, buffers: Buffers) -> Buffers:
@@ -52,7 +55,7 @@ class Boundaries:
         return {n: buffers[n] if whole(n, size) else buffers[n][:size] for n, size in self.crossing_sizes}
 
     def arrived(self, buffers: Buffers, part: Buffers) -> Buffers:
-        """The buffers with a part that crossed in them."""
+        """The buffers with a part that crossed, as `crossing` gives it, written to their first entries."""
         whole = lambda name, array: buffers[name].shape == array.shape
         return buffers | {n: a if whole(n, a) else put_slice(buffers[n], a, (0,)) for n, a in part.items()}
 
@@ -62,13 +65,13 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
     Args:
       boundaries: for each boundary between a layer and the next, its leaves as one device has them.
-      cuts: the indices of the boundaries between two virtual stages.
+      cuts: the indices of the boundaries between two virtual stages: of the last layer of each but the last.
     """
     count = len(boundaries)
     storage = build_storage(
         boundaries,
         [[i] for i in range(count)],
-        device_of=[0] * count,
+        device_of=[0] * count,  # all use the same places
         orders=[[tuple(range(leaf.ndim)) for leaf in leaves] for leaves in boundaries],
         tags=list(map(_occurrences, boundaries)),
         waste=WASTE,

@@ -3,7 +3,7 @@
 - A stacked buffer, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many
   as the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on.
 - A flat buffer, `[size]`, holds leaves of one dtype end to end, as many elements as the fullest stage needs: it suits
-  types that few stages have. A leaf has to be flattened for it, which moves it on an accelerator.
+  types that few stages have. Flattening copies a leaf on an accelerator.
 
 Which leaf lies where is written in a `Storage` (`jpipe.memory.storage`).
 """
@@ -29,9 +29,9 @@ class LeafType(NamedTuple):
     """What leaves in one stacked buffer have in common.
 
     Attributes:
-      shape, dtype: theirs.
+      shape, dtype: of a whole leaf, before `spec` splits it.
       spec: how they are split over mesh axes besides `stage`.
-      order: in which order of dimensions they lie in memory, if that is held to something.
+      order: their dimensions in memory, the outermost first; None if the compiler chooses.
       tag: what else tells their buffer from others, if anything.
     """
 
@@ -67,7 +67,7 @@ class StackedBuffer:
 
     Attributes:
       type: of the leaves.
-      strides: the entries that a row takes, on each device.
+      strides: `[K]`, by device along `stage`, the entries between one row and the next.
       size: the entries of the array.
     """
 
@@ -91,7 +91,7 @@ class StackedBuffer:
         return jnp.dtype(self.type.dtype)
 
     def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
-        """The leaf at an entry; of a device's part of the array, its part of the leaf."""
+        """The leaf at an entry. `array` may be a device's part; then so is the leaf."""
         del shape  # as the array has it
         array = in_order(array, self._order)
         leaf = take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
@@ -104,7 +104,7 @@ class StackedBuffer:
 
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that at an entry (in place, in a loop)."""
-        if array.shape[0] == 1:  # the sum is all of the array, and adding up in its shape needs no other
+        if array.shape[0] == 1:  # one leaf: add in the array's own shape, without slicing
             return array + leaf.astype(array.dtype)[None]
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
@@ -114,7 +114,7 @@ class StackedBuffer:
 
     @property
     def _order(self) -> Order | None:
-        """Of the array."""
+        """The order of the array's dimensions: the entries outermost."""
         return None if self.type.order is None else (0, *(d + 1 for d in self.type.order))
 
 
@@ -124,7 +124,7 @@ class FlatBuffer:
 
     Attributes:
       dtype: of the leaves.
-      strides: the elements that a row takes, on each device.
+      strides: `[K]`, by device along `stage`, the elements between one row and the next.
       size: the elements of the array.
     """
 

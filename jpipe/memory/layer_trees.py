@@ -1,6 +1,7 @@
 """Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
 
-The model is never put on one device: a leaf is split over `stage`, as far as it divides.
+The model is never put on one device: a leaf is split over `stage`, along the first dimension that K divides. An *item*
+is one layer's variables as its own library has them (linen, nnx, or bare parameters).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from jpipe.sharding.shardings import names_in
 
 
 def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
-    """The own tree by collection of each layer that has variables, by index. To be called under `jax.jit`.
+    """Each layer's own trees: index -> collection -> tree of whole arrays. To be called under `jax.jit`.
+
+    Layers without variables are missing; a collection that a layer lacks is `{}`.
 
     A leaf is split over `stage` along the first dimension that divides, so that no device gets all of the model; one
     without such a dimension is on all of them.
@@ -35,7 +38,7 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
     layout = next(iter(layouts.values()))
     places = sorted((i, v, j) for v, known in enumerate(layout.users) for j, users in enumerate(known) for i in users)
     leaves = {
-        (name, v): [_SharedOut(leaf, spec, layout.mesh) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
+        (name, v): [_Scattered(leaf, spec, layout.mesh) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
         for name, lay in layouts.items()
         for v, known in enumerate(lay.storage.record_types)
     }
@@ -46,7 +49,7 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
         def read(name: str, v: int, j: int) -> list[Any]:
             mine = layout.storage.record_types[v].devices[j] == device
             found = layouts[name].storage.read(buffers[name], v, j)
-            return [known.share_out(leaf, mine) for known, leaf in zip(leaves[name, v], found, strict=True)]
+            return [known.scatter(leaf, mine) for known, leaf in zip(leaves[name, v], found, strict=True)]
 
         return [{name: read(name, v, j) for name in layouts} for _, v, j in places]
 
@@ -61,7 +64,7 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class _SharedOut:
+class _Scattered:
     """How a leaf of one stage is shared out among all stages.
 
     Attributes:
@@ -88,10 +91,10 @@ class _SharedOut:
             entries[self.dimension].append(AXIS)
         return PartitionSpec(*map(tuple, entries))
 
-    def share_out(self, leaf: jax.Array, mine: Any) -> jax.Array:
+    def scatter(self, leaf: jax.Array, mine: Any) -> jax.Array:
         """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
         if leaf.dtype == jnp.bool_:
-            return self.share_out(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
+            return self.scatter(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
         leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
         if self.dimension is not None:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
@@ -104,12 +107,12 @@ def as_items(model: Model, taken: dict[int, dict[str, Any]]) -> list[Any]:
     for index in range(model.num_layers):
         group = model.group_at(index)
         own = {name: tree for name, tree in taken.get(index, {}).items() if name in group.variables}
-        items.append(group.layer.to_item(as_auto(own)))
+        items.append(group.layer.to_item(_as_auto(own)))
     return items
 
 
 def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[str, StageTree]:
-    """Global arrays by collection with the values of the layers' own variables; the inverse of `as_items`.
+    """Items laid out as global arrays by collection: the inverse of `take_apart` followed by `as_items`.
 
     Args:
       model: the layers.
@@ -123,7 +126,7 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
         raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
     if len(trees) != model.num_layers:
         raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
-    _check_host_arrays(trees)
+    _check_no_tracers(trees)
     found: dict[str, dict[int, list[Any]]] = {name: {} for name in layouts}
     for index, tree in enumerate(trees):
         group = model.group_at(index)
@@ -131,6 +134,7 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
             own = group.layer.from_item(tree)
         except LayerError as error:
             raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
+        # There and back, so that both have the containers that `from_item` makes.
         expected = group.layer.from_item(group.layer.to_item(group.variables))
         _check_item(f"trees[{index}] ({group.layer.name})", own, expected)
         for name in group.variables:
@@ -174,7 +178,7 @@ def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
                 )
 
 
-def _check_host_arrays(trees: Any) -> None:
+def _check_no_tracers(trees: Any) -> None:
     """Checks that arrays have values.
 
     Raises:
@@ -188,7 +192,7 @@ def _check_host_arrays(trees: Any) -> None:
             )
 
 
-def as_auto(tree: Any) -> Any:
+def _as_auto(tree: Any) -> Any:
     """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split."""
 
     def convert(leaf: Any) -> Any:

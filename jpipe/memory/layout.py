@@ -1,7 +1,10 @@
 """The layout of variables: which buffers hold them, as global arrays split over the stages.
 
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
-its `Layout`. The layout translates to and from the layers' trees without ever putting the model on one device.
+its `Layout`. `Layout.place` lays out the layers' leaves; `jpipe.memory.layer_trees` takes them out again.
+
+*At rest*, between steps, arrays are split over all mesh axes that their specs name. *At work* they are gathered along
+the data axes.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Layout:
 
         Args:
           dtype_of: a buffer's dtype -> that of its array here.
-          at_work: with the data axes gathered.
+          at_work: with the shapes that `gathered` gives.
         """
         over = (lambda name: not is_batch_axis(name)) if at_work else (lambda name: True)
         shape = lambda buffer: part_shape(buffer.shape, buffer.spec, self.mesh, over)
@@ -80,7 +83,7 @@ class Layout:
         return [gather_axes(leaf, spec, is_batch_axis) for leaf, spec in zip(leaves, specs, strict=True)]
 
     def reduced(self, buffers: Buffers) -> Buffers:
-        """The inverse of `gathered` for sums over a device's own examples: over all examples, at rest."""
+        """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
         return {n: self._reduced(buffers[n], known.spec) for n, known in self.storage.named_buffers}
 
     def _reduced(self, array: Any, spec: PartitionSpec) -> Any:
@@ -95,7 +98,12 @@ class Layout:
         return StageTree({name: move(leaf, self.shapes[name]) for name, leaf in tree.items()}, self)
 
     def place(self, leaves: dict[int, list[Any]]) -> StageTree:
-        """Global arrays that hold the leaves of the given layers; each device gets its own part from the host."""
+        """Global arrays that hold the leaves of the given layers; each device gets its own part from the host.
+
+        Args:
+          leaves: by layer, in the order of `jax.tree.leaves`; of layers that share variables the first one's count.
+            The places of others hold zeros.
+        """
         by_record = {
             (v, j): leaves[users[0]]
             for v, instances in enumerate(self.users)
@@ -123,7 +131,8 @@ NOT_SAVED = (
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by buffer (`jpipe.memory.storage`).
 
-    A pytree. Elementwise operations and sums over all elements are exact: places that no layer owns hold zeros.
+    A pytree. Places that no layer owns hold zeros, and keep them under elementwise operations that map 0 to 0, so that
+    sums and norms over all elements are exact.
     """
 
     def __init__(self, buffers: Buffers, layout: Layout):
@@ -162,6 +171,8 @@ def make_layouts(
     model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, apart: bool = False
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
+
+    Record type v of each is `model.variable_sets[v]`. Variables that layers share lie on the first one's stage.
 
     Args:
       model: the traced layers.

@@ -7,6 +7,9 @@ What is stored together is a *record*: one layer's parameters, one layer's resid
 at one boundary. Records with the same leaves are of one *record type*. A `Storage` says where each leaf of each record
 lies, as plain data. The same class keeps parameters, gradients, state, an optimiser's state, residuals, and what
 crosses boundaries (`jpipe.memory.boundaries`).
+
+A *device* is an index k along `stage` here. Shapes are those of the whole stage; where other mesh axes split a buffer,
+`read`, `write` and `add` work on a device's part of it and give its part of each leaf.
 """
 
 from __future__ import annotations
@@ -34,11 +37,16 @@ Buffers = dict[str, Any]
 """The arrays of one device, by the name of the buffer."""
 
 WASTE = 1 / 4
-"""How much more memory (as a share) stacked buffers may take than flat ones would, so that large leaves stay whole."""
+"""Leaves are stacked, largest first, while all buffers take at most (1 + WASTE) times what flat ones would."""
 
 
 class Row(NamedTuple):
-    """Which row of a storage with rows, that of one micro-batch in flight on a device; both may be traced."""
+    """A row, for one micro-batch in flight: row r of a buffer begins at entry `r * strides[device]`.
+
+    Attributes:
+      row: its index.
+      device: the index along `stage`.
+    """
 
     row: Index
     device: Index
@@ -53,7 +61,8 @@ class RecordType:
       specs: for each leaf, the mesh axes that it is split over.
       buffers: for each leaf, the name of its buffer.
       devices: for each record, the device that has it.
-      entries: for each leaf and each record, its entry in the buffer, `[leaves][records]`.
+      entries: `[leaves][records]`, where each leaf begins in its buffer, in row 0: the index of a leaf (stacked) or of
+        its first element (flat). Records of different owners may have the same entry.
     """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -83,11 +92,11 @@ class Storage:
         return dict(self.named_buffers)
 
     def zeros(self) -> Buffers:
-        """The arrays of one device, zero."""
+        """One stage's arrays, zero, before other mesh axes split them."""
         return {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
 
     def empty(self) -> Buffers:
-        """The arrays of one device, of any values: nothing is written to memory."""
+        """One stage's arrays, of any values: nothing is written to memory."""
         return {name: jax.lax.empty(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
 
     def shapes(self) -> Buffers:
@@ -99,7 +108,7 @@ class Storage:
         return {name: PartitionSpec(*prefix, *buffer.spec) for name, buffer in self.named_buffers}
 
     def read(self, arrays: Buffers, record_type: int, record: Index, at: Row | None = None) -> list[Leaf]:
-        """The leaves of a record.
+        """The leaves of a record; on a device that doesn't have it, whatever lies there.
 
         Args:
           arrays: of one device.
@@ -116,14 +125,14 @@ class Storage:
     def write(
         self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None
     ) -> Buffers:
-        """The arrays with a record's leaves replaced (in place, in a loop)."""
+        """The arrays with a record's leaves replaced (in place, in a loop); for the device that has it."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             arrays[name] = self.buffers[name].put(arrays[name], self._entry(known, i, record, at), leaf)
         return arrays
 
     def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf]) -> Buffers:
-        """The arrays with floating-point `leaves` added to a record's, in the arrays' dtype; others replace it."""
+        """The arrays with floating-point `leaves` added to a record's, in the arrays' dtype; others replace these."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             change = self.buffers[name].add if is_float(leaf) else self.buffers[name].put
@@ -131,7 +140,7 @@ class Storage:
         return arrays
 
     def assemble(self, device: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
-        """One buffer of one device, on the host.
+        """One buffer of one stage, whole, `[size, ...]`, on the host.
 
         Args:
           device: its index along `stage`.
@@ -152,8 +161,8 @@ class Storage:
     ) -> Any:
         """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
-        To be called inside of a program on the stages. What is made from `read`'s arrays is computed only on devices
-        that have such a record.
+        To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
+        for records that this device has, and for no others.
         """
         for t, known in enumerate(self.record_types):
             if not known.devices:
@@ -165,6 +174,7 @@ class Storage:
 
             def visit(i: Any, carry: Any, t: int = t, table: Any = table) -> tuple[Any, Any]:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
+                # Untied, a compiler may compute the body ahead of the loop, also where there is no trip.
                 (record, values), i = tie((record, read(t, record, carry)), i)
                 return i, body(t, record, values, carry)
 
@@ -197,8 +207,9 @@ def build_storage(
     Args:
       leaves: for each record type, the leaves of a record.
       owners: for each record type, who owns each of its records: a stage, a virtual stage, a boundary. Records of one
-        owner lie side by side. Of owners on one device one is there at a time, as in a row.
-      device_of: for each owner, its device, of K that all have some.
+        owner lie side by side. Owners on one device use the same places: a row holds one of them at a time, as it holds
+        the residuals of one of a stage's virtual stages.
+      device_of: for each owner, the index of its device along `stage`; the largest is K - 1.
       specs: for each record type and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, how it lies in memory (default: as the compiler likes).
@@ -207,11 +218,13 @@ def build_storage(
     """
     num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
-    nothing = [[None] * len(group) for group in leaves]
+    nothing = [[None] * len(record) for record in leaves]
     types = [
         [LeafType(tuple(a.shape), a.dtype.name, spec, order, tag) for a, spec, order, tag in zip(*group, strict=True)]
         for group in zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
     ]
+    used = {leaf_type for group in types for leaf_type in group}
+    assert len({leaf_type.name for leaf_type in used}) == len(used), "two types of leaves would share a buffer"
     needs = _Needs.of(types, owners, device_of, rows or (1,) * num_devices)
     stacked = needs.stacked(waste)
     buffers: dict[str, Buffer] = {}
@@ -227,7 +240,10 @@ def build_storage(
 
 
 def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
-    """Tags for `build_storage`, by which each leaf of each record type has a stacked buffer of its own."""
+    """Tags for `build_storage`, by which no two leaves of a record, nor of two types, share a stacked buffer.
+
+    Leaves that lie flat still share one.
+    """
     return [[(t, i) for i in range(len(group))] for t, group in enumerate(leaves)]
 
 
@@ -249,6 +265,7 @@ def _place(
             for i, leaf_type in enumerate(group):
                 entries[i][record] = ends[names[i], owner]
                 ends[names[i], owner] += 1 if leaf_type in stacked else leaf_type.elements
+        # Without records there are no buffers for the leaves to lie in.
         used = (tuple(leaves[t]), tuple(specs[t]), names) if owners[t] else ((), (), ())
         devices = tuple(device_of[owner] for owner in owners[t])
         placed.append(RecordType(*used, devices, tuple(map(tuple, entries))))
@@ -291,7 +308,7 @@ class _Needs:
         return total
 
     def strides(self, counts: Counter) -> tuple[int, ...]:
-        """What a row takes on each device: as much as the fullest of its owners needs."""
+        """`[K]`: what a row takes on each device, in leaves or elements as `counts`: what its fullest owner needs."""
         on = lambda device: [n for owner, n in counts.items() if self.device_of[owner] == device]
         return tuple(max(on(device) or [0]) for device in range(len(self.rows)))
 

@@ -35,7 +35,7 @@ class LayerGroup:
       takes: the activation that they are called with, whole (not a device's part), as shapes; `()` for the first layer.
       gives: the activation that they return.
       variables: the shapes of their variables by collection.
-      specs: the mesh axes that each leaf of `variables` is split over at rest, by collection.
+      specs: the mesh axes that each leaf of `variables` is split over at rest (between steps), by collection.
       takes_at: how the leaves of `takes` lie on the devices of a stage.
       gives_at: how those of `gives` lie.
       needs_key: whether they draw random numbers in training.
@@ -55,7 +55,7 @@ class LayerGroup:
 
     @property
     def state_names(self) -> list[str]:
-        """The collections that aren't parameters, in order."""
+        """The collections that aren't parameters, in the order of `variables`."""
         return [name for name in self.variables if name != "params"]
 
 
@@ -65,7 +65,7 @@ class VariableSet:
 
     Attributes:
       group: the index of the group whose `init` makes them.
-      users: for each instance, the indices of the layers that use it; the first of them makes it.
+      users: `[instances][users]`, the indices of the layers that use each instance; the first of them makes it.
       shared: whether layers share the one instance.
     """
 
@@ -84,7 +84,8 @@ class Model:
       variable_sets: all variables of the model.
       inputs: the shapes of what the first layer reads from the micro-batch.
       axes: the mesh axes besides `stage` that arrays are split over.
-      traced_as: for each group, the index of the first one that is the same but for its layers (`unrolled`).
+      traced_as: for each group, the first group that computes the same on the same shapes, so that work is done once
+        for it: itself, unless the model is `unrolled`.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -113,14 +114,9 @@ class Model:
         """A layer's group."""
         return self.groups[self.group_of[layer]]
 
-    def takes_at(self, layer: int) -> Shapes:
+    def called_with(self, layer: int) -> Shapes:
         """The shapes of what a layer is called with, of the first one's inputs too."""
         return self.inputs if layer == 0 else self.group_at(layer).takes
-
-    def instance(self, group: int, position: Any) -> Any:
-        """The instance in its variable set that the layer at a position of a group uses."""
-        variable_set = self.groups[group].variable_set
-        return 0 if variable_set is None or self.variable_sets[variable_set].shared else position
 
     @property
     def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:

@@ -2,7 +2,7 @@
 
 A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
 depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves
-here. Nothing differentiates through a loop or a collective.
+here. It is one layer, on whole arrays, that is differentiated: never the loop over layers, never a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jpipe.sharding.splits import Splits
 
 Leaf = Any
 """An array, or its shape while it is only traced."""
-Choose = Callable[[Sharding], Sharding]
+Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
 
 
@@ -48,7 +48,8 @@ class Results(NamedTuple):
     """What a layer's forward returns.
 
     Attributes:
-      outputs: the leaves of its activation; where the loss follows it, the sums of `jpipe.model.loss.loss_sums`.
+      outputs: the leaves of its activation; where the loss follows it, scalars: the loss's sum, its weight's, and such
+        a pair for each metric (`jpipe.model.loss.loss_sums`).
       state: the leaves of the new state; empty in evaluation.
     """
 
@@ -64,7 +65,7 @@ class LayerFunction:
       group: the layers.
       key: the type of their random keys in training; None in evaluation.
       remat: which residuals the vjp keeps.
-      loss_fn: what follows the last layer, unless its outputs are wanted; None for other layers.
+      loss_fn: of the last layer the user's loss, or None to return its outputs; None for all others.
     """
 
     group: LayerGroup
@@ -74,7 +75,7 @@ class LayerFunction:
 
     @property
     def train(self) -> bool:
-        """Training or evaluation mode."""
+        """True in training, where there is a key."""
         return self.key is not None
 
     @property
@@ -134,8 +135,9 @@ class LayerFunction:
           splits: what arrays are split over.
         """
         group, axes = self.group, splits.axes
+        # Costs ask for one device, of a model that was traced for more.
         lying = lambda shardings: list(shardings) if axes else [()] * len(shardings)
-        moving = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
+        of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         params = [splits.at_work(spec) for spec in group.specs.get("params", [])]
         state = [splits.at_work(spec) for name in group.state_names for spec in group.specs.get(name, [])]
         batch = jax.tree.leaves(arguments.batch)
@@ -148,9 +150,9 @@ class LayerFunction:
             batch=[splits.of_examples(leaf.shape[0]) for leaf in batch],
             activation=takes_at,
             outputs=None if self.loss_fn is not None else [_always(s) for s in gives_at],
-            cotangents=[replicated(axes)] if self.loss_fn is not None else moving(group.gives, gives_at),
+            cotangents=[replicated(axes)] if self.loss_fn is not None else of_floats(group.gives, gives_at),
             gradients=[_always(_unreduced(s, axes)) for s in params],
-            input_cotangents=[_always(s) for s in moving(group.takes, takes_at)],
+            input_cotangents=[_always(s) for s in of_floats(group.takes, takes_at)],
         )
 
 
@@ -163,7 +165,7 @@ class LayerShardings:
       params, state, key, batch: its arguments.
       activation: what it takes.
       outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
-      cotangents: of its outputs.
+      cotangents: of the outputs that have some (`LayerFunction.differentiated`).
       gradients: how the gradients of its parameters have to lie.
       input_cotangents: how the cotangents of the activation have to lie.
     """
@@ -174,23 +176,23 @@ class LayerShardings:
     key: list[Sharding]
     batch: list[Sharding]
     activation: list[Sharding]
-    outputs: list[Choose] | None
+    outputs: list[Wanted] | None
     cotangents: list[Sharding]
-    gradients: list[Choose]
-    input_cotangents: list[Choose]
+    gradients: list[Wanted]
+    input_cotangents: list[Wanted]
 
     @property
     def arguments(self) -> list[Sharding]:
         """Of the leaves of `Arguments`."""
         return [*self.params, *self.state, *self.key, *self.batch]
 
-    def results(self, results: Results) -> list[Choose]:
+    def results(self, results: Results) -> list[Wanted]:
         """How the leaves of `results` have to lie."""
         outputs = [lambda sharding: sharding] * len(results.outputs) if self.outputs is None else self.outputs
         return [*outputs, *[_always(s) for s, _ in zip(self.state, results.state, strict=False)]]
 
 
-def _always(sharding: Sharding) -> Choose:
+def _always(sharding: Sharding) -> Wanted:
     """However a result lies by itself, it has to lie like this."""
     return lambda _: sharding
 

@@ -7,7 +7,7 @@ of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. 
 micro-batch's new variance, the second is subtracted once at the end, so that only the averages are summed up.
 
 The rate is nowhere to be read: it is found by differentiating the layer's new state by its old one, when a step is
-laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), so that nothing of this is left in the step.
+laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), and a constant in the step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class RunningAverages:
     """The running means and variances among the leaves of a layer's state.
 
     Attributes:
-      pairs: for each of them the indices of the mean and the variance among the leaves.
-      rates: for each of them the rate at which it moves, an array of the mean's shape.
-      lying: how its leaves lie on the devices of a stage.
+      pairs: for each running average the indices of its mean and its variance among the leaves.
+      rates: for each of them the rate at which it moves, whole, of the mean's shape.
+      lying: for each of them how its mean lies on the devices of a stage.
       axes: what arrays are split over.
     """
 
@@ -49,7 +49,7 @@ class RunningAverages:
     axes: tuple[Axis, ...] = ()
 
     def with_spread(self, old: Sequence[Leaf], new: Sequence[Leaf]) -> list[Leaf]:
-        """A micro-batch's new state, with u_i^2 / r added to its variances."""
+        """A micro-batch's new state, with u_i^2 / r added to its variances; `old` is the state before the step."""
         changed = list(new)
         for i, (mean, variance) in enumerate(self.pairs):
             changed[variance] = new[variance] + self._square_over_rate(new[mean] - old[mean], i)

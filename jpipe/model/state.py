@@ -2,7 +2,8 @@
 
 Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
 collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
-*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`jpipe.model.running_averages`).
+*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`jpipe.model.running_averages`). A
+micro-batch's new state is that of all its examples already, on whatever devices they are.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Rule(NamedTuple):
 
 
 def _change(old: Any, new: Any) -> Any:
-    """What a leaf gains: so that what doesn't move stays as it is, to the last bit. From infinity it starts anew."""
+    """What a leaf gains, so that one that doesn't move stays the same to the bit; its new value if the old is inf."""
     return jnp.where(jnp.isfinite(old), new - old, new)
 
 
 def _changed(old: Any, change: Any) -> Any:
+    """The inverse of `_change`."""
     return jnp.where(jnp.isfinite(old), old + change, change)
 
 
@@ -55,7 +57,7 @@ RULES = {
     "last": Rule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),
 }
 CHOICES = (*RULES, "moments")
-"""What users may choose; "moments" is the mean, with the spread of the means in the variances."""
+"""What users may choose; "moments" is "mean", but with the variance of the micro-batches' means in variances."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +76,7 @@ class Merging:
         """Totals with one more micro-batch's new state.
 
         Args:
-          totals: so far, in accumulator dtypes, first zeros.
+          totals: so far, first zeros; in float32 for narrower floating-point leaves, else in the leaf's own dtype.
           old: the state before the step.
           new: what the micro-batch gave.
           is_last: whether it is the last micro-batch.

@@ -57,7 +57,7 @@ def trace_model(
       ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
         is no array, or parameters that can't be differentiated.
     """
-    layers = with_inputs(layers, read_inputs)
+    layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     group_of: list[int] = []
     takes, takes_at = (), []
@@ -72,6 +72,7 @@ def trace_model(
             shown = takes if index else inputs
             variables = _shared_variables(groups, layer)
             group = _trace_layer(_Place(layers, index, shown), takes, takes_at, batch, variables, splits)
+            # Outputs leave the program by a PartitionSpec, which can't describe several runs.
             gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         else:
@@ -90,7 +91,7 @@ def _shared_variables(groups: Sequence[LayerGroup], layer: AnyLayer) -> dict[str
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer stands, for errors: all layers, its index, and the shapes of what it is called with."""
+    """Where a layer stands, for errors: all layers, its index, what it is called with (of the first, the inputs)."""
 
     layers: Sequence[AnyLayer]
     index: int
@@ -148,7 +149,7 @@ def _outputs_at(
     num_outputs: int,
     splits: Splits,
 ) -> list[Sharding]:
-    """How a layer's outputs lie in training, if nothing but its weights and inputs decides it."""
+    """How a layer's outputs lie in training, as follows from its weights and inputs; partial sums are added up."""
     weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
     given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
     wanted = [settled] * len(jaxpr.jaxpr.outvars)
@@ -156,7 +157,7 @@ def _outputs_at(
 
 
 def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
-    """How the leaves `[b, ...]` of a micro-batch lie."""
+    """How the leaves `[b, ...]` of a micro-batch lie on the devices of a stage."""
     return [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
 
 
@@ -240,7 +241,10 @@ def _check_parameters(variables: dict[str, Any]) -> None:
 
 
 def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
-    """State keeps its structure and shapes, and floating-point numbers stay such; wider ones are cast back."""
+    """Checks that state keeps its structure and shapes, and that floating-point numbers stay such.
+
+    Wider ones are allowed: `Merging.finish` casts them back.
+    """
     for name, new in updates.items():
         old = variables[name]
         numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]

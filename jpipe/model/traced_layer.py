@@ -29,7 +29,10 @@ Structs = tuple[jax.ShapeDtypeStruct, ...]
 
 
 class _Source(NamedTuple):
-    """Where the backward finds a leaf of the vjp: an argument of the layer, made again, or a residual; and which."""
+    """Where the backward finds a leaf of the vjp, and its index there.
+
+    That is among the leaves of the layer's arguments, among those made again, or among the residuals.
+    """
 
     where: Literal["argument", "made again", "residual"]
     number: int
@@ -48,8 +51,8 @@ class TracedLayer:
       gradients: the shapes of `(gradients, cotangents of the activation)`.
       num_arguments: the number of leaves of the arguments.
       sources: where the backward finds each leaf of the vjp.
-      stored: which leaves of the vjp are residuals.
-      remade: which are made again.
+      stored: indices of the leaves of the vjp that are residuals.
+      remade: indices of those that are made again.
     """
 
     forward: ClosedJaxpr
@@ -100,12 +103,12 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
-    forward = without_roundings(jaxpr)
+    forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
-    sources, stored, remade = _sort(forward, num_results, len(params), num_arguments)
+    sources, stored, remade = _sort_vjp_leaves(forward, num_results, len(params), num_arguments)
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
-    remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]
+    remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]  # takes all parameters and nothing else
     return TracedLayer(
         forward=forward,
         remake=ClosedJaxpr(remake, forward.consts),
@@ -120,7 +123,7 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     )
 
 
-def _sort(
+def _sort_vjp_leaves(
     forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int
 ) -> tuple[tuple[_Source, ...], tuple[int, ...], tuple[int, ...]]:
     """(where each leaf of the vjp is found, those to store, those to make again, each once)."""
@@ -131,6 +134,7 @@ def _sort(
     remade: list[int] = []
     for i, (leaf, depends_on_more) in enumerate(zip(leaves, depends, strict=True)):
         if id(leaf) not in sources:
+            # An operation may take an input of which it uses the shape alone: that can't be taken away from each.
             from_params = not depends_on_more and not any(_inputs_of(forward, num_results + i)[num_params:])
             chosen = remade if from_params else stored
             sources[id(leaf)] = _Source("made again" if from_params else "residual", len(chosen))
@@ -154,7 +158,7 @@ class LocalForward:
       jaxpr: arguments, activation -> results, leaves of the vjp (none if nothing is kept for a backward); all flat.
       results: the shapes of the device's parts of the results.
       results_at: how the leaves of the results lie.
-      residuals_at: which results of `jaxpr` are residuals.
+      residuals_at: indices among `jaxpr`'s results of the residuals.
     """
 
     jaxpr: ClosedJaxpr
@@ -179,13 +183,13 @@ class LocalLayer:
     """A layer's forward and backward, as one device of a stage runs them.
 
     Attributes:
-      forward: as in a forward action.
+      forward: the layer's forward that also returns its residuals.
       remake: parameters -> those leaves of the vjp that are made again.
       transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
-      residuals: the shapes of the residuals.
-      activation: the shapes of what the layer takes.
-      outputs: the shapes of the outputs that have cotangents.
+      residuals: the shapes of a device's parts of the residuals.
+      activation: the shapes of its parts of what the layer takes.
+      outputs: the shapes of its parts of the outputs that have cotangents.
     """
 
     forward: LocalForward

@@ -82,9 +82,8 @@ class Plan:
         """
         for index in range(model.num_layers):
             old, new = self.traced.group_at(index), model.group_at(index)
-            taken = (
-                f"{describe(model.takes_at(index))} from this batch but took {describe(self.traced.takes_at(index))}"
-            )
+            now, before = describe(model.called_with(index)), describe(self.traced.called_with(index))
+            taken = f"{now} from this batch but took {before}"
             if not same_type(old.variables, new.variables):
                 raise ValueError(
                     f"layer {index} ({old.layer.name}) takes {taken} at init, and its variables would be other ones: "
