@@ -51,6 +51,10 @@ class Pipeline:
     The step equals the sequential model's: same loss, same gradients, same random numbers, whatever the number of
     stages, chunks, the schedule, remat and mesh.
 
+        pipe = jpipe.Pipeline(layers, loss_fn, num_stages=4, num_microbatches=8)
+        state = pipe.create_state(key, batch, optax.adamw(1e-3))
+        state, metrics = pipe.train_step(state, batch)
+
     Args:
       layers: a sequence of layers: `flax.linen` modules, `nnx` modules or factories `lambda rngs: Block(rngs=rngs)`,
         `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A

@@ -93,11 +93,14 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
         variables = local(variables)
         stage = _stage(plan, step, variables, batch, key)
         sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True))
+        # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
+        # sums are [loss_sum, W, then a sum and a weight for each metric].
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
         return sums, stacked(updates), stacked(grads)
 
     specs = _specs(plan)
+    # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
     state_specs = {name: tree for name, tree in specs.items() if name != "params"}
     run = on_stages(
         body,

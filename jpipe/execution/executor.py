@@ -1,10 +1,10 @@
 """The executor: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its columns of the
-table say, or nothing. What it leaves at its boundaries crosses by `ppermute`, the only collective between stages
-inside of the loop, and is written into the rows that the table gives it. It crosses while the next slot runs, unless
-that one may need it: where a tick has a slot for each kind, forwards send beside backwards and backwards beside
-forwards.
+table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages
+inside of the loop, and is written into the row that the table gives it. A value crosses while the next slot computes;
+if the next slot may need it, it crosses before that slot. With one slot for F and one for B, activations cross during
+B slots, cotangents during F slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.shared import gather_shared
+from jpipe.execution.shared import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
@@ -55,33 +55,37 @@ class TrainingCarry:
     """What a device carries from tick to tick, in training.
 
     Attributes:
-      activation: boundary buffers with what its last forward left.
+      forward: what its last forward left, with the residuals of all micro-batches in flight.
       waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
-      cotangent: boundary buffers with what its last backward left.
+      backward: what its last backward left, with the sums of gradients so far.
       waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
-      residuals: buffers of residuals, a row for each micro-batch in flight.
-      gradients: buffers with the sums of gradients so far, as variables are laid out.
-      shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
-      state: by collection, buffers with the totals of new state so far.
-      loss: the sums of the loss so far, scalars; zero but on the last stage.
     """
 
-    activation: Buffers
+    forward: ForwardWork
     waiting_activations: Buffers
-    cotangent: Buffers
+    backward: BackwardWork
     waiting_cotangents: Buffers
-    residuals: Buffers
-    gradients: Buffers
-    shared_gradients: dict[int, list[jax.Array]]
-    state: dict[str, Buffers]
-    loss: list[jax.Array]
+
+    @property
+    def activation(self) -> Buffers:
+        """Boundary buffers with what the last forward left."""
+        return self.forward.activation
+
+    @property
+    def cotangent(self) -> Buffers:
+        """Boundary buffers with what the last backward left."""
+        return self.backward.cotangent
 
 
 Carry = TypeVar("Carry", InferenceCarry, TrainingCarry)
 
 
 class Now(NamedTuple):
-    """What the table says of this device in one slot of one tick, integer scalars: see `SlotTable`."""
+    """What the table says of this device in one slot of one tick, integer scalars (`SlotTable`).
+
+    `kind` is 0 where it idles. The last five are row numbers, -1 for none: which row the action reads (of residuals,
+    also writes), and into which row what arrives is written.
+    """
 
     kind: Index
     microbatch: Index
@@ -117,7 +121,7 @@ def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax
     Args:
       step: a step with backward actions.
       stage: this device.
-      gradients: zero buffers to add up gradients in.
+      gradients: zero buffers to add up gradients in, whole over the data axes (`Layout.zeros(at_work=True)`).
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
@@ -125,20 +129,17 @@ def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax
     """
     assert step.residuals is not None
     activation, cotangent = step.activations.empty(), step.cotangents.empty()
+    state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"}
+    shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()}
     carry = TrainingCarry(
-        activation=activation,
+        forward=ForwardWork(activation, step.residuals.empty(), state, _no_loss(step)),
         waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
-        cotangent=cotangent,
+        backward=BackwardWork(cotangent, gradients, shared_gradients),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
-        residuals=step.residuals.empty(),
-        gradients=gradients,
-        shared_gradients={v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()},
-        state={name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"},
-        loss=_no_loss(step),
     )
     carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry)
-    gradients = gather_shared(step, stage, carry.gradients, carry.shared_gradients)
-    return _total_loss(step, carry.loss), stage.merged_state(carry.state), gradients
+    gradients = sum_shared_gradients(step, stage, carry.backward)
+    return _total_loss(step, carry.forward.loss), stage.merged_state(carry.forward.state), gradients
 
 
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
@@ -156,14 +157,16 @@ def _no_loss(step: Step) -> list[jax.Array]:
 
 
 def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
-    """The sums of the last stage's devices, on all devices."""
-    pairs = zip(sums, step.outputs_at, strict=True)
-    partial_over = lambda s: [axis.names for p, axis in zip(s, step.model.axes, strict=True) if p == PARTIAL]
-    return [jax.lax.psum(leaf, (AXIS, *itertools.chain(*partial_over(sharding)))) for leaf, sharding in pairs]
+    """The sums of the loss over the last stage's devices, copied to all devices."""
+    totals = []
+    for leaf, sharding in zip(sums, step.outputs_at, strict=True):
+        partial_axes = [axis.names for p, axis in zip(sharding, step.model.axes, strict=True) if p == PARTIAL]
+        totals.append(jax.lax.psum(leaf, (AXIS, *itertools.chain(*partial_axes))))
+    return totals
 
 
 def _from_last_stage(leaf: jax.Array) -> jax.Array:
-    """A value that is zero on all stages but the last, on all stages."""
+    """Copies the last stage's value to all stages; on the others it is zero."""
     if leaf.dtype == jnp.bool_:
         return _from_last_stage(leaf.astype(jnp.int8)).astype(jnp.bool_)
     return jax.lax.psum(leaf, AXIS)
@@ -176,6 +179,12 @@ Action = Callable[[Step, Stage, Now, Carry], Carry]
 
 def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: Carry) -> Carry:
     """The carry after all ticks, in which the kinds of actions are carried out by these functions."""
+    # With 1F1B, K=2 and M=3:
+    #   tick       0       1       2       3       4
+    #   slot     F   B   F   B   F   B   F   B   F   B
+    #   stage 0  F0  .   F1  .   F2  B0  .   B1  .   B2
+    #   stage 1  .   .   F0  B0  F1  B1  F2  B2  .   .
+    # F0 of stage 0 crosses during tick 0's B slot, B0 of stage 1 during tick 2's F slot.
     slots = step.table.slots
     kinds = [slot.kinds for slot in slots]
     table = jnp.asarray([[getattr(slot, name) for name in Now._fields] for slot in slots])  # [slots, columns, T, K]
@@ -184,14 +193,19 @@ def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: C
     def tick(carry: Carry, row: jax.Array) -> tuple[Carry, None]:
         for i, slot in enumerate(slots):
             now = Now(*(row[i, j] for j in range(len(Now._fields))))
-            before = [kind for kind in slots[i - 1].kinds if crosses_beside(kinds, kind, i - 1)]
-            crossing = {kind: _send(step, kind, carry) for kind in before if _arrives(slot, kind)}
+            # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
+            #    that is the last one of the tick before, whose results are in the carry.)
+            beside = [kind for kind in slots[i - 1].kinds if crosses_beside(kinds, kind, i - 1)]
+            crossing = {kind: _send(step, kind, carry) for kind in beside if _arrives(slot, kind)}
+            # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 action = partial(_act, step, stage, actions[kind], now)
                 with jax.named_scope(kind):
                     carry = when(_is_active(slot, kind, now), action, carry)
-            after = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
-            crossing |= {kind: _send(step, kind, carry) for kind in after if _arrives(slot, kind)}
+            # 3. What it left is sent at once, where the next slot may need it.
+            at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
+            crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
+            # 4. Arrivals are written last: the action has read its row by then, so they may take it.
             for kind, values in crossing.items():
                 carry = _receive(kind, now, values, carry)
         return carry, None
@@ -223,14 +237,19 @@ def _send(step: Step, kind: str, carry: Any) -> Buffers:
 
 
 def _receive(kind: str, now: Now, values: Buffers, carry: Carry) -> Carry:
-    """The carry with what arrived in its row; where nothing did, the row holds nothing that anybody needs."""
-    write = lambda row: lambda buffer, leaf: put_row(buffer, leaf, row)
+    """The carry with what arrived in its row.
+
+    It is always written: where nothing arrived, the table names a row that holds nothing that is still needed.
+    """
     if ACTION_KINDS[kind].flow > 0:
-        waiting = jax.tree.map(write(now.activation_in), carry.waiting_activations, values)
-        return replace(carry, waiting_activations=waiting)
+        return replace(carry, waiting_activations=_write_row(carry.waiting_activations, values, now.activation_in))
     assert isinstance(carry, TrainingCarry)
-    waiting = jax.tree.map(write(now.cotangent_in), carry.waiting_cotangents, values)
-    return replace(carry, waiting_cotangents=waiting)
+    return replace(carry, waiting_cotangents=_write_row(carry.waiting_cotangents, values, now.cotangent_in))
+
+
+def _write_row(waiting: Buffers, values: Buffers, row: Index) -> Buffers:
+    """Buffers `[rows, ...]` with values `[...]` in a row."""
+    return jax.tree.map(lambda buffer, leaf: put_row(buffer, leaf, row), waiting, values)
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -242,35 +261,30 @@ def _act(step: Step, stage: Stage, action: Action, now: Now, trip: Index, carry:
 
 
 def _infer(step: Step, stage: Stage, now: Now, carry: InferenceCarry) -> InferenceCarry:
-    activation = _arrived(step.activations, carry.activation, carry.waiting_activations, now.activation)
+    activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
     activation, results = stage.infer(_virtual_stage(step, stage, now), now.microbatch, activation, carry.results)
     return replace(carry, activation=activation, results=results)
 
 
 def _forward(step: Step, stage: Stage, now: Now, carry: TrainingCarry) -> TrainingCarry:
     row = None if step.spec.remat.keep_inputs else Row(now.residual, stage.device)
-    activation = _arrived(step.activations, carry.activation, carry.waiting_activations, now.activation)
-    work = ForwardWork(activation, carry.residuals, carry.state, carry.loss)
-    work = stage.forward(_virtual_stage(step, stage, now), now.microbatch, work, row)
-    return replace(carry, activation=work.activation, residuals=work.residuals, state=work.state, loss=work.loss)
+    activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
+    work = replace(carry.forward, activation=activation)
+    return replace(carry, forward=stage.forward(_virtual_stage(step, stage, now), now.microbatch, work, row))
 
 
 def _backward(step: Step, stage: Stage, now: Now, carry: TrainingCarry) -> TrainingCarry:
-    virtual_stage, residuals, row = _virtual_stage(step, stage, now), carry.residuals, Row(now.residual, stage.device)
+    virtual_stage, residuals = _virtual_stage(step, stage, now), carry.forward.residuals
+    row = Row(now.residual, stage.device)
     if step.spec.remat.keep_inputs:
-        row = Row(0, stage.device)
-        activation = _arrived(step.activations, carry.activation, carry.waiting_activations, now.activation)
+        row = Row(0, stage.device)  # residuals then live within this action alone, so that one row does
+        activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
         residuals = stage.recompute(virtual_stage, now.microbatch, activation, residuals)
-    cotangent = _arrived(step.cotangents, carry.cotangent, carry.waiting_cotangents, now.cotangent)
-    work = BackwardWork(cotangent, carry.gradients, carry.shared_gradients)
+    cotangent = _read_row(step.cotangents, carry.cotangent, carry.waiting_cotangents, now.cotangent)
+    work = replace(carry.backward, cotangent=cotangent)
     work = stage.backward(virtual_stage, now.microbatch, work, residuals, row)
-    return replace(
-        carry,
-        residuals=residuals,
-        cotangent=work.cotangent,
-        gradients=work.gradients,
-        shared_gradients=work.shared_gradients,
-    )
+    # The residuals are handed back so that the next action writes into the same memory.
+    return replace(carry, forward=replace(carry.forward, residuals=residuals), backward=work)
 
 
 def _virtual_stage(step: Step, stage: Stage, now: Now) -> Index:
@@ -280,12 +294,15 @@ def _virtual_stage(step: Step, stage: Stage, now: Now) -> Index:
     return step.spec.schedule.placement.virtual_stage(stage.device, now.chunk)
 
 
-def _arrived(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:
-    """Boundary buffers with what waits in a row. At the chain's end (row -1) nothing does, and nobody looks at it."""
+def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:
+    """Boundary buffers with what waits in a row.
+
+    A row of -1 (on the first or last virtual stage) gives row 0, whose values aren't used.
+    """
 
     def take(buffer: jax.Array) -> jax.Array:
         if buffer.shape[0] == 0:  # nothing arrives anywhere
             return jax.lax.empty(buffer.shape[1:], buffer.dtype)
         return take_row(buffer, jnp.maximum(row, 0))
 
-    return boundaries.arrived(buffers, jax.tree.map(take, waiting))
+    return boundaries.with_crossed(buffers, jax.tree.map(take, waiting))

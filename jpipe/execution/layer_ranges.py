@@ -12,7 +12,7 @@ from jpipe.model.groups import Model
 
 @dataclass(frozen=True, eq=False)
 class LayerRanges:
-    """The layers of S virtual stages, of G groups.
+    """The layers of S virtual stages, of G groups of equal layers (`Model.groups`).
 
     A stage goes through the groups in order and runs a range of positions of each. Where a group comes back after
     another (A, B, A, B), it goes through them in several passes.
@@ -31,7 +31,7 @@ class LayerRanges:
         return self.start.shape[0]
 
     @property
-    def num_passes(self) -> np.ndarray:
+    def passes_of(self) -> np.ndarray:
         """int32 `[S]`: the passes of each virtual stage."""
         used = np.any(self.stop > self.start, axis=-1)
         return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
@@ -43,7 +43,7 @@ class LayerRanges:
 
 
 def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
-    """The ranges of virtual stages, of each of which `bounds` has the first layer and one past the last."""
+    """The ranges of virtual stages; `bounds` has for each the first of its layers and one past the last."""
     position = [model.groups[g].indices.index(i) for i, g in enumerate(model.group_of)]
     by_stage: list[list[dict[int, tuple[int, int]]]] = []
     for first, last in bounds:

@@ -1,7 +1,7 @@
 """The planner: from a batch's shapes to the plan, once, and to a step for every shape.
 
-It traces the layers at the shapes of a micro-batch and keeps what it found. Nothing here computes or allocates anything
-but for measuring layers.
+It traces the layers at the shapes of a micro-batch and keeps what it found. Only two things here use a device or a
+compiler: timing layers (`balance="time"`), and compiling a layer for the order of its residuals in a TPU's memory.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 All stages run this same code. Which layers are theirs is a matter of loop bounds (`LayerRanges`), read from a table by
 the index of the virtual stage, so that layers of one group are compiled once wherever they lie, and no layer is run
 that the stage doesn't have.
+
+`g` is the index of a group, `position` that of a layer in it; `v` is the index of a set of variables, and `instance`
+that of a record in it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from jpipe.model.layer_function import Arguments, Results
 
 Carry = TypeVar("Carry")
 Visit = Callable[[int, Index, Index, Carry], tuple[Index, Carry]]
-"""`(group, position, trip, carry) -> (trip, carry)`, for one layer."""
+"""`(group, position, trip, carry) -> (trip, carry)`, for one layer.
+
+The trip returned is the one that `tie` gave: the loop counts on from it, or the compiler would drop the tie."""
 Gather = Callable[[int, list[Leaf]], list[Leaf]]
-"""(set of variables, a layer's parameters as they lie in the variables) -> as its forward and backward take them."""
+"""`(set of variables, a layer's parameters as they lie in the variables)` -> as its forward and backward take them."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +60,7 @@ class BackwardWork:
 
     Attributes:
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
-      gradients: buffers with the sums of gradients so far.
+      gradients: buffers with the sums of gradients so far, whole over the data axes.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
     """
 
@@ -85,8 +90,8 @@ class Stage:
       key: the step's key; None in evaluation.
       shared: for each shared set of variables, the leaves of its parameters.
       device: the stage's index k, a Python integer if there is one stage only.
-      gather: brings parameters from how they lie at rest to how layers take them.
-      cast_at_use: what a layer makes of its parameters alone isn't kept for the next micro-batch.
+      gather: gathers a layer's parameters over the data axes; the identity if they are gathered once a step.
+      cast_at_use: whether parameters are cast anew for each micro-batch, so that no cast copy of all of them is kept.
     """
 
     step: Step
@@ -169,7 +174,8 @@ class Stage:
             group, layer = step.model.groups[g], step.layers[g]
             (at, own_row), trip = tie((microbatch, row), trip)
             if g == step.model.last:
-                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in layer.outputs]  # of the loss
+                # d loss_sum / d loss_sum; weights and metrics have no cotangents.
+                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in layer.outputs]
             else:
                 cotangents = step.cotangents.unpack(work.cotangent, group.indices[0])
             batch, kept = self._batch_of(g, at), stored.read(residuals, g, position, own_row)
@@ -205,7 +211,7 @@ class Stage:
     ) -> tuple[_Ran, Index]:
         """The forward of one layer, which reads its input from the boundary buffers; (what it did, trip)."""
         group = self.step.model.groups[g]
-        first = group.indices[0]
+        first = group.indices[0]  # equal leaves lie at the same place: its boundary stands for those of all the group
         x = self.step.activations.unpack(activation, first - 1) if first else []
         (at, row), trip = tie((microbatch, row), trip)
         batch = self._batch_of(g, at)
@@ -246,7 +252,7 @@ class Stage:
         elif group.variable_set is not None:
             read = self.step.storages["params"].read(self.variables["params"], group.variable_set, position)
             params = self.gather(group.variable_set, read)
-        if self.cast_at_use:
+        if self.cast_at_use:  # or the compiler would cast all parameters once, ahead of the ticks
             params = [of_trip(leaf, microbatch) for leaf in params]
         return Arguments(params, self._read_state(self.variables, g, position), key, batch)
 
@@ -255,9 +261,12 @@ class Stage:
     def _sweep(self, virtual_stage: Index, visit: Visit, carry: Carry, *, reverse: bool = False) -> Carry:
         """`trip, carry = visit(group, position, trip, carry)` for each of the virtual stage's layers, or backwards.
 
-        Whether there is a trip says whether the stage has the layer at all, so what is costly has to be tied to it.
-        What says where to read is enough if the trips of a loop are of different layers; of a layer that is alone in
-        its group, what is read is tied too.
+        A stage that lacks a layer runs its loop for zero trips. A compiler may move what doesn't depend on the trip out
+        of the loop, and such a stage would compute it too. So `visit` ties what it reads to the trip. In a group of
+        several layers, tying the micro-batch and the row is enough, since the trip is the position, which selects the
+        data. In a group of one layer the position is always 0, so the data are tied too.
+
+        A pass goes once through all groups, in order; layers A, B, A, B take two passes.
         """
         ranges, groups = self.step.ranges, self.step.model.groups
         num_passes, always_one = ranges.start.shape[1], ranges.always_one
@@ -283,13 +292,13 @@ class Stage:
             for p in reversed(range(num_passes)) if reverse else range(num_passes):
                 carry = one_pass(p, carry)[1]
             return carry
-        return each(0, look_up(ranges.num_passes.tolist(), virtual_stage), one_pass, carry, reverse=reverse)
+        return each(0, look_up(ranges.passes_of.tolist(), virtual_stage), one_pass, carry, reverse=reverse)
 
     # --- state ---
 
     def merged_state(self, totals: dict[str, Buffers]) -> dict[str, Buffers]:
         """New buffers of the collections that aren't parameters, from the totals that `forward` added up."""
-        step, sets = self.step, self.step.model.variable_sets
+        step, sets = self.step, self.step.model.variable_sets  # layers with state never share: instance is position
 
         def read(v: int, instance: Index, _: Any) -> Any:
             g = sets[v].group

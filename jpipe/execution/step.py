@@ -1,7 +1,7 @@
 """A step as plain data: which layers each stage runs, where everything lies, and when it happens.
 
-`build_step` puts together what the other folders decide (groups, cuts, schedule, remat) for the shapes of one
-micro-batch. The executor then only follows it.
+`build_step` puts together what the other folders decide (groups of equal layers, cuts, schedule, remat) for the shapes
+of one micro-batch. The executor then only follows it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Step:
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
       table: when each action runs.
-      batch: the shapes of one micro-batch.
+      batch: the shapes of one micro-batch `[b, ...]`, whole (not a device's part).
     """
 
     spec: StepSpec
@@ -126,8 +126,8 @@ def build_step(
       plan: cuts and layout.
       model: the layers as the stages run them, traced at these shapes.
       spec: what the step is for.
-      batch: the shapes of one micro-batch.
-      traced: for each group its forward and backward; none are needed forward only.
+      batch: the shapes of one micro-batch `[b, ...]`, whole.
+      traced: for each group its traced forward and backward; empty for a step without backward.
       orders: a layer and its forward -> in which order of dimensions each of its residuals lies in memory.
     """
     schedule, remat, bounds, splits = spec.schedule, spec.remat, plan.bounds, plan.splits
@@ -135,7 +135,7 @@ def build_step(
     arguments = [function.shapes(batch) for function in functions]
 
     def each(make: Callable[[int], T]) -> tuple[T, ...]:
-        """What is made for each group, once for those that are the same."""
+        """For each group what `make` makes, called once for groups that differ only in their layers."""
         made: dict[int, T] = {}
         for g in dict.fromkeys(model.traced_as):
             made[g] = make(g)
@@ -148,12 +148,13 @@ def build_step(
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     residuals = None
     if schedule.trains:
-        stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+        virtual_stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
         leaves = [layer.residuals for layer in layers]
         residuals = build_storage(
             leaves,
-            [[stage_of[i] for i in group.indices] for group in model.groups],
+            [[virtual_stage_of[i] for i in group.indices] for group in model.groups],
             device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
+            # Where inputs are kept, residuals live within one backward action alone.
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
             orders=each(lambda g: orders(functions[g], layers[g].forward)),
             tags=each_apart(leaves) if plan.options.unroll else None,

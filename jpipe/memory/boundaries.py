@@ -54,7 +54,7 @@ class Boundaries:
         whole = lambda name, size: buffers[name].shape[0] == size
         return {n: buffers[n] if whole(n, size) else buffers[n][:size] for n, size in self.crossing_sizes}
 
-    def arrived(self, buffers: Buffers, part: Buffers) -> Buffers:
+    def with_crossed(self, buffers: Buffers, part: Buffers) -> Buffers:
         """The buffers with a part that crossed, as `crossing` gives it, written to their first entries."""
         whole = lambda name, array: buffers[name].shape == array.shape
         return buffers | {n: a if whole(n, a) else put_slice(buffers[n], a, (0,)) for n, a in part.items()}

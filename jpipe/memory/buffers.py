@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jpipe.jax_tools.indexing import Index as Index
 from jpipe.jax_tools.indexing import put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
-
-Index = Any
-"""A Python or traced integer."""
 
 
 class LeafType(NamedTuple):

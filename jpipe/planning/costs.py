@@ -41,7 +41,7 @@ class Cost:
     Attributes:
       forward: its part of a forward action, in FLOPs or seconds.
       backward: its part of a backward action, what remat computes again included, without gradients of parameters.
-      weight_gradient: what those take besides.
+      weight_gradient: the rest of the backward: gradients of the parameters.
       parameter_bytes: of its parameters, shared ones at every use.
       state_bytes: of its other variables.
       residual_bytes: of what waits for its backward.
@@ -121,6 +121,7 @@ class Layer(NamedTuple):
 def _flops(layer: Layer) -> tuple[Flops, Flops, Flops]:
     """Of the forward, of the backward but for gradients of parameters, and of those."""
     function, arguments, traced = layer
+    # `remake` is what follows from the parameters alone (casts), made again in the backward.
     kept = count_flops(traced.forward)
     forward, again = kept, count_flops(traced.remake)
     if function.remat.keep_inputs:

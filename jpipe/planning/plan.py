@@ -43,11 +43,11 @@ class Plan:
     Attributes:
       traced: the layers, traced at the first batch's shapes.
       partition: the cuts into K*V virtual stages, and the costs.
-      costs: what each layer takes; empty where nobody asked.
+      costs: what each layer takes; empty if `balance` is "even" or gives costs.
       layouts: where the variables lie, by collection.
-      batch: structure of the first batch (a pytree of ShapeDtypeStructs).
+      batch: the shapes of one micro-batch `[b, ...]` of the first batch.
       mesh: the devices.
-      splits: what a stage's arrays are split over.
+      splits: over which mesh axes besides `stage` weights and examples are split.
       options: how steps are carried out.
     """
 
@@ -92,8 +92,9 @@ class Plan:
                 )
             if old.indices != new.indices:
                 raise ValueError(
-                    f"layer {index} ({old.layer.name}) takes {taken} at init, so that other layers are like it than "
-                    "were; cast the batch"
+                    f"layer {index} ({old.layer.name}) takes {taken} at init, so that it no longer equals the same "
+                    f"layers as then ({list(old.indices)}, now {list(new.indices)}); cast the batch to the dtypes of "
+                    "the first one"
                 )
 
 
@@ -165,7 +166,10 @@ def cut_layers(
 
 
 def early_partition(balance: Balance, num_layers: int, num_stages: int, num_chunks: int) -> Partition | None:
-    """The partition, where it doesn't depend on shapes; of unit costs, where they do."""
+    """The partition, or None if it depends on shapes.
+
+    For layer counts every layer's cost is given as 1.0, since costs aren't known yet.
+    """
     if isinstance(balance, str) and balance != "even":
         return None
     return cut_layers(balance, num_stages, num_chunks, lambda _: [1.0] * num_layers)

@@ -87,7 +87,7 @@ def state_shardings(opt_state: Any, params: StageTree) -> Any:
     place = lambda spec: NamedSharding(layout.mesh, spec)
 
     def guess(leaf: Any) -> NamedSharding:
-        """A statistic of the parameters' arrays is split over the stages, any other is on all of them."""
+        """Split over the stages if it looks like a statistic of whole buffers, `[K, ...]`; else on all of them."""
         whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
         return place(PartitionSpec(AXIS) if whole else PartitionSpec())
 

@@ -27,7 +27,7 @@ def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> t
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
     variables = {"params": optax.apply_updates(params, changes), **updates}
-    metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}
+    metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}  # a loss function's own have other names
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 
@@ -52,7 +52,9 @@ class TrainSteps:
     def of(
         self, tx: optax.GradientTransformation, batch: Any
     ) -> tuple[optax.GradientTransformation, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
-        """(the first transformation that is the same as `tx`, `train_step` with it, compiled, which donates the state).
+        """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
+
+        The first one is used in place of `tx`, since it is static: another object would compile anew.
 
         Args:
           tx: the optimiser.

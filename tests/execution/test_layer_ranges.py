@@ -19,7 +19,7 @@ def model_of(group_of):
 def walk(model, ranges, virtual_stage):
     """The indices of the layers that a virtual stage runs."""
     found = []
-    for p in range(ranges.num_passes[virtual_stage]):
+    for p in range(ranges.passes_of[virtual_stage]):
         for g, group in enumerate(model.groups):
             found += group.indices[ranges.start[virtual_stage, p, g] : ranges.stop[virtual_stage, p, g]]
     return found
@@ -31,13 +31,13 @@ def test_a_run_of_equal_layers_is_one_range():
     assert ranges.start.tolist() == [[[0, 0, 0]], [[0, 2, 0]]]
     assert ranges.stop.tolist() == [[[1, 2, 0]], [[0, 4, 1]]]
     assert ranges.always_one.tolist() == [[False, False, False]]
-    assert (ranges.num_virtual_stages, ranges.num_passes.tolist()) == (2, [1, 1])
+    assert (ranges.num_virtual_stages, ranges.passes_of.tolist()) == (2, [1, 1])
 
 
 def test_a_group_that_comes_back_takes_another_pass():
     model = model_of([0, 1, 2, 1, 2, 1, 3])
     ranges = make_ranges(model, [(0, 6), (6, 7)])
-    assert ranges.num_passes.tolist() == [3, 1]
+    assert ranges.passes_of.tolist() == [3, 1]
     assert walk(model, ranges, 0) == [0, 1, 2, 3, 4, 5]
 
 

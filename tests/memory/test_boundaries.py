@@ -30,7 +30,7 @@ def check(boundaries, cuts):
         given = values(boundary, index)
         now = made.pack(now, index, given)
         if index in cuts:
-            now = made.arrived(made.empty(), made.crossing(now))
+            now = made.with_crossed(made.empty(), made.crossing(now))
         assert jax.tree.structure(now) == jax.tree.structure(made.empty())
         for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(made.empty()), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), "the format is common to all boundaries"
