@@ -448,6 +448,12 @@ def test_a_loss_that_raises():
         pipe.init(jax.random.key(0), BATCH)
 
 
+def test_inputs_that_are_nothing():
+    pipe = make(inputs=lambda batch: None)
+    with pytest.raises(ValueError, match=r"inputs returned None for the batch .*, which holds no arrays"):
+        pipe.init(jax.random.key(0), BATCH)
+
+
 def test_inputs_of_another_dtype():
     """The first layer may take them; a later one that then differs from those that it was like is an error."""
     other = jax.tree.map(lambda a: a.astype(np.int32), BATCH)

@@ -152,12 +152,15 @@ class Planner:
     def _inputs(self, read_inputs: Callable[[Any], Any], shapes: Any) -> Any:
         """The shapes of what the first layer takes."""
         try:
-            return trace(read_inputs, shapes)[1]
+            inputs = trace(read_inputs, shapes)[1]
         except (LookupError, AttributeError) as error:
             raise ValueError(
                 f"inputs raised {type(error).__name__}: {error} for the batch {describe(shapes)}; it has to return "
                 "what the first layer takes"
             ) from error
+        if not jax.tree.leaves(inputs):
+            raise ValueError(f"inputs returned {inputs!r} for the batch {describe(shapes)}, which holds no arrays")
+        return inputs
 
     def _spec(self, key: jax.ShapeDtypeStruct | None, schedule: Schedule, *, with_loss: bool) -> StepSpec:
         return StepSpec(key, self.loss_fn if with_loss else None, self.remat, schedule, self.merge)

@@ -19,15 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.concrete import on_this_host
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.jaxprs import without_stops
-from jpipe.jax_tools.random_keys import example_key
-from jpipe.jax_tools.tracing import replay, trace
+from jpipe.jax_tools.tracing import trace
 from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
 from jpipe.sharding.shardings import Axis, Sharding, convert, replicated
 
@@ -85,38 +84,44 @@ def mean_variance_pairs(paths_and_leaves: Sequence[tuple[Any, Leaf]]) -> list[tu
 
 
 def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """How fast leaves of a layer's state move towards a micro-batch's value: 1 - d(new)/d(old).
+    """How fast leaves of a layer's state move towards a micro-batch's value: 1 - d(new)/d(old), of each leaf's shape.
 
     Args:
       function: the layer in training.
       shapes: the shapes of its arguments.
-      leaves: indices of leaves of its state, running averages, which move at a rate that depends on no input.
+      leaves: indices of leaves of its state, running averages.
+
+    Raises:
+      ValueError: a rate isn't a number of the layer's code, but depends on what the layer is called with.
     """
     if not leaves:
         return ()
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+    activation = jax.tree.leaves(function.group.takes)
+    new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
+    # First without what the layer computes besides, which may have no derivative; nnx stops gradients of what it keeps.
+    wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]
+    moved = ClosedJaxpr(dce_jaxpr(new_state.jaxpr, wanted, instantiate=True)[0], new_state.consts)
+    run = jaxpr_as_fun(without_stops(moved))
+    places = [len(shapes.params) + i for i in leaves]
 
-    def rates() -> list[jax.Array]:
-        arguments = zeros(shapes._replace(key=None))._replace(
-            key=None if shapes.key is None else example_key(shapes.key)
-        )
-
+    def rates(*inputs: Leaf) -> list[jax.Array]:
         def new_averages(*averages: jax.Array) -> list[Leaf]:
-            state = list(arguments.state)
-            for i, leaf in zip(leaves, averages, strict=True):
-                state[i] = leaf
-            activation = jax.tree.leaves(zeros(function.group.takes))
-            new = function.forward(arguments._replace(state=state), activation).state
-            return [new[i] for i in leaves]
+            replaced = dict(zip(places, averages, strict=True))
+            return run(*(replaced.get(i, leaf) for i, leaf in enumerate(inputs)))
 
-        averages = [arguments.state[i] for i in leaves]
-        jaxpr = without_stops(trace(new_averages, *averages)[0])  # nnx stops the gradients of what it keeps
-        slopes = jax.jvp(replay(jaxpr, averages), averages, list(map(jnp.ones_like, averages)))[1]
+        averages = [inputs[i] for i in places]
+        slopes = jax.jvp(new_averages, averages, list(map(jnp.ones_like, averages)))[1]
         return [1 - slope for slope in slopes]
 
-    traced = trace(rates)[0]
-    alone = dce_jaxpr(traced.jaxpr, [True] * len(leaves), instantiate=True)[
-        0
-    ]  # without what the layer computes besides
+    traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
+    alone, used = dce_jaxpr(traced.jaxpr, [True] * len(leaves))
+    if any(used):
+        raise ValueError(
+            f"layer {function.group.indices[0]} ({function.group.layer.name}) keeps a running mean and variance that "
+            "move at a rate which depends on what it is called with (a count, a parameter, its inputs), so that their "
+            "values over the mini-batch can't be told from those over micro-batches; pass "
+            'merge={"batch_stats": "mean"} (by the name of the collection) for the mean of the micro-batches\' values, '
+            "or let them move at a fixed rate"
+        )
     with on_this_host():
         return tuple(map(np.asarray, interpret(ClosedJaxpr(alone, traced.consts))))

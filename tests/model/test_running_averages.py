@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jpipe
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
@@ -54,6 +55,62 @@ def test_rates(name):
     np.testing.assert_allclose(found, rate, atol=1e-6)
     traced = jax.jit(lambda: jnp.asarray(find_rates(function, function.shapes(X), [pairs[0][0]])[0]))
     np.testing.assert_allclose(traced(), rate, atol=1e-6)
+
+
+class Moving(nn.Module):
+    """Running averages that move at a rate of `how`."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(3))
+        var = self.variable("batch_stats", "var", lambda: jnp.ones(3))
+        count = self.variable("batch_stats", "count", lambda: jnp.ones(()))
+        raw = self.param("rate", nn.initializers.ones, ())
+        if train:
+            rate = {
+                "count": 1 / (count.value + 1),
+                "parameter": jax.lax.stop_gradient(nn.sigmoid(raw)),
+                "inputs": jnp.where(jnp.sum(jnp.abs(x)) > 0, 0.5, 0.0),
+            }[self.how]
+            mean.value += rate * (x.mean(0) - mean.value)
+            var.value += rate * (x.var(0) - var.value)
+            count.value += 1
+        return x - mean.value
+
+
+@pytest.mark.parametrize("how", ["count", "parameter", "inputs"])
+def test_a_rate_that_is_no_number_of_the_code_is_refused(how):
+    """A regression: it was taken as what it is where everything is zero, and variances were silently off."""
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"}
+    pipe = jpipe.Pipeline([Moving(how), nn.Dense(2)], lambda y, _: jnp.mean(y), **options)
+    batch = np.ones((8, 3), np.float32)
+    variables = pipe.init(jax.random.key(0), batch)
+    with pytest.raises(ValueError, match=r"layer 0 \(Moving\) keeps a running mean .* pass merge="):
+        pipe.value_and_grad(variables, batch)
+    pipe = jpipe.Pipeline(
+        [Moving(how), nn.Dense(2)], lambda y, _: jnp.mean(y), merge={"batch_stats": "mean"}, **options
+    )
+    jax.eval_shape(pipe.value_and_grad, variables, batch)
+
+
+class Frozen(nn.Module):
+    """BatchNorm on its running averages, and behind it what has no derivative."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.BatchNorm(use_running_average=True)(x)
+        shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        return y + jax.pure_callback(np.sign, shape, jax.lax.stop_gradient(y), vmap_method="sequential")
+
+
+def test_what_a_layer_does_besides_needs_no_derivative():
+    """A regression: the whole layer was differentiated, its stopped gradients too."""
+    model = trace_model(as_layers([Frozen(), nn.relu]), lambda batch: batch, X, X)
+    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"))
+    (rate,) = find_rates(function, function.shapes(X), [0])
+    np.testing.assert_array_equal(rate, np.zeros(3))
 
 
 def test_pairs_lie_side_by_side():
