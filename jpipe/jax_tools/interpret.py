@@ -89,6 +89,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
+    "one_minus_square": lambda x: 1 - x * x,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "is_finite": np.isfinite,
     "not": np.invert,
@@ -96,7 +97,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     **{name: getattr(np, name) for name in ("abs", "exp", "log", "log1p", "expm1", "sign", "sqrt", "square", "tanh")},
-    **{name: getattr(np, name) for name in ("cos", "sin", "floor", "ceil")},
+    **{name: getattr(np, name) for name in ("cos", "sin", "floor", "ceil", "log2")},
     **{
         "eq": np.equal,
         "ne": np.not_equal,

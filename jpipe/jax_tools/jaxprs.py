@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -125,6 +124,5 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"]  # pytrees with None for an operand
-    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=lambda x: x is None))
-    return count(constants), count(carry)
+    constants, carry, _ = params["ft_in"].unpack()  # trees with None for an operand
+    return len(list(constants.vals)), len(list(carry.vals))

@@ -47,8 +47,8 @@ class Remat:
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p logistic max min mul neg not or pow reduce_precision
-rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
+div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p log2 logistic max min mul neg not one_minus_square or
+pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
 broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split transpose
 """
 # Those in the last line only move elements. Comparisons are kept: what they give takes a byte.

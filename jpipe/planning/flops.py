@@ -165,6 +165,7 @@ _CONTROL: dict[str, Callable[[JaxprEqn, Sequence[bool]], Flops]] = {
     "pallas_call": _pallas,
     "shard_map": _shard_map,
     "custom_linear_solve": _linear_solve,
+    "eval_jaxpr": _call,
 }
 
 
@@ -339,7 +340,8 @@ _EACH: dict[str, tuple[float, float]] = dict(
         *_each(_ONE),
         *_each(_TRANSCENDENTAL, 0, 1),
         # Made of others, as the compiler has them.
-        *_each("exp2", 1, 1),
+        *_each("exp2 log2", 1, 1),
+        *_each("one_minus_square", 2, 0),
         *_each("logistic", 3, 1),
         *_each("acos", 3, 2),
         *_each("asin", 5, 2),

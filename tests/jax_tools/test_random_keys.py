@@ -30,11 +30,9 @@ def test_keys_are_made_by_folding_in():
     assert bits(init_key(KEY, 3)) == bits(fold(fold(KEY, 0x1217), 3))
 
 
-def test_traced_indices_and_ends():
-    """The ends that are added to a model, one of them at -1, have a key too, though they draw nothing from it."""
+def test_traced_indices():
     traced = jax.jit(layer_key)(KEY, np.int32(3), np.int32(2))
     assert bits(traced) == bits(layer_key(KEY, 3, 2))
-    assert bits(layer_key(KEY, -1, 2)) == bits(layer_key(KEY, 0, 2))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -42,7 +42,8 @@ def test_reductions_over_mesh_axes_are_left_out():
     """What is traced sees all of a micro-batch: over axes of the mesh a mean is the identity, over others it isn't."""
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     own = jax.vmap(lambda x: jax.lax.pmean(x, ("data", "mine")), axis_name="mine")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("data",))):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
         closed, shapes = trace(lambda x: (jax.lax.psum(x, "data"), own(x)), x)
         for ask in (lambda x: x + jax.lax.axis_index("data").astype(x.dtype), lambda x: jax.lax.all_gather(x, "data")):
             with pytest.raises(ValueError, match="over the mesh axis 'data': a layer sees the whole micro-batch"):

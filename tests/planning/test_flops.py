@@ -89,7 +89,7 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
 
 X = shape(8, 16)
 ELEMENTWISE = """
-abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
+abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh erf erf_inv erfc exp exp2 expm1
 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
 """
 
@@ -100,6 +100,14 @@ def test_elementwise_functions(name):
     found = counted(function, X)
     assert (found.flops, found.transcendentals) == compilers(function, X)
     assert not found.unknown
+
+
+def test_digamma():
+    """Its series has two operations more under some versions of JAX."""
+    found = counted(jax.lax.digamma, X)
+    flops, transcendentals = compilers(jax.lax.digamma, X)
+    assert flops in (found.flops, found.flops + 2 * X.size)
+    assert found.transcendentals == transcendentals
 
 
 CONV = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
