@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     """How the values of one leaf become one.
 
     Attributes:
-      accumulate: (total, old, new, is it the last micro-batch) -> total, zero at first.
+      accumulate: (total, old, new, is it micro-batch M - 1, whenever that runs) -> total, zero at first.
       finish: (total, old, M) -> the new value.
     """
 
