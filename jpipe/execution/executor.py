@@ -83,8 +83,9 @@ Carry = TypeVar("Carry", InferenceCarry, TrainingCarry)
 class Now(NamedTuple):
     """What the table says of this device in one slot of one tick, integer scalars (`SlotTable`).
 
-    `kind` is 0 where it idles. The last five are row numbers, -1 for none: which row the action reads (of residuals,
-    also writes), and into which row what arrives is written.
+    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of. The last five are row
+    numbers. The action reads the first three (F writes that of residuals), -1 stands for none. What arrives is written
+    into the last two; they are -1 only in slots in which nothing ever arrives, and there nothing is written.
     """
 
     kind: Index

@@ -4,8 +4,8 @@ All stages run this same code. Which layers are theirs is a matter of loop bound
 the index of the virtual stage, so that layers of one group are compiled once wherever they lie, and no layer is run
 that the stage doesn't have.
 
-`g` is the index of a group, `position` that of a layer in it; `v` is the index of a set of variables, and `instance`
-that of a record in it.
+`g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
+`v` is the index of a set of variables, and `instance` that of a record in it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Stage:
       variables: the device's buffers, by collection.
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
-      shared: for each shared set of variables, the leaves of its parameters.
+      shared: for each shared set of variables, the leaves of its parameters, on every stage, gathered over data axes.
       device: the stage's index k, a Python integer if there is one stage only.
       gather: gathers a layer's parameters over the data axes; the identity if they are gathered once a step.
       cast_at_use: whether parameters are cast anew for each micro-batch, so that no cast copy of all of them is kept.
@@ -252,7 +252,7 @@ class Stage:
         elif group.variable_set is not None:
             read = self.step.storages["params"].read(self.variables["params"], group.variable_set, position)
             params = self.gather(group.variable_set, read)
-        if self.cast_at_use:  # or the compiler would cast all parameters once, ahead of the ticks
+        if self.cast_at_use:  # times a one that only the trip knows, or all would be cast once, ahead of the ticks
             params = [of_trip(leaf, microbatch) for leaf in params]
         return Arguments(params, self._read_state(self.variables, g, position), key, batch)
 

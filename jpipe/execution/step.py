@@ -135,7 +135,7 @@ def build_step(
     arguments = [function.shapes(batch) for function in functions]
 
     def each(make: Callable[[int], T]) -> tuple[T, ...]:
-        """For each group what `make` makes, called once for groups that differ only in their layers."""
+        """For each group what `make` makes; groups that compute the same (an unrolled model has some) share a call."""
         made: dict[int, T] = {}
         for g in dict.fromkeys(model.traced_as):
             made[g] = make(g)
@@ -148,7 +148,7 @@ def build_step(
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     residuals = None
     if schedule.trains:
-        virtual_stage_of = [s for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+        virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
         leaves = [layer.residuals for layer in layers]
         residuals = build_storage(
             leaves,

@@ -31,7 +31,8 @@ class Boundaries:
     Attributes:
       storage: its record type i is boundary i (what layer i gives and layer i + 1 takes), with a single record; for
         cotangents, of the floating-point leaves only.
-      crossing_sizes: for each buffer that crosses between stages, how many of its entries do, from the first on.
+      crossing_sizes: for each buffer that crosses between stages, how many of its entries do, from the first on: leaves
+        of a stacked buffer, elements of a flat one.
     """
 
     storage: Storage

@@ -31,6 +31,8 @@ from jpipe.sharding.shardings import gather_axes, names_in, scatter_axes
 class Layout:
     """Where the variables of each layer lie, for one collection.
 
+    It is the static part of a `StageTree`, which JAX hashes and compares: its fields have to be hashable.
+
     Attributes:
       storage: the places within a stage, with a record type for each set of variables (`jpipe.model.groups`) and a
         record for each of its instances.
@@ -181,7 +183,7 @@ def make_layouts(
       mesh: with K devices along `stage`.
       apart: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
     """
-    stage_of = [placement.stage_of(s) for s, (first, last) in enumerate(bounds) for _ in range(first, last)]
+    stage_of = [placement.stage_of(s) for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
     sets = model.variable_sets
     groups = [model.groups[known.group] for known in sets]
     owners = [[stage_of[users[0]] for users in known.users] for known in sets]

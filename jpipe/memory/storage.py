@@ -1,7 +1,9 @@
 """Where every layer's arrays lie on its stage's device.
 
 One program runs on all stages, so an array has the same shape on all of them, while layers differ: their leaves lie in
-buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs.
+buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs. A stacked buffer `[size, *shape]` holds
+leaves of one type, and an entry is a leaf; a flat buffer `[size]` holds leaves of one dtype end to end, and an entry is
+an element.
 
 What is stored together is a *record*: one layer's parameters, one layer's residuals for a micro-batch, the activation
 at one boundary. Records with the same leaves are of one *record type*. A `Storage` says where each leaf of each record
@@ -125,7 +127,7 @@ class Storage:
     def write(
         self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None
     ) -> Buffers:
-        """The arrays with a record's leaves replaced (in place, in a loop); for the device that has it."""
+        """The arrays with a record's leaves replaced, cast to their dtype (in place, in a loop); on its own device."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             arrays[name] = self.buffers[name].put(arrays[name], self._entry(known, i, record, at), leaf)

@@ -50,7 +50,7 @@ class Results(NamedTuple):
     Attributes:
       outputs: the leaves of its activation; where the loss follows it, scalars: the loss's sum, its weight's, and such
         a pair for each metric (`jpipe.model.loss.loss_sums`).
-      state: the leaves of the new state; empty in evaluation.
+      state: the leaves of the new state, of all collections in order; empty in evaluation.
     """
 
     outputs: list[Leaf]
@@ -162,7 +162,7 @@ class LayerShardings:
 
     Attributes:
       axes: the mesh axes besides `stage` that arrays are split over.
-      params, state, key, batch: its arguments.
+      params, state, key, batch: its arguments; parameters as they lie at work, gathered over the data axes.
       activation: what it takes.
       outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
       cotangents: of the outputs that have some (`LayerFunction.differentiated`).

@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 
 def _change(old: Any, new: Any) -> Any:
-    """What a leaf gains, so that one that doesn't move stays the same to the bit; its new value if the old is inf."""
+    """What a leaf gains, so that one that doesn't move stays the same; its new value if the old isn't finite."""
     return jnp.where(jnp.isfinite(old), new - old, new)
 
 
@@ -75,6 +75,9 @@ class Merging:
     def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Any) -> list[Leaf]:
         """Totals with one more micro-batch's new state.
 
+        `with_spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
+        the square of the average change over the rate, so that the variance of the means is counted.
+
         Args:
           totals: so far, first zeros; in float32 for narrower floating-point leaves, else in the leaf's own dtype.
           old: the state before the step.
@@ -105,6 +108,9 @@ def make_merging(
       shapes: the shapes of its arguments.
       rules: by collection, where they differ from the defaults.
       splits: what arrays are split over.
+
+    Raises:
+      ValueError: running averages move at a rate that depends on what the layer is called with.
     """
     group = function.group
     found: list[str] = []

@@ -72,7 +72,7 @@ def trace_model(
             shown = takes if index else inputs
             variables = _shared_variables(groups, layer)
             group = _trace_layer(_Place(layers, index, shown), takes, takes_at, batch, variables, splits)
-            # Outputs leave the program by a PartitionSpec, which can't describe several runs.
+            # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         else:

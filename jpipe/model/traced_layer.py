@@ -229,6 +229,7 @@ def local_layer(function: LayerFunction, arguments: Arguments, splits: Splits = 
 def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer:
     """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
     axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
+    # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
     wanted = [*shardings.results(layer.results), *[settled] * len(layer.vjp_leaves)]
     forward = partition_jaxpr(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
     remake = partition_jaxpr(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
