@@ -428,7 +428,7 @@ def equations(jaxpr):
 
 
 def test_each_parameter_is_moved_once_an_action():
-    """Unlike layers: a parameter is sliced out of its bank once forward and once backward, and so is its gradient."""
+    """Unlike layers: a parameter is sliced out of its buffer once forward and once backward, and so is its gradient."""
     layers = [nn.Dense(5), nn.Dense(6), nn.Dense(7), nn.Dense(4)]
     pipe, batch = small(2, 2, layers=layers), data()
     variables = pipe.init(jax.random.key(KEY), batch)
