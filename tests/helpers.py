@@ -383,6 +383,28 @@ def model(kind: str, dtype: str = "float64") -> Model:
     return MODELS[kind](jnp.dtype(dtype))
 
 
+def assert_step_equals(pipe: jpipe.Pipeline, items: list, batch: Any, key: Any, expected: tuple) -> None:
+    """A pipeline's step has this loss, these gradients and states, `(loss, gradients, states)`, a tree for each layer."""
+    loss, gradients, states = expected
+    variables = pipe.from_layer_variables(items, batch)
+    (found, updates), grads = pipe.value_and_grad(variables, batch, key)
+    assert_close(found, loss, "loss")
+    trees = pipe.layer_variables({"params": grads, **updates})
+    for i, (tree, gradient, state) in enumerate(zip(trees, gradients, states, strict=True)):
+        assert_close(tree["params"], gradient, f"gradients of layer {i}")
+        assert_close({name: t for name, t in tree.items() if name != "params"}, state, f"state of layer {i}")
+
+
+class NnxDrops(nnx.Module):
+    """Half of the values, as nnx drops them."""
+
+    def __init__(self, rngs):
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 

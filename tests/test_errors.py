@@ -15,7 +15,7 @@ from flax.core import FrozenDict
 from jax.experimental import io_callback
 
 import jpipe
-from helpers import assert_equal, compilations
+from helpers import NnxDrops, assert_equal, compilations
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -283,14 +283,6 @@ class Drops(nn.Module):
     @nn.compact
     def __call__(self, x, deterministic):
         return nn.Dropout(0.5)(x, deterministic=deterministic)
-
-
-class NnxDrops(nnx.Module):
-    def __init__(self, rngs):
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(x)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpipe
 from tpu_program import Loop, compile_with_text, large_moves, read, tpu_devices, transfers
 
+# The `dev` extra, which `make test` installs, has the compiler where there is one: for Linux on x86-64.
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
 )

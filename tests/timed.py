@@ -57,6 +57,7 @@ class Worker:
     def __init__(self, limit: float = LIMIT, flags: str = FAST):
         self.limit, self.flags = limit, flags
         self._process: subprocess.Popen | None = None
+        self._open = contextlib.ExitStack()  # what is closed with the process
         self._calls = 0
 
     def __enter__(self) -> "Worker":
@@ -84,12 +85,14 @@ class Worker:
             for pipe in (self._process.stdin, self._process.stdout):
                 with contextlib.suppress(OSError):  # what the process didn't read any more
                     pipe.close()
-            self._errors.close()
+            self._open.close()
         self._process = None
 
     def _start(self) -> None:
         self.close()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
+        with contextlib.ExitStack() as opened:
+            self._errors = opened.enter_context(tempfile.TemporaryFile())
+            self._open = opened.pop_all()
         self._calls, self._rest = 0, b""
         environment = os.environ | {"XLA_FLAGS": self.flags, "JAX_PLATFORMS": "cpu", "PYTHONFAULTHANDLER": "0"}
         here = Path(__file__).resolve()

@@ -192,6 +192,7 @@ def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: C
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
     def tick(carry: Carry, row: jax.Array) -> tuple[Carry, None]:
+        """One tick of this device; `row` is `[slots, columns]`, what the table says of it."""
         for i, slot in enumerate(slots):
             now = Now(*(row[i, j] for j in range(len(Now._fields))))
             # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot

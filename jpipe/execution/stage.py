@@ -108,6 +108,7 @@ class Stage:
         is_last_microbatch = lambda at: at == self.step.num_microbatches - 1
 
         def visit(g: int, position: Index, trip: Index, work: ForwardWork) -> tuple[Index, ForwardWork]:
+            """One layer: takes its activation, adds to the loss and the state's totals, leaves the next activation."""
             ran, trip = self._run(g, position, microbatch, row, work.activation, trip)
             loss, totals = work.loss, work.state
             if g == self.step.model.last:
@@ -171,6 +172,7 @@ class Stage:
         stored = step.residuals
 
         def visit(g: int, position: Index, trip: Index, work: BackwardWork) -> tuple[Index, BackwardWork]:
+            """One layer: takes the cotangents of its outputs, adds its gradients, leaves those of its inputs."""
             group, layer = step.model.groups[g], step.layers[g]
             (at, own_row), trip = tie((microbatch, row), trip)
             if g == step.model.last:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jpipe
-from helpers import assert_close, assert_equal
+from helpers import NnxDrops, assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context, MissingKeyError, positional
 from jpipe.layers.functions import mode_arguments
@@ -166,17 +166,9 @@ class Drop(nn.Module):
         return nn.Dropout(0.5)(x, deterministic=False)
 
 
-class NnxDrop(nnx.Module):
-    def __init__(self, rngs):
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(x)
-
-
 @pytest.mark.parametrize(
     "layer",
-    [Drop(), lambda rngs: NnxDrop(rngs=rngs)],
+    [Drop(), lambda rngs: NnxDrops(rngs=rngs)],
     ids=["linen", "nnx"],
 )
 def test_a_layer_that_needs_a_key_says_so(key, layer):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from helpers import one_slot_from_k
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
@@ -21,18 +22,6 @@ TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-
-
-def one_slot_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B as the papers draw it: stage k starts with K-k forwards."""
-    orders = []
-    for stage in range(num_stages):
-        warm_up = min(num_microbatches, num_stages - stage)
-        order = [f"F{m}" for m in range(warm_up)]
-        for m in range(num_microbatches):
-            order += [f"B{m}"] + [f"F{m + warm_up}"] * (m + warm_up < num_microbatches)
-        orders.append(order)
-    return Schedule(orders, slots=("FB",), name="1f1b in one slot")
 
 
 @pytest.mark.parametrize(
@@ -145,13 +134,13 @@ def test_peak_in_flight(num_stages, num_microbatches):
     assert peak(make("naive", num_stages, M)) == (1,) * num_stages
     assert peak(make("forward", num_stages, M)) == (0,) * num_stages
     assert peak(make("1f1b", num_stages, M)) == tuple(min(M, 2 * (num_stages - 1 - k) + 1) for k in stages)
-    assert peak(one_slot_1f1b(num_stages, M)) == tuple(min(M, num_stages - k) for k in stages)
+    assert peak(one_slot_from_k(num_stages, M)) == tuple(min(M, num_stages - k) for k in stages)
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 8), (4, 16)])
 def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
     """With F and B equally long the papers' order has the ideal bubble; with B longer, F waits for it in lockstep."""
-    schedule = one_slot_1f1b(num_stages, num_microbatches)
+    schedule = one_slot_from_k(num_stages, num_microbatches)
     bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert simulate(schedule, 1.0, 1.0).bubble_fraction == pytest.approx(bubble)
     assert simulate(schedule, 1.0, 3.0).bubble_fraction > bubble
