@@ -384,7 +384,7 @@ def model(kind: str, dtype: str = "float64") -> Model:
 
 
 def assert_step_equals(pipe: jpipe.Pipeline, items: list, batch: Any, key: Any, expected: tuple) -> None:
-    """A pipeline's step has this loss, these gradients and states, `(loss, gradients, states)`, a tree for each layer."""
+    """A step has the expected loss, gradients and states: `(loss, gradients, states)`, a tree for each layer."""
     loss, gradients, states = expected
     variables = pipe.from_layer_variables(items, batch)
     (found, updates), grads = pipe.value_and_grad(variables, batch, key)
