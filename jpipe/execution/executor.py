@@ -122,7 +122,7 @@ def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax
     Args:
       step: a step with backward actions.
       stage: this device.
-      gradients: zero buffers to add up gradients in, whole over the data axes (`Layout.zeros(at_work=True)`).
+      gradients: zero buffers to add up gradients in, not split over data axes (`Layout.zeros(at_work=True)`).
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
@@ -158,7 +158,10 @@ def _no_loss(step: Step) -> list[jax.Array]:
 
 
 def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
-    """The sums of the loss over the last stage's devices, copied to all devices."""
+    """The sums of the loss over the last stage's devices, copied to all devices; on other stages `sums` are zero.
+
+    Over an axis of the stage along which a sum is replicated, every device has it already.
+    """
     totals = []
     for leaf, sharding in zip(sums, step.outputs_at, strict=True):
         partial_axes = [axis.names for p, axis in zip(sharding, step.model.axes, strict=True) if p == PARTIAL]
@@ -258,6 +261,7 @@ def _write_row(waiting: Buffers, values: Buffers, row: Index) -> Buffers:
 
 
 def _act(step: Step, stage: Stage, action: Action, now: Now, trip: Index, carry: Carry) -> tuple[Index, Carry]:
+    """One trip of an action's loop. What it reads is tied to the trip, so that no idle device computes it too."""
     now, trip = tie(now, trip)
     return trip, action(step, stage, now, carry)
 
@@ -297,7 +301,7 @@ def _virtual_stage(step: Step, stage: Stage, now: Now) -> Index:
 
 
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:
-    """Boundary buffers with what waits in a row.
+    """Boundary buffers: what crosses a boundary from a row of `waiting`, the rest as in `buffers`.
 
     A row of -1 (on the first or last virtual stage) gives row 0, whose values aren't used.
     """

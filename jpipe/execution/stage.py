@@ -44,7 +44,7 @@ class ForwardWork:
       activation: boundary buffers with what the next layer takes.
       residuals: buffers of residuals, a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
-      loss: the sums of the loss so far, scalars.
+      loss: sums over the micro-batches so far, scalars: of the loss, of its weight, and such a pair for each metric.
     """
 
     activation: Buffers
@@ -60,7 +60,7 @@ class BackwardWork:
 
     Attributes:
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
-      gradients: buffers with the sums of gradients so far, whole over the data axes.
+      gradients: buffers with the sums of gradients so far, over this device's own examples; not split over data axes.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
     """
 
@@ -176,7 +176,7 @@ class Stage:
             group, layer = step.model.groups[g], step.layers[g]
             (at, own_row), trip = tie((microbatch, row), trip)
             if g == step.model.last:
-                # d loss_sum / d loss_sum; weights and metrics have no cotangents.
+                # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
                 cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in layer.outputs]
             else:
                 cotangents = step.cotangents.unpack(work.cotangent, group.indices[0])
@@ -220,6 +220,7 @@ class Stage:
         if len(group.indices) == 1:
             (batch, x), trip = tie((batch, x), trip)
         arguments = self._arguments(g, position, at, batch)
+        # Without a row nothing stores residuals: then the plain forward runs, which makes none.
         run = self.step.forwards[g] if row is None else self.step.layers[g].forward
         results, residuals = run(arguments, x)
         return _Ran(at, row, arguments, results, residuals), trip
@@ -254,7 +255,9 @@ class Stage:
         elif group.variable_set is not None:
             read = self.step.storages["params"].read(self.variables["params"], group.variable_set, position)
             params = self.gather(group.variable_set, read)
-        if self.cast_at_use:  # times a one that only the trip knows, or all would be cast once, ahead of the ticks
+        # A layer that computes in another dtype casts its parameters. Times a one that only the trip knows, they can't
+        # be cast ahead of the ticks, all of them at once.
+        if self.cast_at_use:
             params = [of_trip(leaf, microbatch) for leaf in params]
         return Arguments(params, self._read_state(self.variables, g, position), key, batch)
 
@@ -299,7 +302,10 @@ class Stage:
     # --- state ---
 
     def merged_state(self, totals: dict[str, Buffers]) -> dict[str, Buffers]:
-        """New buffers of the collections that aren't parameters, from the totals that `forward` added up."""
+        """New buffers of the collections that aren't parameters, from the totals that `forward` added up.
+
+        Every collection has the same records, an instance of a set of variables each: those of "params" lead the way.
+        """
         step, sets = self.step, self.step.model.variable_sets  # layers with state never share: instance is position
 
         def read(v: int, instance: Index, _: Any) -> Any:
@@ -315,10 +321,11 @@ class Stage:
             new = step.mergings[g].finish(found, old, step.num_microbatches)
             return self._write_state(buffers, g, instance, new)
 
-        empty = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
-        return step.storages["params"].for_each_local(read, visit, self.device, empty)
+        zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
+        return step.storages["params"].for_each_local(read, visit, self.device, zeros)
 
     def _read_state(self, buffers: dict[str, Buffers], g: int, position: Index) -> list[Leaf]:
+        """The leaves of a layer's state, of all its collections in order, out of buffers by collection."""
         group = self.step.model.groups[g]
         storages, v = self.step.storages, group.variable_set
         return [leaf for n in group.state_names if v is not None for leaf in storages[n].read(buffers[n], v, position)]
@@ -326,6 +333,7 @@ class Stage:
     def _write_state(
         self, buffers: dict[str, Buffers], g: int, position: Index, leaves: list[Leaf]
     ) -> dict[str, Buffers]:
+        """The inverse of `_read_state`: the buffers with these leaves written."""
         group, buffers, rest = self.step.model.groups[g], dict(buffers), iter(leaves)
         for name in group.state_names:
             storage, v = self.step.storages[name], group.variable_set

@@ -39,7 +39,9 @@ Buffers = dict[str, Any]
 """The arrays of one device, by the name of the buffer."""
 
 WASTE = 1 / 4
-"""Leaves are stacked, largest first, while all buffers take at most (1 + WASTE) times what flat ones would."""
+"""How much memory stacking may cost, as a share. Types of leaves that most owners have, or that mesh axes split, are
+always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE) times what they take with
+these flat."""
 
 
 class Row(NamedTuple):
@@ -127,14 +129,17 @@ class Storage:
     def write(
         self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None
     ) -> Buffers:
-        """The arrays with a record's leaves replaced, cast to their dtype (in place, in a loop); on its own device."""
+        """The arrays with a record's leaves replaced, cast to the arrays' dtype; in a loop this happens in place.
+
+        To be called on the device that has the record: on another it overwrites what lies there.
+        """
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             arrays[name] = self.buffers[name].put(arrays[name], self._entry(known, i, record, at), leaf)
         return arrays
 
     def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf]) -> Buffers:
-        """The arrays with floating-point `leaves` added to a record's, in the arrays' dtype; others replace these."""
+        """As `write`, but floating-point `leaves` are added to the record's, in the arrays' dtype."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             change = self.buffers[name].add if is_float(leaf) else self.buffers[name].put
@@ -164,7 +169,8 @@ class Storage:
         """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
         To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
-        for records that this device has, and for no others.
+        for records that this device has, and for no others. What `read` gives is tied to the trip before the body gets
+        it: else a compiler may compute the body ahead of the loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
             if not known.devices:
@@ -176,7 +182,6 @@ class Storage:
 
             def visit(i: Any, carry: Any, t: int = t, table: Any = table) -> tuple[Any, Any]:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
-                # Untied, a compiler may compute the body ahead of the loop, also where there is no trip.
                 (record, values), i = tie((record, read(t, record, carry)), i)
                 return i, body(t, record, values, carry)
 
@@ -244,7 +249,7 @@ def build_storage(
 def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
     """Tags for `build_storage`, by which no two leaves of a record, nor of two types, share a stacked buffer.
 
-    Leaves that lie flat still share one.
+    For `unroll`, where each leaf is to be an array of its own. Leaves that lie flat still share one.
     """
     return [[(t, i) for i in range(len(group))] for t, group in enumerate(leaves)]
 
@@ -337,13 +342,13 @@ class _Needs:
     def stacked(self, waste: float) -> set[LeafType]:
         """The types of leaves that are stacked; the others lie flat.
 
-        Those are types that most owners have, types that are split over other mesh axes (a flat buffer would lose
-        that), and then, from the largest leaves on, as many as `waste` permits.
+        Those are types whose stacked buffer is used for the larger part (`is_common`), types that are split over other
+        mesh axes (a flat buffer would lose that), and then, from the largest leaves on, as many as `waste` permits.
         """
         chosen = {leaf_type for leaf_type in self.counts if any(leaf_type.spec) or self.is_common(leaf_type)}
-        most = (1 + waste) * self.num_bytes(chosen)
+        limit = (1 + waste) * self.num_bytes(chosen)
         for leaf_type in sorted(set(self.counts) - chosen, key=lambda known: (-known.num_bytes, known.name)):
-            if self.num_bytes(chosen | {leaf_type}) > most:
+            if self.num_bytes(chosen | {leaf_type}) > limit:
                 break
             chosen.add(leaf_type)
         return chosen

@@ -1,4 +1,4 @@
-"""One layer as a function of arrays: its forward, its vjp, and how what it works on lies on the devices of a stage.
+"""One layer as a function of arrays, and how what it works on lies on the devices of a stage.
 
 A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
 depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves
@@ -64,7 +64,7 @@ class LayerFunction:
     Attributes:
       group: the layers.
       key: the type of their random keys in training; None in evaluation.
-      remat: which residuals the vjp keeps.
+      remat: which residuals its vjp keeps (`jpipe.model.traced_layer` takes it).
       loss_fn: of the last layer the user's loss, or None to return its outputs; None for all others.
     """
 
@@ -135,13 +135,13 @@ class LayerFunction:
           splits: what arrays are split over.
         """
         group, axes = self.group, splits.axes
-        # Costs ask for one device, of a model that was traced for more.
-        lying = lambda shardings: list(shardings) if axes else [()] * len(shardings)
+        # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
+        over_axes = lambda shardings: list(shardings) if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         params = [splits.at_work(spec) for spec in group.specs.get("params", [])]
         state = [splits.at_work(spec) for name in group.state_names for spec in group.specs.get(name, [])]
         batch = jax.tree.leaves(arguments.batch)
-        takes_at, gives_at = lying(group.takes_at), lying(group.gives_at)
+        takes_at, gives_at = over_axes(group.takes_at), over_axes(group.gives_at)
         return LayerShardings(
             axes=axes,
             params=params,
@@ -189,7 +189,8 @@ class LayerShardings:
     def results(self, results: Results) -> list[Wanted]:
         """How the leaves of `results` have to lie."""
         outputs = [lambda sharding: sharding] * len(results.outputs) if self.outputs is None else self.outputs
-        return [*outputs, *[_always(s) for s, _ in zip(self.state, results.state, strict=False)]]
+        state = self.state if results.state else []  # evaluation gives no new state
+        return [*outputs, *map(_always, state)]
 
 
 def _always(sharding: Sharding) -> Wanted:

@@ -23,7 +23,7 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, the number of steps done.
-      variables: the model's variables by collection.
+      variables: the model's variables by collection, a `StageTree` each.
       opt_state: the optimiser's state.
       key: the random key that all steps' keys are derived from.
       tx: the optax transformation (static).
@@ -53,12 +53,12 @@ def abstract_state(
       variables: shapes with shardings, by collection.
       tx: the optimiser.
       key: the type of the random key.
-      loss: the type of the loss.
+      loss: the type of the loss, which an optimiser may ask for as `value`.
       mesh: all devices.
 
     Raises:
       TypeError: `tx` is no optax transformation, or needs more than a step gives it.
-      ValueError: it tells parameters apart.
+      ValueError: it treats a parameter by its name, shape or norm, while a buffer holds many parameters.
     """
     check_is_optimizer(tx)
     opt_state = jax.eval_shape(tx.init, variables["params"])
@@ -77,21 +77,22 @@ def abstract_state(
 
 
 def state_shardings(opt_state: Any, params: StageTree) -> Any:
-    """Shardings for an optimiser's state: of each leaf that mirrors a parameter, that parameter's.
+    """Shardings for an optimiser's state, a tree like it: a leaf that has the shape of its buffer lies as the buffer.
 
     Args:
       opt_state: `jax.eval_shape(tx.init, params)`.
-      params: the parameters, or their shapes.
+      params: the parameters, or their shapes: buffers `[K, ...]` of K stages.
     """
     layout = params.layout
     place = lambda spec: NamedSharding(layout.mesh, spec)
 
     def guess(leaf: Any) -> NamedSharding:
-        """Split over the stages if it looks like a statistic of whole buffers, `[K, ...]`; else on all of them."""
+        """Split over the stages if it looks like a statistic of buffers, `[K, ...]`; else, as a vector too, on all."""
         whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
         return place(PartitionSpec(AXIS) if whole else PartitionSpec())
 
     def of_tree(tree: StageTree) -> StageTree:
+        """The shardings of a part of the state that mirrors the parameters, buffer by buffer."""
         shapes, specs = tree.layout.shapes, tree.layout.specs
         same = lambda name, leaf: leaf.shape == shapes[name].shape
         choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
