@@ -208,6 +208,12 @@ def _on_devices(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """An array split so; of one that is on the host, or whole in this process, each device gets its part."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
         return jax.device_put(leaf, sharding)
+    if not _is_whole(leaf):
+        raise ValueError(
+            f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other than "
+            f"those of the pipeline's mesh; move it there first: jax.device_put(array, NamedSharding(pipe.mesh, ...)), "
+            "or jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
+        )
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -260,7 +266,26 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
         for name in group.variables:
             found[name][index] = jax.tree.leaves(own[name])
     _check_tied(model, found["params"])
-    return {name: layout.place(found[name]) for name, layout in layouts.items()}
+    return laid_out(layouts, found)
+
+
+def laid_out(layouts: dict[str, Layout], leaves: dict[str, dict[int, list[Any]]]) -> dict[str, StageTree]:
+    """Leaves by collection and layer, as `Layout.place` takes them, as global arrays.
+
+    Those that are whole in this process go by way of the host; if one isn't, all stay on the devices.
+    """
+    if all(_is_whole(leaf) for leaf in jax.tree.leaves(leaves)):
+        return {name: layouts[name].place(found) for name, found in leaves.items()}
+    taken: dict[int, dict[str, Any]] = {}
+    for name, found in leaves.items():
+        for index, own in found.items():
+            taken.setdefault(index, {})[name] = own
+    return put_together_on_devices({name: layouts[name] for name in leaves}, taken)
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether this process can read all of a leaf."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
@@ -290,12 +315,22 @@ def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
     for first, *others in (users for known in model.variable_sets for users in known.users):
         for other in others:
             pairs = zip(params.get(first, []), params.get(other, []), strict=True)
-            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
+            if not all(a is b or _are_equal(a, b) for a, b in pairs):
                 raise ValueError(
                     f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
                     f"({model.group_at(first).layer.name}) share "
                     "their parameters; give both the same, or don't share them"
                 )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """`np.array_equal`, also of arrays that are split over processes; all of these get the same answer."""
+    if _is_whole(a) and _is_whole(b):
+        return np.array_equal(a, b)
+    sharding = next(x.sharding for x in (a, b) if not _is_whole(x))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    compare = jax.jit(jnp.array_equal, out_shardings=everywhere)
+    return bool(compare(_on_devices(a, sharding), _on_devices(b, sharding)))
 
 
 def _check_no_tracers(trees: Any) -> None:
