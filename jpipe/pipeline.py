@@ -26,7 +26,7 @@ from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
-from jpipe.memory.layer_trees import as_items, put_together, take_apart
+from jpipe.memory.layer_trees import as_items, laid_out, put_together, take_apart
 from jpipe.memory.layout import StageTree
 from jpipe.model.remat import as_remat
 from jpipe.model.state import check_rules
@@ -377,7 +377,7 @@ class Pipeline:
         for index, layer in enumerate(self._layers):
             for name, tree in (layer.ready or {}).items():
                 leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
-        return {name: dict(plan.layouts[name].place(found)) for name, found in leaves.items()}
+        return {name: dict(tree) for name, tree in laid_out(plan.layouts, leaves).items()}
 
 
 def _make(arguments: tuple[Any, ...], options: dict[str, Any]) -> Pipeline:

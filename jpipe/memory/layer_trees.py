@@ -15,9 +15,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpipe.jax_tools.indexing import look_up
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import LayerError
-from jpipe.memory.layout import Layout, StageTree, device_index, local
+from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.model.groups import Model
 from jpipe.sharding.meshes import AXIS, on_stages, part_shape
 from jpipe.sharding.shardings import names_in
@@ -37,11 +38,7 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
     layouts = {name: tree.layout for name, tree in trees.items()}
     layout = next(iter(layouts.values()))
     places = sorted((i, v, j) for v, known in enumerate(layout.users) for j, users in enumerate(known) for i in users)
-    leaves = {
-        (name, v): [_Scattered(leaf, spec, layout.mesh) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
-        for name, lay in layouts.items()
-        for v, known in enumerate(lay.storage.record_types)
-    }
+    leaves = _scattered(layouts)
 
     def body(trees: dict[str, Any]) -> list[dict[str, Any]]:
         buffers, device = local(trees), device_index(layout.mesh)
@@ -61,6 +58,102 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
         i: {name: jax.tree.unflatten(layouts[name].treedefs[v], own) for name, own in item.items()}
         for (i, v, _), item in zip(places, found, strict=True)
     }
+
+
+def put_together_on_devices(layouts: dict[str, Layout], taken: dict[int, dict[str, Any]]) -> dict[str, StageTree]:
+    """The inverse of `take_apart`: global arrays by collection, of leaves that may be global arrays themselves.
+
+    No process needs all of a leaf, and no device gets more than its part of the model and one layer at a time. To be
+    called outside of `jax.jit`; in a cluster by all processes.
+
+    Args:
+      layouts: the layout of each collection, of one pipeline. Leaves may have other dtypes than it names, such as an
+        optimiser's moments: an array has that of its leaves.
+      taken: index -> collection -> tree of whole arrays, as `take_apart` gives them, of any number of stages: each on
+        the host (the same in all processes), or split in any way over the layouts' devices. Of layers that share
+        variables the first one's count. The places of layers and collections that are missing hold zeros.
+    """
+    users = next(iter(layouts.values())).users
+    shardings = {name: jax.tree.map(lambda a: a.sharding, dict(lay.shapes)) for name, lay in layouts.items()}
+    scattered, writers = _scattered(layouts), {}
+    places = [(v, j, taken.get(own[0], {})) for v, known in enumerate(users) for j, own in enumerate(known)]
+    arrays = _zeros(layouts, places)
+    for v, j, item in places:
+        leaves = {
+            name: [
+                _on_devices(leaf, known.shape.sharding)
+                for leaf, known in zip(jax.tree.leaves(item[name]), scattered[name, v], strict=True)
+            ]
+            for name in layouts
+            if item.get(name)
+        }
+        chosen = (v, *leaves)
+        if chosen not in writers:
+            write = _writer(layouts, v, tuple(leaves))
+            writers[chosen] = jax.jit(write, donate_argnums=0, out_shardings=shardings)
+        arrays = writers[chosen](arrays, leaves, np.int32(j)) if leaves else arrays
+    return {name: StageTree(tree, layouts[name]) for name, tree in arrays.items()}
+
+
+def _zeros(layouts: dict[str, Layout], places: list[tuple[int, int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Global arrays of zeros by collection, with the dtypes of the leaves that will lie in them.
+
+    Args:
+      layouts: the layout of each collection.
+      places: (record type, record, a layer's trees by collection).
+    """
+    types: dict[tuple[str, str], Any] = {}  # of the leaves in each buffer
+    for v, _, item in places:
+        for name in filter(layouts.__contains__, item):
+            buffers = layouts[name].storage.record_types[v].buffers
+            pairs = zip(buffers, jax.tree.leaves(item[name]), strict=True)
+            types.update({(name, buffer): leaf.dtype for buffer, leaf in pairs})
+    shapes = {name: dict(layout.shapes) for name, layout in layouts.items()}
+    dtype = lambda name, buffer: types.get((name, buffer), shapes[name][buffer].dtype)
+    make = lambda: {n: {b: jnp.zeros(a.shape, dtype(n, b)) for b, a in tree.items()} for n, tree in shapes.items()}
+    return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))()
+
+
+def _writer(layouts: dict[str, Layout], v: int, names: tuple[str, ...]) -> Any:
+    """`(global arrays, leaves, record) -> global arrays` with the leaves of some collections of a record written.
+
+    Args:
+      layouts: the layout of each collection.
+      v: the record type.
+      names: the collections, whose leaves come as `item_shapes` says.
+    """
+    layout, scattered = next(iter(layouts.values())), _scattered(layouts)
+
+    def body(arrays: dict[str, Any], leaves: dict[str, list[Any]], record: Any) -> dict[str, Any]:
+        arrays = local(arrays)
+        mine = look_up(layout.storage.record_types[v].devices, record) == device_index(layout.mesh)
+        for name in names:
+            storage = layouts[name].storage
+            whole = [known.gather(part) for known, part in zip(scattered[name, v], leaves[name], strict=True)]
+            old = storage.read(arrays[name], v, record)
+            new = [jnp.where(mine, a, b) for a, b in zip(whole, old, strict=True)]
+            arrays = arrays | {name: storage.write(arrays[name], v, record, new)}
+        return stacked(arrays)
+
+    whole_specs = {name: dict(lay.specs) for name, lay in layouts.items()}
+    leaf_specs = {name: [known.result_spec for known in scattered[name, v]] for name in names}
+    return on_stages(body, layout.mesh, (whole_specs, leaf_specs, PartitionSpec()), whole_specs)
+
+
+def item_shapes(layouts: dict[str, Layout]) -> dict[int, dict[str, Any]]:
+    """What `take_apart` gives, as ShapeDtypeStructs with shardings: of whole leaves, split over the stages.
+
+    Args:
+      layouts: the layout of each collection, of one pipeline.
+    """
+    scattered, users = _scattered(layouts), next(iter(layouts.values())).users
+    trees = {
+        (name, v): jax.tree.unflatten(layouts[name].treedefs[v], [known.shape for known in own])
+        for (name, v), own in scattered.items()
+        if users[v]
+    }
+    pairs = sorted((i, v) for v, known in enumerate(users) for own in known for i in own)
+    return {i: {name: trees[name, v] for name in layouts} for i, v in pairs}
 
 
 @dataclass(frozen=True)
@@ -99,6 +192,39 @@ class _Scattered:
         if self.dimension is not None:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
+
+    def gather(self, part: jax.Array) -> jax.Array:
+        """The inverse of `scatter`: the leaf, as each stage has it, from a device's part."""
+        return part if self.dimension is None else jax.lax.all_gather(part, AXIS, axis=self.dimension, tiled=True)
+
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        """The shape of what is shared out, with its sharding."""
+        sharding = NamedSharding(self.mesh, self.result_spec)
+        return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
+
+
+def _on_devices(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array split so; of one that is on the host, or whole in this process, each device gets its part."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
+        return jax.device_put(leaf, sharding)
+    if not _is_whole(leaf):
+        raise ValueError(
+            f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other than "
+            f"those of the pipeline's mesh; move it there first: jax.device_put(array, NamedSharding(pipe.mesh, ...)), "
+            "or jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
+        )
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _scattered(layouts: dict[str, Layout]) -> dict[tuple[str, int], list[_Scattered]]:
+    """How the leaves of each collection and record type are shared out."""
+    return {
+        (name, v): [_Scattered(leaf, spec, lay.mesh) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
+        for name, lay in layouts.items()
+        for v, known in enumerate(lay.storage.record_types)
+    }
 
 
 def as_items(model: Model, taken: dict[int, dict[str, Any]]) -> list[Any]:
@@ -140,7 +266,26 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
         for name in group.variables:
             found[name][index] = jax.tree.leaves(own[name])
     _check_tied(model, found["params"])
-    return {name: layout.place(found[name]) for name, layout in layouts.items()}
+    return laid_out(layouts, found)
+
+
+def laid_out(layouts: dict[str, Layout], leaves: dict[str, dict[int, list[Any]]]) -> dict[str, StageTree]:
+    """Leaves by collection and layer, as `Layout.place` takes them, as global arrays.
+
+    Those that are whole in this process go by way of the host; if one isn't, all stay on the devices.
+    """
+    if all(_is_whole(leaf) for leaf in jax.tree.leaves(leaves)):
+        return {name: layouts[name].place(found) for name, found in leaves.items()}
+    taken: dict[int, dict[str, Any]] = {}
+    for name, found in leaves.items():
+        for index, own in found.items():
+            taken.setdefault(index, {})[name] = own
+    return put_together_on_devices({name: layouts[name] for name in leaves}, taken)
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether this process can read all of a leaf."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
@@ -170,12 +315,22 @@ def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
     for first, *others in (users for known in model.variable_sets for users in known.users):
         for other in others:
             pairs = zip(params.get(first, []), params.get(other, []), strict=True)
-            if not all(a is b or np.array_equal(a, b) for a, b in pairs):
+            if not all(a is b or _are_equal(a, b) for a, b in pairs):
                 raise ValueError(
                     f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
                     f"({model.group_at(first).layer.name}) share "
                     "their parameters; give both the same, or don't share them"
                 )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """`np.array_equal`, also of arrays that are split over processes; all of these get the same answer."""
+    if _is_whole(a) and _is_whole(b):
+        return np.array_equal(a, b)
+    sharding = next(x.sharding for x in (a, b) if not _is_whole(x))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    compare = jax.jit(jnp.array_equal, out_shardings=everywhere)
+    return bool(compare(_on_devices(a, sharding), _on_devices(b, sharding)))
 
 
 def _check_no_tracers(trees: Any) -> None:
