@@ -8,7 +8,7 @@ from flax import nnx
 
 import jpipe
 from helpers import assert_equal, compilations, model, pipeline
-from jpipe.memory.layer_trees import item_shapes, put_together_on_devices, take_apart
+from jpipe.memory.layer_trees import put_together_on_devices, take_apart
 
 AXES = ("stage", "data", "model")
 jit_take_apart = jax.jit(take_apart)
@@ -50,15 +50,6 @@ def test_weights_that_other_axes_split(make_mesh):
     mesh = make_mesh((2, 2, 2), AXES)
     _, variables, layouts = layouts_for(truth, 2, mesh=mesh, shard_over=("data",))
     assert_equal(put_together_on_devices(layouts, jit_take_apart(variables)), variables)
-
-
-def test_shapes_of_items_are_those_of_take_apart(mixed):
-    _, variables, layouts = layouts_for(mixed, 4)
-    expected, found = jit_take_apart(variables), item_shapes(layouts)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
 
 
 def test_layers_that_are_missing_hold_zeros_and_leaves_keep_their_dtypes(mixed):
