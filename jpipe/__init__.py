@@ -1,5 +1,7 @@
 """jpipe: pipeline parallelism for Flax models, exactly equal to the sequential model."""
 
+from typing import TYPE_CHECKING, Any
+
 from jpipe.layers.base import Layer as Layer
 from jpipe.layers.connections import pop as pop
 from jpipe.layers.connections import reads as reads
@@ -16,4 +18,17 @@ from jpipe.schedules.simulate import simulate as simulate
 from jpipe.training.per_layer import per_layer as per_layer
 from jpipe.training.state import TrainState as TrainState
 
+if TYPE_CHECKING:
+    from jpipe.checkpoints.checkpointer import Checkpointer as Checkpointer
+    from jpipe.checkpoints.checkpointer import load_layers as load_layers
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports orbax only for those who use it."""
+    if name in ("Checkpointer", "load_layers"):
+        from jpipe.checkpoints import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module 'jpipe' has no attribute {name!r}")

@@ -175,6 +175,15 @@ class Pipeline:
         """
         return self._planner.partition
 
+    @property
+    def plan(self) -> Plan:
+        """The layers as they were traced, cuts and layouts, for tools that take a pipeline.
+
+        Raises:
+          ValueError: no batch was seen yet.
+        """
+        return self._planner.known_plan()
+
     # --- variables ---
 
     def init(self, key: jax.Array, batch: Any) -> Variables:

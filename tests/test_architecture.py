@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "planning": {"jax_tools", "sharding", "layers", "schedules", "model", "memory"},
     "training": {"jax_tools", "sharding", "layers", "model", "memory"},
     "execution": {"jax_tools", "sharding", "layers", "schedules", "model", "memory", "planning"},
+    "checkpoints": {"jax_tools", "sharding", "layers", "model", "memory", "training", "pipeline", "checks"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

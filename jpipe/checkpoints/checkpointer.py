@@ -1,0 +1,351 @@
+"""`Checkpointer`: saves a training state, and gives it back under any pipeline of the same layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe import __version__
+from jpipe.checkpoints import files
+from jpipe.checkpoints.containers import (
+    Json,
+    containers_from_json,
+    containers_to_json,
+    value_from_json,
+    value_to_json,
+)
+from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
+from jpipe.checks import check_alive
+from jpipe.jax_tools.notices import warn_user
+from jpipe.memory.records import Arrays
+from jpipe.pipeline import Pipeline
+from jpipe.training.state import TrainState
+
+READ_AT_ONCE = 1 / 8
+"""How much of the state is read at a time, as a share, before it is put where it belongs."""
+
+
+class Checkpointer:
+    """Checkpoints of one run in a directory; orbax writes them, in the background.
+
+    A checkpoint holds the layers' own variables and the optimiser's state for each of them, by layer index and name,
+    not as a pipeline lays them out: it can be restored under another number of stages, another schedule, mesh, or
+    number of processes. No device and no process ever holds the whole model.
+
+        with jpipe.Checkpointer(directory, keep=3) as saved:
+            state, position = saved.restore(pipe, batch, tx)
+            if state is None:
+                state = pipe.create_state(key, batch, tx)
+            ...
+            saved.save(pipe, state, position=iterator.get_state())
+
+    In a cluster all processes make one, of a directory that they share, and call the same methods in the same order.
+
+    Args:
+      directory: made if it isn't there; may be one of a cloud store that orbax knows, such as `gs://bucket/run`.
+      keep: how many of the newest checkpoints are kept; None keeps all.
+
+    Raises:
+      OSError: the directory can't be written, or not all processes see it.
+      ValueError: `keep` is less than 1.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep={keep!r} is no positive integer; keep at least 1 checkpoint, or None for all")
+        path = epath.Path(directory).expanduser()
+        self.directory = path if "://" in os.fspath(path) else path.absolute()
+        self._manager = files.make_manager(self.directory, keep)
+        self._own: set[int] = set()  # steps restored or saved by this object
+        self._damaged: list[int] = []
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Waits for what is being written."""
+        self.close()
+
+    def close(self) -> None:
+        """Waits for what is being written, and ends orbax's threads."""
+        with self._told("waiting for the last checkpoint"):
+            self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest finished checkpoint; None if there is none."""
+        return next(iter(files.steps_in(self.directory)), None)
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk.
+
+        Raises:
+          RuntimeError: it couldn't be written.
+        """
+        with self._told("waiting for the last checkpoint"):
+            self._manager.wait_until_finished()
+
+    # --- saving ---
+
+    def save(self, pipe: Pipeline, state: TrainState, position: Any = None) -> None:
+        """Saves a state, in the background: it may be donated to the next step once this returns.
+
+        This waits until the checkpoint before is on disk. A state of a step that this object has saved or restored
+        already isn't saved again.
+
+        Args:
+          pipe: the pipeline whose state it is.
+          state: as `pipe.train_step` returns it.
+          position: the position in the data, a pytree of numbers, strings, bytes and arrays in dicts, lists and tuples.
+            In a cluster the one of process 0 is kept.
+
+        Raises:
+          RuntimeError: this or the last checkpoint couldn't be written; checkpoints before it are whole.
+          TypeError: `position` or the optimiser's state can't be saved.
+          ValueError: the directory holds checkpoints of this step or later ones, from another run.
+        """
+        check_alive("state", state)
+        contents, step = self._contents(pipe, state), int(state.step)
+        contents.check()
+        encoded = containers_to_json(position, value_to_json)
+        if step in self._own:
+            return
+        self._check_newest(step)
+        about = {
+            "jpipe": __version__,
+            "step": step,
+            "random_keys": {"/".join(path): _key_to_json(key) for path, key in contents.random_keys.items()},
+            "position": encoded,
+            **contents.description(),
+        }
+        with self._told(f"saving step {step}"):
+            files.write(self._manager, step, _taken(contents), about)
+        self._own.add(step)
+
+    def _check_newest(self, step: int) -> None:
+        """Checks that no other checkpoint is as new, once damaged ones are set aside.
+
+        Raises:
+          ValueError: one is.
+        """
+        newer = [known for known in files.steps_in(self.directory) if known >= step]
+        files.set_aside(self.directory, [known for known in newer if known in self._damaged])
+        if self._damaged:
+            self._manager.reload()
+        others = [known for known in newer if known not in self._damaged]
+        if others:
+            raise ValueError(
+                f"{self.directory} holds a checkpoint of step {others[0]}, and this state is of step {step}; go on "
+                "from that one (restore), or save to another directory"
+            )
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Adds to errors what is lost and what isn't."""
+        try:
+            yield
+        except Exception as error:
+            whole = self.latest_step
+            rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
+            raise RuntimeError(
+                f"{what} in {self.directory} failed: {error}; {rest}, and the state in memory is as it was"
+            ) from error
+
+    # --- restoring ---
+
+    def restore(self, pipe: Pipeline, batch: Any, tx: optax.GradientTransformation) -> tuple[TrainState | None, Any]:
+        """The state of the last whole checkpoint under this pipeline's layout, and the position in the data.
+
+        A checkpoint that can't be read is passed over with a warning.
+
+        Args:
+          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh.
+          batch: a batch `[B, ...]`, or its shapes.
+          tx: the optimiser; what it keeps has to have the structure that was saved.
+
+        Returns:
+          `(state, position)`, or `(None, None)` if there is no checkpoint.
+
+        Raises:
+          ValueError: the checkpoint is of other layers or of another optimiser; the first difference is named. Or it
+            was written by a newer jpipe.
+          RuntimeError: there are checkpoints, but none can be read.
+        """
+        self.wait()
+        steps, reasons = files.steps_in(self.directory), []
+        for step in steps:
+            try:
+                found = self._restored(step, pipe, batch, tx)
+            except files.DamagedError as error:
+                reasons.append(f"step {step}: {error}")
+                self._damaged.append(step)
+                continue
+            if reasons:
+                warn_user(f"{self.directory}: going on from step {step}, since {'; '.join(reasons)}")
+            self._own.add(step)
+            return found
+        if steps:
+            raise RuntimeError(
+                f"none of the checkpoints in {self.directory} can be read: {'; '.join(reasons)}; to start anew, choose "
+                "another directory"
+            )
+        return None, None
+
+    def _restored(self, step: int, pipe: Pipeline, batch: Any, tx: Any) -> tuple[TrainState, Any]:
+        directory = self.directory / str(step)
+        about = _of_all(lambda: files.read_about(directory))
+        keys = {name: _key_from_json(encoded, pipe.mesh) for name, encoded in about["random_keys"].items()}
+        contents = self._contents(pipe, pipe.abstract_state(batch, tx, keys["key"]))
+        contents.check()
+        difference = first_difference(about, contents.description())
+        if difference is not None:
+            raise ValueError(
+                f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; to take over "
+                "values from other layers, use jpipe.load_layers(directory) and pipe.from_layer_variables(trees, batch)"
+            )
+        arrays, named = _read(directory, contents)
+        named |= {path: keys["/".join(path)] for path in contents.random_keys}
+        variables, opt_state = contents.filled(arrays, named)
+        restored = TrainState(_on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
+        return restored, containers_from_json(about["position"], value_from_json)
+
+    def _contents(self, pipe: Pipeline, state: TrainState) -> Contents:
+        return Contents(pipe.plan.model, state)
+
+
+def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[Any]:
+    """Each layer's own variables from a checkpoint, on the host, without a pipeline.
+
+    They are what `Pipeline.layer_variables` gives, without Flax's metadata boxes: for a linen layer `module.apply(item,
+    x)` takes an item.
+
+    Args:
+      directory: that of a `Checkpointer`.
+      step: which checkpoint; default: the newest that can be read.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      RuntimeError: none can be read.
+    """
+    path, reasons = epath.Path(directory).expanduser(), []
+    steps = files.steps_in(path)
+    if (step is not None and step not in steps) or not steps:
+        raise FileNotFoundError(
+            f"{path} has no checkpoint{'' if step is None else f' of step {step}'}; it has those of {sorted(steps)}"
+        )
+    for known in steps if step is None else [step]:
+        try:
+            about = files.read_about(path / str(known))
+            named = {tuple(name.split("/")): shape for name, shape in about["arrays"].items()}
+            shapes = {p: jax.ShapeDtypeStruct(s, jnp.dtype(d)) for p, (d, s) in named.items() if p[0] == LAYERS}
+            found = files.read_arrays(path / str(known), shapes)
+        except files.DamagedError as error:
+            reasons.append(f"step {known}: {error}")
+            continue
+        if reasons:
+            warn_user(f"{path}: reading step {known}, since {'; '.join(reasons)}")
+        return [_item(layer["item"], found) for layer in about["layers"]]
+    raise RuntimeError(f"none of the checkpoints in {path} can be read: {'; '.join(reasons)}")
+
+
+def _item(encoded: Json, named: Named) -> Any:
+    """A layer's own tree, of arrays by path."""
+    return containers_from_json(encoded, lambda path: named[tuple(path)])
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def _taken(contents: Contents) -> Named:
+    """All arrays by path, split over all devices, in the hosts' memory where devices have another."""
+    arrays, named = contents.arrays, dict(contents.rest)
+    for chunk in _chunks(contents):
+        for v, j, _, paths in chunk:
+            for name, leaves in contents.records.take(arrays, v, j).items():
+                named |= dict(zip(paths[name], map(_to_host, leaves), strict=True))
+        jax.block_until_ready([named[path] for *_, paths in chunk for own in paths.values() for path in own])
+    return named
+
+
+def _to_host(leaf: jax.Array) -> jax.Array:
+    """An array in memory that a host's devices share, so that what is written takes no room on them."""
+    (platform,) = {device.platform for device in leaf.sharding.device_set}
+    return leaf if platform == "cpu" else jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+
+
+def _read(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
+    """(new buffers with each layer's arrays, what belongs to no layer)."""
+    records, arrays = contents.records, None
+    named = _of_all(lambda: files.read_arrays(directory, contents.rest))
+    for chunk in _chunks(contents):
+        shapes = {
+            path: leaf
+            for _, _, leaves, paths in chunk
+            for name in leaves
+            for path, leaf in zip(paths[name], leaves[name], strict=True)
+        }
+        found = _of_all(lambda shapes=shapes: files.read_arrays(directory, shapes))
+        if arrays is None:
+            dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
+            arrays = records.zeros(dtypes)
+        for v, j, _, paths in chunk:
+            arrays = records.write(arrays, v, j, {name: [found[path] for path in own] for name, own in paths.items()})
+    return arrays or {}, named
+
+
+def _chunks(contents: Contents) -> list[list[Any]]:
+    """The records of a state in runs that are about `READ_AT_ONCE` of its bytes."""
+    records = list(contents.each_record())
+    sizes = [
+        sum(leaf.size * leaf.dtype.itemsize for own in leaves.values() for leaf in own) for _, _, leaves, _ in records
+    ]
+    chunks, room = [], 0.0
+    for record, size in zip(records, sizes, strict=True):
+        if not chunks or size > room:
+            chunks.append([])
+            room = READ_AT_ONCE * sum(sizes)
+        chunks[-1].append(record)
+        room -= size
+    return chunks
+
+
+def _of_all(read: Callable[[], Any]) -> Any:
+    """What `read` gives, if it can in all processes.
+
+    Raises:
+      DamagedError: in this process or in another one it can't.
+    """
+    try:
+        found, error = read(), None
+    except files.DamagedError as raised:
+        found, error = None, raised
+    if not files.all_agree(error is None):
+        raise error or files.DamagedError("another process can't read it")
+    return found
+
+
+def _on_all(value: Any, mesh: Mesh) -> jax.Array:
+    """A value that all processes have, on all devices."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(np.shape(value), everywhere, lambda index: np.asarray(value)[index])
+
+
+def _key_to_json(key: jax.Array) -> Json:
+    return {"impl": str(jax.random.key_impl(key)), "data": np.asarray(jax.random.key_data(key)).tolist()}
+
+
+def _key_from_json(encoded: Json, mesh: Mesh) -> jax.Array:
+    """A random key on all devices."""
+    data = _on_all(np.asarray(encoded["data"], np.uint32), mesh)
+    wrap = partial(jax.random.wrap_key_data, impl=encoded["impl"])
+    return jax.jit(wrap, out_shardings=NamedSharding(mesh, PartitionSpec()))(data)

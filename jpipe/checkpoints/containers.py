@@ -1,0 +1,83 @@
+"""Pytrees of plain containers as JSON: how a layer's tree is put together again, and a position in the data."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+Json = Any
+"""What `json.dumps` takes."""
+
+
+def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any], Json]) -> Json:
+    """A pytree of dicts, lists and tuples as JSON.
+
+    Args:
+      tree: the pytree. Other containers become dicts by the names of their fields.
+      leaf_to_json: `(path, leaf) -> JSON`; a path is the names of the keys that lead to the leaf.
+    """
+
+    def convert(path: tuple[str, ...], node: Any) -> Json:
+        if node is None:
+            return {"none": True}
+        children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+        if len(children) == 1 and not children[0][0]:
+            return {"leaf": leaf_to_json(path, node)}
+        keys = [key for (key,), _ in children]
+        found = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
+        if isinstance(node, list) or type(node) is tuple:
+            return {"list" if isinstance(node, list) else "tuple": found}
+        names = [key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key) for key in keys]
+        return {"dict": [list(pair) for pair in zip(names, found, strict=True)]}
+
+    return convert((), tree)
+
+
+def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Any]) -> Any:
+    """The inverse of `containers_to_json`; `leaf_from_json` that of its `leaf_to_json`."""
+    ((kind, value),) = encoded.items()
+    again = lambda child: containers_from_json(child, leaf_from_json)
+    if kind == "dict":
+        return {key: again(child) for key, child in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(map(again, value))
+    return None if kind == "none" else leaf_from_json(value)
+
+
+def name_of(key: Any) -> str:
+    """A key of a pytree's path as text: `kernel`, `0`."""
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def value_to_json(path: tuple[str, ...], value: Any) -> Json:
+    """A number, string, bytes or array as JSON.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic | jax.Array) else None
+    if array is None or array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"the position in the data holds a {type(value).__name__} at {'/'.join(path) or 'its root'}; it may hold "
+            "numbers, strings, bytes and arrays of numbers, in dicts, lists and tuples"
+        )
+    return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
+
+
+def value_from_json(encoded: Json) -> Any:
+    """The inverse of `value_to_json`."""
+    ((kind, value),) = encoded.items()
+    if kind == "value":
+        return value
+    if kind == "bytes":
+        return base64.b64decode(value)
+    dtype, shape, data = value
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()

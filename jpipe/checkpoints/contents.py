@@ -1,0 +1,252 @@
+"""What a checkpoint of a training state holds: named arrays in the layers' own layout, whatever the pipeline's.
+
+A name is a path: `layers/0003_Block/params/Dense_0/kernel` is a parameter of layer 3, `optimizer/1/0/mu/0003_Block/
+Dense_0/kernel` a moment of it in an optimiser's state, `optimizer/1/0/count` what belongs to no layer. Variables that
+layers share are stored once, with the first layer that uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.checkpoints.containers import Json, containers_to_json, name_of
+from jpipe.memory.layout import Layout, StageTree
+from jpipe.memory.records import Arrays, Records
+from jpipe.model.groups import Model
+from jpipe.training.state import TrainState
+
+Path = tuple[str, ...]
+Named = dict[Path, Any]
+"""Arrays, or their shapes, by path."""
+
+LAYERS, OPTIMIZER = "layers", "optimizer"
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The names of all arrays of a state, and where they are in it.
+
+    Attributes:
+      model: the layers.
+      state: a state, or its shapes with shardings.
+    """
+
+    model: Model
+    state: TrainState
+
+    @cached_property
+    def trees(self) -> dict[Path, StageTree]:
+        """What is laid out by layers, by the path that names it: `(layers, params)`, `(optimizer, 0, mu)`."""
+        variables = {(LAYERS, name): tree for name, tree in self.state.variables.items()}
+        return variables | {path: leaf for path, leaf in self._of_optimizer if isinstance(leaf, StageTree)}
+
+    @cached_property
+    def rest(self) -> Named:
+        """The arrays in the optimiser's state that belong to no layer."""
+        return {path: leaf for path, leaf in self._of_optimizer if not isinstance(leaf, StageTree) and not is_key(leaf)}
+
+    @cached_property
+    def random_keys(self) -> Named:
+        """The state's random key, as `(key,)`, and those in the optimiser's state."""
+        return {("key",): self.state.key} | {path: leaf for path, leaf in self._of_optimizer if is_key(leaf)}
+
+    @property
+    def _of_optimizer(self) -> list[tuple[Path, Any]]:
+        found = jax.tree_util.tree_leaves_with_path(self.state.opt_state, is_leaf=_is_tree)
+        return [((OPTIMIZER, *map(name_of, path)), leaf) for path, leaf in found]
+
+    @cached_property
+    def records(self) -> Records:
+        """The places of each layer's arrays, in all trees."""
+        return _records_of(tuple(("/".join(path), tree.layout) for path, tree in self.trees.items()))
+
+    @property
+    def arrays(self) -> Arrays:
+        """The buffers of all trees, as `records` takes them."""
+        return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
+
+    def filled(self, arrays: Arrays, named: Named) -> tuple[dict[str, StageTree], Any]:
+        """Variables and optimiser state made of these buffers and, by path, of what belongs to no layer."""
+        variables = {
+            name: StageTree(arrays[f"{LAYERS}/{name}"], tree.layout) for name, tree in self.state.variables.items()
+        }
+        fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
+        leaves = [fill(path, leaf) for path, leaf in self._of_optimizer]
+        return variables, jax.tree.unflatten(jax.tree.structure(self.state.opt_state, is_leaf=_is_tree), leaves)
+
+    def check(self) -> None:
+        """Checks that everything can be told apart by layers.
+
+        Raises:
+          TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, or a leaf is no
+            array of numbers.
+        """
+        for path, tree in self.trees.items():
+            shapes = tree.layout.shapes
+            wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
+            if wrong or set(tree) != set(shapes):
+                raise TypeError(
+                    f"{'/'.join(path)} follows the pipeline's buffers, not its layers, so that no other layout could "
+                    "read it; wrap the transformation that keeps it in jpipe.per_layer(...)"
+                )
+        for path, leaf in self.rest.items():
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
+
+    def key_of(self, layer: int) -> str:
+        """A layer's name in the checkpoint: its index and the name of its kind."""
+        return f"{layer:04d}_{self.model.group_at(layer).layer.name}"
+
+    def paths(self, record_type: int, users: Sequence[int]) -> dict[str, list[Path]]:
+        """The names of a record's leaves, by tree.
+
+        Args:
+          record_type: the index of its type.
+          users: the layers that use it.
+        """
+        found = {}
+        for path, tree in self.trees.items():
+            count = len(tree.layout.storage.record_types[record_type].leaves)
+            numbered = jax.tree.unflatten(tree.layout.treedefs[record_type], range(count))
+            if path[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
+                prefix, numbered = (LAYERS, self.key_of(users[0]), path[1]), self._unboxed(path[1], users[0], numbered)
+            else:
+                prefix = (*path, self.key_of(users[0]))
+            leaves = jax.tree_util.tree_leaves_with_path(numbered)
+            assert [leaf for _, leaf in leaves] == list(range(count))
+            if count:
+                found["/".join(path)] = [(*prefix, *map(name_of, keys)) for keys, _ in leaves]
+        return found
+
+    def _unboxed(self, collection: str, layer: int, tree: Any) -> Any:
+        layer_kind = self.model.group_at(layer).layer
+        return layer_kind.from_item(layer_kind.to_item({collection: tree})).get(collection, tree)
+
+    def each_record(self) -> Iterator[tuple[int, int, dict[str, list[jax.ShapeDtypeStruct]], dict[str, list[Path]]]]:
+        """For each record `(record type, record, its leaves by tree as shapes with shardings, their names)`."""
+        for v, j, users in self.records.places:
+            leaves = {name: [known.shape for known in own] for name, own in self.records.leaves(v).items()}
+            for name, own in leaves.items():  # an optimiser may keep other dtypes than the parameters'
+                buffers = zip(own, self.records.layouts[name].storage.record_types[v].buffers, strict=True)
+                dtypes = [self.arrays[name][buffer].dtype for _, buffer in buffers]
+                leaves[name] = [leaf.update(dtype=dtype) for leaf, dtype in zip(own, dtypes, strict=True)]
+            yield v, j, leaves, self.paths(v, users)
+
+    def shapes(self) -> Named:
+        """All arrays as shapes with shardings, by path.
+
+        Raises:
+          ValueError: two have the same name.
+        """
+        found: Named = {}
+        pairs = [
+            pair
+            for _, _, leaves, paths in self.each_record()
+            for name in leaves
+            for pair in zip(paths[name], leaves[name], strict=True)
+        ]
+        for path, leaf in [*pairs, *self.rest.items()]:
+            if path in found:
+                raise ValueError(f"two arrays would be called {'/'.join(path)} in a checkpoint; rename one")
+            found[path] = leaf
+        return found
+
+    def description(self) -> dict[str, Json]:
+        """The layers and the arrays, by which two models are told apart, as JSON.
+
+        Each layer has a name, the name of the layer that its variables are stored with, and how its own tree is put
+        together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves.
+        """
+        layers = [{"name": self.key_of(i), "stored": None, "item": None} for i in range(self.model.num_layers)]
+        items: dict[int, dict[str, Any]] = {}
+        for v, _, users in self.records.places:
+            paths = self.paths(v, users)
+            for i in users:
+                items[i] = {name: self._named(v, name, paths) for name in self.state.variables}
+                layers[i]["stored"] = self.key_of(users[0])
+        for i, layer in enumerate(layers):
+            group = self.model.group_at(i)
+            own = {name: tree for name, tree in items.get(i, {}).items() if name in group.variables}
+            plain = group.layer.from_item(group.layer.to_item(own))  # without metadata boxes
+            layer["item"] = containers_to_json(group.layer.to_item(plain), lambda _, leaf: list(leaf.path))
+        named = self.shapes() | self.random_keys
+        arrays = {"/".join(path): [leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())}
+        return {"layers": layers, "arrays": arrays}
+
+    def _named(self, record_type: int, collection: str, paths: Mapping[str, list[Path]]) -> Any:
+        """A layer's tree of a collection with names as leaves."""
+        treedef = self.state.variables[collection].layout.treedefs[record_type]
+        return jax.tree.unflatten(treedef, list(map(_Name, paths.get(f"{LAYERS}/{collection}", []))))
+
+
+@lru_cache(maxsize=4)
+def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
+    """The same object for the same layouts, since it keeps what was compiled for them."""
+    return Records(dict(layouts))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is a random key, or the shape of one."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_tree(node: Any) -> bool:
+    return isinstance(node, StageTree)
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A path as a leaf of a pytree."""
+
+    path: Path
+
+
+def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None:
+    """What differs first between two models' descriptions, in words; None if nothing does.
+
+    Args:
+      saved: the checkpoint's.
+      own: the pipeline's.
+    """
+    for there, here in zip(saved["layers"], own["layers"], strict=False):
+        for what in ("name", "stored"):
+            if there[what] != here[what]:
+                return f"layer {here['name']} is {_told(there, what)} in the checkpoint"
+    for longer, shorter, whose in ((saved, own, "the checkpoint"), (own, saved, "the pipeline")):
+        if len(longer["layers"]) > len(shorter["layers"]):
+            extra = longer["layers"][len(shorter["layers"])]["name"]
+            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
+            return f"only {whose} has the layer {extra} ({counts})"
+    for name in sorted({*saved["arrays"], *own["arrays"]}):
+        there, here = saved["arrays"].get(name), own["arrays"].get(name)
+        if there != here:
+            text = lambda known: "missing" if known is None else f"{known[0]}{known[1]}"
+            return f"{name} is {text(there)} in the checkpoint and {text(here)} in the pipeline"
+    return None
+
+
+def _told(layer: Json, what: str) -> str:
+    if what == "name":
+        return f"called {layer['name']}"
+    return "without variables" if layer["stored"] is None else f"one that shares its variables with {layer['stored']}"
+
+
+def nested(named: Mapping[Path, Any]) -> dict[str, Any]:
+    """A flat dict by path as nested dicts.
+
+    >>> nested({("a", "b"): 1, ("a", "c"): 2})
+    {'a': {'b': 1, 'c': 2}}
+    """
+    tree: dict[str, Any] = {}
+    for path, leaf in named.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

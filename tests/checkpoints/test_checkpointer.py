@@ -1,0 +1,436 @@
+"""Checkpoints: a run goes on as if nothing had happened, under any layout; what can't be read says so."""
+
+import gc
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jpipe
+from helpers import assert_equal, cross_entropy, model, pipeline, tokens
+from jpipe.checkpoints import files
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # of what orbax didn't read to the end
+    "ignore:Sharding info not provided",  # orbax alone
+)
+SAVED_STEP, STEPS = 2, 4
+AXES = ("stage", "data", "model")
+
+
+class Drops(nn.Module):
+    """A residual block with dropout and a running average, `[B, T, 8]` to the same."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        h = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        h = nn.Dropout(0.2, deterministic=not train)(nn.Dense(8)(nn.tanh(h)))
+        return x + h
+
+
+def layers():
+    """Embedding and head of one table, blocks with dropout and state, a function, boxed metadata."""
+    table = jpipe.Shared(nn.Embed(11, 8))
+    boxed = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model")))
+    return [table, Drops(), boxed, Drops(), nn.tanh, Drops(), Drops(), table.using("attend")]
+
+
+def optimizer():
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+        jpipe.per_layer(optax.masked(optax.scale_by_factored_rms(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))),
+        optax.scale(0.1),
+        optax.ema(0.9),
+    )
+
+
+BATCH = tokens((16, 5))
+LAYOUTS = ("interleaved with data", "one stage", "explicit, weights split")
+
+
+def slow_but(names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def pipe_of(own=None, k=4, m=4, **options):
+    return jpipe.Pipeline(own or layers(), cross_entropy, num_stages=k, num_microbatches=m, **options)
+
+
+def train(pipe, state, steps):
+    """The state after some steps, and their losses."""
+    losses = []
+    for _ in range(steps):
+        state, metrics = pipe.train_step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optax_may_promote():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run at K=4, saved in the middle: directory, losses after, each layer's variables then, the state at the end."""
+    directory, pipe, tx = tmp_path_factory.mktemp("run"), pipe_of(), optimizer()
+    state, _ = train(pipe, pipe.create_state(jax.random.key(3), BATCH, tx), SAVED_STEP)
+    with jpipe.Checkpointer(directory) as saved:
+        assert saved.restore(pipe, BATCH, tx) == (None, None)
+        assert saved.latest_step is None
+        saved.save(pipe, state, position={"next": 7, "state": b"\x00\xff", "shards": (1, None, [np.arange(3)])})
+        then = jax.device_get(pipe.layer_variables(state.variables))
+        state, losses = train(pipe, state, STEPS - SAVED_STEP)
+    return directory, losses, then, on_host(state)
+
+
+def on_host(state):
+    """A state as NumPy arrays, its random key as data."""
+    return jax.device_get(state.replace(tx=None, key=jax.random.key_data(state.key)))
+
+
+def test_goes_on_bit_for_bit_under_the_same_layout(run):
+    directory, losses, _, end = run
+    pipe = pipe_of()
+    with jpipe.Checkpointer(directory) as saved:
+        assert saved.latest_step == SAVED_STEP
+        state, position = saved.restore(pipe, BATCH, optimizer())
+    assert position == {"next": 7, "state": b"\x00\xff", "shards": (1, None, [pytest.approx(np.arange(3))])}
+    shapes = pipe.abstract_state(BATCH, optimizer())
+    for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+        assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+    state, found = train(pipe, state, STEPS - SAVED_STEP)
+    assert found == losses
+    assert_equal(on_host(state), end)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "interleaved with data",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("one stage", "explicit, weights split")),
+    ],
+)
+def test_goes_on_with_the_same_losses_under_another_layout(run, make_mesh, case):
+    directory, losses, then, _ = run
+    options = {
+        "interleaved with data": {
+            "k": 2,
+            "num_chunks": 2,
+            "schedule": "interleaved",
+            "remat": "none",
+            "mesh": make_mesh((2, 2), ("stage", "data")),
+        },
+        "one stage": {"k": 1, "unroll": True},
+        "explicit, weights split": {
+            "k": 2,
+            "schedule": "gpipe",
+            "mesh": make_mesh((2, 2, 2), AXES, explicit=True),
+            "shard_over": ("data",),
+        },
+    }[case]
+    pipe = pipe_of(**options)
+    with jpipe.Checkpointer(directory) as saved:
+        state, _ = saved.restore(pipe, BATCH, optimizer())
+    assert_equal(jax.device_get(pipe.layer_variables(state.variables)), then)
+    _, found = train(pipe, state, STEPS - SAVED_STEP)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+
+
+def test_each_layers_own_tree_is_read_without_a_pipeline(run):
+    directory, _, then, _ = run
+    plain = jax.tree.map(lambda x: x.value if isinstance(x, nn.Partitioned) else x, then, is_leaf=_is_box)
+    assert_equal(jpipe.load_layers(directory), plain)
+    assert_equal(jpipe.load_layers(str(directory), step=SAVED_STEP), plain)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; it has those of \[2\]"):
+        jpipe.load_layers(directory, step=7)
+
+
+def _is_box(x):
+    return isinstance(x, nn.Partitioned)
+
+
+def test_orbax_alone_reads_a_checkpoint(run):
+    directory, _, then, _ = run
+    found = ocp.PyTreeCheckpointer().restore(directory / str(SAVED_STEP) / "layers")
+    names = ["0000_Embed", "0001_Drops", "0002_Dense", "0003_Drops", "0005_Drops", "0006_Drops"]
+    assert sorted(found) == names, "the function has no variables, and the head those of the embedding"
+    assert_equal(jax.device_get(found["0003_Drops"]), then[3])
+
+
+@pytest.mark.parametrize("kind", ["mixed", "nnx factories", "plain"])
+def test_layers_of_all_kinds(tmp_path, kind):
+    truth = model(kind, "float32")
+    pipe = pipeline(truth, "1f1b", 4, 2, balance="even")
+    state = pipe.create_state(
+        jax.random.key(0), truth.batch, optax.sgd(0.1), pipe.from_layer_variables(truth.trees, truth.batch)
+    )
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(pipe, state)
+    assert_equal(jpipe.load_layers(tmp_path), jax.device_get(pipe.layer_variables(state.variables)))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adamw in bfloat16": lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+    "multi-steps": lambda: optax.MultiSteps(optax.adam(1e-3), 3).gradient_transformation(),
+    "schedule and hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 9)),
+    "skips what isn't finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 5),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1, momentum=0.9)),
+    "factored by layer": lambda: jpipe.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=4)),
+    "lamb and mask by layer": lambda: jpipe.per_layer(
+        optax.masked(optax.lamb(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    ),
+    "plateau": lambda: optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(OPTIMIZERS, quick=("noise", "factored by layer")))
+def test_any_optimisers_state_to_another_layout_and_back(tmp_path, name):
+    tx, key = OPTIMIZERS[name](), jax.random.key(1)
+    pipe, other = pipe_of(balance="even"), pipe_of(k=2, num_chunks=2, schedule="interleaved", balance="even")
+    state = pipe.create_state(key, BATCH, tx)
+    rng = np.random.default_rng(0)
+
+    def random(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        values = rng.standard_normal(leaf.shape).astype(leaf.dtype) if leaf.dtype != bool else leaf
+        return jax.device_put(values, leaf.sharding)
+
+    state = state.replace(opt_state=jax.tree.map(random, state.opt_state))
+    with jpipe.Checkpointer(tmp_path / "one") as one, jpipe.Checkpointer(tmp_path / "two") as two:
+        one.save(pipe, state)
+        middle, _ = one.restore(other, BATCH, tx)
+        two.save(other, middle)
+        end, _ = two.restore(pipe, BATCH, tx)
+        one.save(pipe, end.replace(step=end.step + 1))
+    about = [files.read_about(tmp_path / folder) for folder in ("one/0", "two/0", "one/1")]
+    assert about[0]["arrays"] == about[1]["arrays"] == about[2]["arrays"]
+    shapes = {
+        tuple(name.split("/")): jax.ShapeDtypeStruct(shape, dtype)
+        for name, (dtype, shape) in about[0]["arrays"].items()
+        if not dtype.startswith("key")
+    }
+    assert name == "sgd" or any(path[0] == "optimizer" for path in shapes)
+    first, second, third = (files.read_arrays(tmp_path / folder, shapes) for folder in ("one/0", "two/0", "one/1"))
+    assert_equal(second, first)
+    assert_equal(third, first)
+    assert about[0]["random_keys"] == about[1]["random_keys"] == about[2]["random_keys"]
+
+
+def test_no_device_gets_more_than_its_share_of_a_layer():
+    own = [nn.Dense(64, name=f"dense{i}") for i in range(8)]
+    batch = {"inputs": np.zeros((4, 64), np.float32)}
+    pipe = jpipe.Pipeline(own, lambda y, _: jnp.mean(y), num_stages=4, num_microbatches=2, balance="even")
+    state = pipe.create_state(jax.random.key(0), batch, optax.adam(1e-3))
+    contents = jpipe.Checkpointer._contents(None, pipe, state)  # type: ignore[arg-type]
+    records, arrays = contents.records, contents.arrays
+    model_bytes = 64 * 65 * 4 * len(own) * 3  # parameters and two moments
+    taken = jax.jit(lambda arrays: records.take(arrays, 1, 3)).lower(arrays).compile().memory_analysis()
+    parts = records.take(arrays, 1, 3)
+    for leaf in jax.tree.leaves(parts):
+        assert leaf.addressable_shards[0].data.size == leaf.size // 4
+    written = records._writer(1, tuple(sorted(parts))).lower(arrays, parts, np.int32(3)).compile()
+    for analysis in (taken, written.memory_analysis()):
+        one_layer = model_bytes / len(own)
+        assert analysis.temp_size_in_bytes <= 2 * one_layer + 64, "one layer, what it replaces, and some scalars"
+
+
+# --- what can't be read -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_steps(run, tmp_path):
+    """A copy of the run's directory with a second checkpoint."""
+    directory = tmp_path / "copy"
+    shutil.copytree(run[0], directory)
+    pipe = pipe_of()
+    with jpipe.Checkpointer(directory) as saved:
+        state, _ = saved.restore(pipe, BATCH, optimizer())
+        saved.save(pipe, state.replace(step=state.step + 3), position="second")
+    yield directory
+    gc.collect()  # what orbax didn't read to the end complains when it is collected: here, not in another test
+
+
+def restored_step(directory):
+    with jpipe.Checkpointer(directory) as saved:
+        state, position = saved.restore(pipe_of(), BATCH, optimizer())
+    return int(state.step), position
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("how", ["delete", "truncate"])
+@pytest.mark.parametrize("item", ["layers", "optimizer"])
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(two_steps, how, item):
+    newest = two_steps / str(SAVED_STEP + 3)
+    for path in (newest / item / "d").iterdir():
+        damage(path, how)
+    pipe = pipe_of()
+    with jpipe.Checkpointer(two_steps) as saved:
+        with pytest.warns(UserWarning, match=rf"going on from step {SAVED_STEP}, since step {SAVED_STEP + 3}: {item}:"):
+            state, _ = saved.restore(pipe, BATCH, optimizer())
+        assert int(state.step) == SAVED_STEP
+        saved.save(pipe, state.replace(step=state.step + 3), position="again")
+    assert (two_steps / f"damaged-{SAVED_STEP + 3}").exists()
+    assert restored_step(two_steps) == (SAVED_STEP + 3, "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["delete", "truncate"])
+def test_whatever_file_is_damaged_the_state_is_exact_or_an_older_one(two_steps, tmp_path, how):
+    newest, tx = two_steps / str(SAVED_STEP + 3), optimizer()
+    names = [path.relative_to(newest) for path in newest.rglob("*") if path.is_file()]
+    pipe = pipe_of(balance="even")
+    with jpipe.Checkpointer(two_steps) as saved:
+        expected = on_host(saved.restore(pipe, BATCH, tx)[0]).replace(step=None)
+    steps = set()
+    for number, name in enumerate(names):
+        directory = tmp_path / str(number)
+        shutil.copytree(two_steps, directory)
+        damage(directory / newest.name / name, how)
+        with jpipe.Checkpointer(directory) as saved, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state, position = saved.restore(pipe, BATCH, tx)
+        assert (int(state.step), position == "second") in ((SAVED_STEP + 3, True), (SAVED_STEP, False)), name
+        assert_equal(on_host(state).replace(step=None), expected, str(name))
+        steps.add(int(state.step))
+    assert steps == {SAVED_STEP, SAVED_STEP + 3}
+
+
+def test_if_none_can_be_read_it_says_why(two_steps):
+    shutil.rmtree(two_steps / str(SAVED_STEP) / "about")
+    for path in (two_steps / str(SAVED_STEP + 3) / "layers").rglob("manifest.ocdbt"):
+        path.unlink()
+    with (
+        jpipe.Checkpointer(two_steps) as saved,
+        pytest.raises(
+            RuntimeError, match=r"none of the checkpoints .* step 5: layers: .*step 2: it has no item 'about'"
+        ),
+    ):
+        saved.restore(pipe_of(), BATCH, optimizer())
+    with pytest.raises(RuntimeError, match="none of the checkpoints"):
+        jpipe.load_layers(two_steps)
+
+
+def test_a_foreign_checkpoint(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"x": np.zeros(3)}))
+    with (
+        jpipe.Checkpointer(tmp_path) as saved,
+        pytest.raises(RuntimeError, match=r"not written by jpipe\.Checkpointer"),
+    ):
+        saved.restore(pipe_of(), BATCH, optimizer())
+
+
+def test_a_newer_format(two_steps):
+    path = two_steps / str(SAVED_STEP + 3) / "about" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with jpipe.Checkpointer(two_steps) as saved, pytest.raises(ValueError, match="has the format 99"):
+        saved.restore(pipe_of(), BATCH, optimizer())
+
+
+def other_layers(change):
+    own = layers()
+    if change == "appended":
+        return [*own[:-1], nn.Dense(8), own[-1]]
+    if change == "another":
+        return [*own[:3], nn.Dense(8), *own[4:]]
+    if change == "shape":
+        return [*own[:2], nn.Dense(8, use_bias=False), *own[3:]]
+    table = jpipe.Shared(nn.Embed(11, 8))
+    return [nn.Embed(11, 8), *own[1:-1], table.using("attend")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("appended", "layer 0007_Dense is called 0007_Embed in the checkpoint"),
+        ("another", "layer 0003_Dense is called 0003_Drops in the checkpoint"),
+        ("shape", r"layers/0002_Dense/params/bias is float32\[8\] in the checkpoint and missing in the pipeline"),
+        ("untied", "layer 0007_Embed is one that shares its variables with 0000_Embed in the checkpoint"),
+    ],
+)
+def test_other_layers_the_first_difference_is_named(run, change, message):
+    with jpipe.Checkpointer(run[0]) as saved, pytest.raises(ValueError, match=message):
+        saved.restore(pipe_of(other_layers(change), balance="even"), BATCH, optimizer())
+
+
+def test_another_optimiser_the_first_difference_is_named(run):
+    with (
+        jpipe.Checkpointer(run[0]) as saved,
+        pytest.raises(
+            ValueError, match=r"optimizer/0/count is missing in the checkpoint and int32\[\] in the pipeline"
+        ),
+    ):
+        saved.restore(pipe_of(), BATCH, optax.adam(1e-3))
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_older_step_than_the_directory_holds_is_refused(run):
+    pipe = pipe_of()
+    state = pipe.create_state(jax.random.key(0), BATCH, optimizer())
+    with (
+        jpipe.Checkpointer(run[0]) as saved,
+        pytest.raises(
+            ValueError, match="holds a checkpoint of step 2, and this state is of step 0; go on from that one"
+        ),
+    ):
+        saved.save(pipe, state)
+
+
+def test_the_same_step_twice_is_saved_once_and_old_ones_are_deleted(tmp_path):
+    pipe = pipe_of(balance="even")
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    with jpipe.Checkpointer(tmp_path, keep=2) as saved:
+        for step in (0, 0, 1, 2, 2):
+            saved.save(pipe, state.replace(step=jnp.int32(step)))
+        saved.wait()
+        assert saved.latest_step == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2"]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"checkpoints can't be written to .*choose another directory"):
+        jpipe.Checkpointer(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("keep", [0, -1, 2.5, True])
+def test_keep_is_checked(tmp_path, keep):
+    with pytest.raises(ValueError, match=f"keep={keep!r} is no positive integer"):
+        jpipe.Checkpointer(tmp_path, keep=keep)
+
+
+def test_a_position_that_no_file_can_hold(tmp_path):
+    pipe = pipe_of(balance="even")
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    with jpipe.Checkpointer(tmp_path) as saved, pytest.raises(TypeError, match="holds a object at reader/0"):
+        saved.save(pipe, state, position={"reader": [object()]})
+
+
+def test_a_donated_state(run, tmp_path):
+    pipe = pipe_of()
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
+    jax.tree.map(lambda leaf: leaf.delete(), state.variables)
+    with jpipe.Checkpointer(tmp_path) as saved, pytest.raises(ValueError, match="donated"):
+        saved.save(pipe, state)
