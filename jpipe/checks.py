@@ -129,9 +129,7 @@ def check_training(planner: Planner, variables: Any, batch: Any, key: Any) -> No
     check_key(planner.model_with_loss(planner.shapes(batch)), key)
 
 
-def check_evaluation(
-    planner: Planner, variables: Any, batch: Any, *, with_loss: bool, bare: bool = False
-) -> None:
+def check_evaluation(planner: Planner, variables: Any, batch: Any, *, with_loss: bool, bare: bool = False) -> None:
     """Checks what a forward pass is given: a batch, or its bare inputs.
 
     Raises:

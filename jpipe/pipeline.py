@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jpipe import saving
 from jpipe.checks import (
@@ -23,7 +23,7 @@ from jpipe.checks import (
     check_variables,
 )
 from jpipe.execution import batches, entry_points, rows
-from jpipe.execution.configuration import facts, processes_of
+from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
@@ -35,7 +35,6 @@ from jpipe.model.state import check_rules
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, as_balance
-from jpipe.processes.agreement import check_agreement
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.sharding.meshes import as_mesh
@@ -150,7 +149,7 @@ class Pipeline:
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             options=Options(gather, cast, unroll),
         )
-        self._agreed: set[Any] = set()
+        self._agreement = Agreement(self._planner)
         self._arguments = ((layers, loss_fn), sizes | chosen)
         value_and_grad = partial(entry_points.value_and_grad, self._planner)
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
@@ -218,8 +217,8 @@ class Pipeline:
         plan = self._planner.plan_for(batch)
         key = as_key(key)
         if not isinstance(key, Tracer):
-            self._agree(batch, "init", key)
-            key = self._to_all(key)
+            self._agreement.check(batch, "init", key)
+            key = batches.on_all(key, self.mesh)
         return self._jit_init(key, self._ready_values(plan))
 
     def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
@@ -248,7 +247,7 @@ class Pipeline:
         """
         plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
         if batch is not None:
-            self._agree(batch, "init")
+            self._agreement.check(batch, "init")
         return put_together(plan.model, plan.layouts, trees)
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
@@ -273,7 +272,7 @@ class Pipeline:
           typed like `variables["params"]`.
         """
         check_training(self._planner, variables, batch, key)
-        self._agree(batch, "train", key)
+        self._agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         variables = self._placed(variables)
         (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
@@ -291,7 +290,7 @@ class Pipeline:
         if bare:
             check_reads_nothing(self._layers)
         check_evaluation(self._planner, variables, batch, with_loss=False, bare=bare)
-        self._agree(batch, "bare" if bare else "apply")
+        self._agreement.check(batch, "bare" if bare else "apply")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
 
@@ -299,7 +298,7 @@ class Pipeline:
         """The loss of the whole batch in evaluation mode, forward only."""
         check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
         check_evaluation(self._planner, variables, batch, with_loss=True)
-        self._agree(batch, "evaluate")
+        self._agreement.check(batch, "evaluate")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
 
@@ -324,7 +323,7 @@ class Pipeline:
         check_variables(self._planner.known_plan(), variables)
         check_complete(self._planner.known_plan(), variables)
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
-        step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
+        step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, variables, opt_state, key, tx)
 
     def abstract_state(self, batch: Any, tx: optax.GradientTransformation, key: Any = None) -> TrainState:
@@ -355,7 +354,7 @@ class Pipeline:
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
         check_training(self._planner, state.variables, batch, state.key)
-        self._agree(batch, "train")
+        self._agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
         return new.replace(tx=state.tx), metrics
@@ -374,22 +373,6 @@ class Pipeline:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
         layouts = self._planner.known_plan().layouts
         return {name: layouts[name].placed(tree) for name, tree in variables.items()}
-
-    def _agree(self, batch: Any, what: str, key: Any = None) -> None:
-        """Checks before the first step at a batch's shapes that all processes want the same; see `check_agreement`."""
-        if not self.mesh.is_multi_process or jax.process_count() == 1:
-            return
-        rows.check_placed(batch, self.mesh)
-        step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
-        if step not in self._agreed:
-            found = facts(self._planner, batch, values=what != "init", key=key)
-            check_agreement({"call": what, **found}, processes_of(self.mesh))
-            self._agreed.add(step)
-
-    def _to_all(self, tree: Any) -> Any:
-        """Small arrays on all devices of the mesh, those of other processes included."""
-        tree = batches.on_mesh(tree, self.mesh)
-        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
     @cached_property
     def _jit_init(self) -> Callable:

@@ -15,8 +15,43 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpipe.execution.planner import Planner
+from jpipe.execution.rows import check_placed
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
+from jpipe.processes.agreement import check_agreement
+
+
+class Agreement:
+    """That all processes agree, found out before the first step of each kind and shape.
+
+    Args:
+      planner: of the pipeline.
+    """
+
+    def __init__(self, planner: Planner):
+        self._planner, self._known = planner, set()
+
+    def check(self, batch: Any, what: str, key: Any = None) -> None:
+        """Compares this process's configuration with the others'; with one process it does nothing.
+
+        Args:
+          batch: `[B, ...]`.
+          what: what it is for; values of the batch don't matter for "init".
+          key: the random key, if there is one that the others should have, too.
+
+        Raises:
+          ValueError: an array of the batch is on devices of this process alone, or the processes disagree.
+          RuntimeError: others don't come.
+        """
+        mesh = self._planner.mesh
+        if jax.process_count() == 1 or not mesh.is_multi_process:
+            return
+        check_placed(batch, mesh)
+        step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
+        if step not in self._known:
+            found = facts(self._planner, batch, values=what != "init", key=key)
+            check_agreement({"call": what, **found}, processes_of(mesh))
+            self._known.add(step)
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
