@@ -105,7 +105,7 @@ def test_two_slices_of_tpus():
     assert along(mesh, "data", "slice_index") == along(mesh, "model", "slice_index") == {1}
     assert along(mesh, "model", "process_index") == {1}
     with pytest.raises(
-        ValueError, match="2 slices of .8, 8., over which only 'stage' and data axes may go, and stage=1"
+        ValueError, match=r"2 slices of .8, 8., over which only 'stage' and data axes may go, and stage=1"
     ):
         jpipe.make_mesh(stage=1, model=16, devices=devices)
 
