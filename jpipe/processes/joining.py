@@ -54,7 +54,7 @@ def initialize(
         except ValueError as error:
             if NO_CLUSTER not in str(error):
                 raise
-        return jax.process_index() == 0
+        return not jax.distributed.is_initialized() or jax.process_index() == 0
     host, port = _check(*given)
     assert num_processes is not None and process_id is not None
     if num_processes > 1:
