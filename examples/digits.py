@@ -5,10 +5,10 @@ micro-batch at a time, and its running averages, of the whole mini-batch, serve 
 """
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 
+import cluster
 import jax
 import numpy as np
 import optax
@@ -37,11 +37,14 @@ def read_digits() -> tuple[Batch, Batch]:
     return part(slice(NUM_TESTED, None)), part(slice(NUM_TESTED))
 
 
-def epoch(digits: Batch, batch_size: int, random: np.random.Generator) -> Iterator[Batch]:
-    """The digits once in random order, in whole batches."""
+def epoch(
+    digits: Batch, batch_size: int, random: np.random.Generator, part: tuple[int, int] = cluster.WHOLE
+) -> Iterator[Batch]:
+    """The digits once in random order, in whole batches, or in a part of each."""
     order = random.permutation(len(digits["targets"]))
     for start in range(0, len(order) - batch_size + 1, batch_size):
-        yield {name: array[order[start : start + batch_size]] for name, array in digits.items()}
+        chosen = order[start : start + batch_size][cluster.rows(batch_size, part)]
+        yield {name: array[chosen] for name, array in digits.items()}
 
 
 def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
@@ -53,6 +56,7 @@ def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
         num_chunks=options.chunks,
         schedule=options.schedule,
         remat=options.remat,
+        mesh=cluster.make_mesh(options.stages),
     )
 
 
@@ -77,7 +81,7 @@ def accuracy(pipe: jpipe.Pipeline, variables, digits: Batch) -> float:
     """The share of digits that are recognised, with BatchNorm's running averages."""
     num_digits, unit = len(digits["targets"]), pipe.schedule.num_microbatches
     inputs = np.resize(digits["inputs"], (-(-num_digits // unit) * unit, 8, 8, 1))  # repeats some, to fill up
-    logits = np.asarray(pipe.apply(variables, inputs))[:num_digits]
+    logits = cluster.to_host(pipe.apply(variables, inputs))[:num_digits]
     return float(np.mean(np.argmax(logits, axis=-1) == digits["targets"]))
 
 
@@ -88,8 +92,8 @@ def train(pipe: jpipe.Pipeline, state, digits: Batch, options: argparse.Namespac
     with Progress(*columns, figures, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("training", total=num_steps(digits, options), loss=np.nan)
         for _ in range(options.epochs):
-            for batch in epoch(digits, options.batch, random):
-                state, metrics = pipe.train_step(state, batch)
+            for batch in epoch(digits, options.batch, random, pipe.data_shard):
+                state, metrics = pipe.train_step(state, pipe.place(batch))
                 losses.append(float(metrics["loss"]))
                 progress.update(task, advance=1, loss=np.mean(losses[-10:]))
     return state
@@ -120,13 +124,13 @@ def parse_options() -> argparse.Namespace:
     training.add_argument("--epochs", type=int, default=6, help="(default %(default)s)")
     training.add_argument("--lr", type=float, default=5e-3, help="peak learning rate (default %(default)s)")
     training.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    cluster.add_options(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", options.stages)  # has no effect on accelerators
+    cluster.join(options, console)
     digits, tested = read_digits()
     pipe, begin = make_pipeline(options), time.perf_counter()
     tx = make_optimizer(num_steps(digits, options), options.lr)

@@ -1,16 +1,17 @@
 """A byte-level Transformer language model, trained in pipeline stages: `make demo`, or `python examples/lm.py --help`.
 
-It runs as it is on TPUs and GPUs. On a machine without them the CPU is split into as many simulated devices as there
-are stages, which shows that everything works and says nothing about speed.
+It runs as it is on TPUs and GPUs, of one host or of many. On a machine without them the CPU is split into as many
+simulated devices as there are stages, which shows that everything works and says nothing about speed.
 """
 
 import argparse
-import os
 import pydoc_data.topics
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+import cluster
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -98,11 +99,13 @@ def read_text(path: Path | None) -> np.ndarray:
     return np.frombuffer("\n\n".join(once).encode(), np.uint8)
 
 
-def batches(data: np.ndarray, options: argparse.Namespace, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Windows of the text that begin anywhere: `inputs` and, one byte on, `targets`, both `[B, T]`."""
+def batches(
+    data: np.ndarray, options: argparse.Namespace, seed: int, part: tuple[int, int] = cluster.WHOLE
+) -> Iterator[dict[str, np.ndarray]]:
+    """Windows of the text that begin anywhere: `inputs` and, one byte on, `targets`, both `[B, T]`; or a part of B."""
     random = np.random.default_rng(seed)
     while True:
-        starts = random.integers(0, len(data) - options.seq, options.batch)
+        starts = random.integers(0, len(data) - options.seq, options.batch)[cluster.rows(options.batch, part)]
         windows = data[starts[:, None] + np.arange(options.seq + 1)].astype(np.int32)
         yield {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
@@ -174,7 +177,7 @@ def train(pipe, state, stream, losses: list[float], options: argparse.Namespace)
         task = progress.add_task("training", total=options.steps, completed=done, loss=losses[-1], speed=0.0)
         begin = time.perf_counter()
         for step in range(done, options.steps):
-            state, metrics = pipe.train_step(state, next(stream))
+            state, metrics = pipe.train_step(state, pipe.place(next(stream)))
             losses.append(float(metrics["loss"]))
             speed = (step + 1 - done) * options.batch * options.seq / (time.perf_counter() - begin)
             progress.update(task, advance=1, loss=np.mean(losses[-20:]), speed=speed)
@@ -198,7 +201,7 @@ def continue_prompts(pipe, variables, options: argparse.Namespace) -> list[bytes
             tail = row[-options.seq :]
             window[: len(tail)] = tail
             ends.append(len(tail) - 1)
-        logits = np.asarray(forward(variables, windows), np.float32)[np.arange(num_rows), ends]
+        logits = cluster.to_host(forward(variables, windows)).astype(np.float32)[np.arange(num_rows), ends]
         # The largest of logits/temperature + Gumbel noise is a sample of the softmax.
         samples = np.argmax(logits / options.temperature + random.gumbel(size=logits.shape), axis=-1)
         for row, sample in zip(rows, samples, strict=True):
@@ -230,6 +233,7 @@ def parse_options() -> argparse.Namespace:
     sampling.add_argument("--prompt", nargs="+", default=["The statement "], help="what to continue")
     sampling.add_argument("--length", type=int, default=160, help="bytes to add (default %(default)s)")
     sampling.add_argument("--temperature", type=float, default=0.7, help="(default %(default)s)")
+    cluster.add_options(parser)
     options = parser.parse_args()
     if options.width % options.heads:
         parser.error(f"--heads {options.heads} does not divide --width {options.width}")
@@ -240,15 +244,11 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", options.stages)  # has no effect on accelerators
+    cluster.join(options, console)
     data = read_text(options.text)
     split = len(data) * 19 // 20
     if len(data) - split <= options.seq:
         raise SystemExit(f"the text has {len(data)} bytes, too few for --seq {options.seq}: give a longer one")
-    stream = batches(data[:split], options, options.seed)
-    checked = [next(stream) for _ in range(CHECKED_STEPS)]
-
     layers, tx = make_layers(options), make_optimizer(options)
     pipe = jpipe.Pipeline(
         layers,
@@ -258,21 +258,24 @@ def main() -> None:
         num_chunks=options.chunks,
         schedule=options.schedule,
         remat=options.remat,
+        mesh=cluster.make_mesh(options.stages),
     )
+    stream = batches(data[:split], options, options.seed, pipe.data_shard)
+    checked = list(islice(batches(data[:split], options, options.seed), CHECKED_STEPS))
     state = pipe.create_state(jax.random.key(options.seed), checked[0], tx)
-    trees = jax.device_get(pipe.layer_variables(state.variables))
+    trees = cluster.to_host(pipe.layer_variables(state.variables))
     show_pipeline(pipe, [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees], options)
 
     figures = []
-    for batch in checked:
-        state, metrics = pipe.train_step(state, batch)
+    for batch in islice(stream, CHECKED_STEPS):
+        state, metrics = pipe.train_step(state, pipe.place(batch))
         figures.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     check(figures, sequential_steps(layers, trees, tx, checked), options.dtype)
     del trees
 
     losses = [loss for loss, _ in figures]
     state = train(pipe, state, stream, losses, options)
-    held_out = next(batches(data[split:], options, options.seed))
+    held_out = pipe.place(next(batches(data[split:], options, options.seed, pipe.data_shard)))
     console.print(
         f"Nats a byte: {np.mean(losses[-20:]):.3f} in the last 20 steps, "
         f"{float(pipe.evaluate(state.variables, held_out)):.3f} on text held out."

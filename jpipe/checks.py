@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jpipe.execution.batches import check_no_example
+from jpipe.execution.planner import Planner
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
@@ -111,3 +113,35 @@ def check_alive(what: str, tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
+
+
+def check_training(planner: Planner, variables: Any, batch: Any, key: Any) -> None:
+    """Checks what a step of training is given.
+
+    Raises:
+      TypeError, ValueError: see the checks above, and `jpipe.execution.batches`.
+    """
+    plan = planner.plan_for(batch)
+    check_same_structure("batch", batch, plan.batch)
+    check_no_example(batch, plan.batch)
+    check_variables(plan, variables)
+    check_complete(plan, variables)
+    check_key(planner.model_with_loss(planner.shapes(batch)), key)
+
+
+def check_evaluation(planner: Planner, variables: Any, batch: Any, *, with_loss: bool, bare: bool = False) -> None:
+    """Checks what a forward pass is given: a batch, or its bare inputs.
+
+    Raises:
+      TypeError, ValueError: see the checks above, and `jpipe.execution.batches`.
+    """
+    plan = planner.plan_for(batch)
+    seen = jax.eval_shape(planner.read_inputs, plan.batch) if bare else plan.batch
+    check_no_example(batch, seen)
+    check_variables(plan, variables)
+    check_complete(plan, variables)
+    shapes = planner.evaluation_shapes(batch)
+    if with_loss:
+        planner.model_with_loss(shapes)
+    else:
+        planner.model(shapes, bare)

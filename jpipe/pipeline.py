@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jpipe import saving
 from jpipe.checks import (
     check_alive,
     check_complete,
+    check_evaluation,
     check_is_variables,
-    check_key,
     check_reads_nothing,
+    check_training,
     check_variables,
 )
-from jpipe.execution import batches, entry_points
+from jpipe.execution import batches, entry_points, rows
+from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
@@ -147,6 +149,7 @@ class Pipeline:
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             options=Options(gather, cast, unroll),
         )
+        self._agreement = Agreement(self._planner)
         self._arguments = ((layers, loss_fn), sizes | chosen)
         value_and_grad = partial(entry_points.value_and_grad, self._planner)
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
@@ -184,6 +187,30 @@ class Pipeline:
         """
         return self._planner.known_plan()
 
+    # --- batches ---
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """`(index, count)`: of each batch cut into `count` equal runs of rows, this process feeds run `index`.
+
+        It is (0, 1) where each process has devices along all of the mesh's data axes, as with one process. Processes
+        that differ only in their stages feed the same rows.
+        """
+        return rows.data_shard(self.mesh)
+
+    def place(self, batch: Any) -> Any:
+        """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from the rows of this process.
+
+        Returns at once, so that the next batch can be placed while a step runs.
+
+        Args:
+          batch: pytree of arrays `[B / count, ...]` on the host: the rows of `data_shard`. Each process places as many.
+
+        Raises:
+          ValueError: the mesh's data axes can't split B rows, or processes have no equal runs of them.
+        """
+        return rows.place(batch, self.mesh)
+
     # --- variables ---
 
     def init(self, key: jax.Array, batch: Any) -> Variables:
@@ -199,7 +226,8 @@ class Pipeline:
         plan = self._planner.plan_for(batch)
         key = as_key(key)
         if not isinstance(key, Tracer):
-            key = self._to_all(key)
+            self._agreement.check(batch, "init", key)
+            key = batches.on_all(key, self.mesh)
         return self._jit_init(key, self._ready_values(plan))
 
     def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
@@ -210,7 +238,9 @@ class Pipeline:
 
         Returns:
           For a linen layer what `module.init` would have returned, for an nnx layer a pure dict by collection, for a
-          `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing.
+          `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing. Leaves are split over
+          the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the host
+          where a process has only a part (`jax.device_get` where it has all).
         """
         plan = self._planner.known_plan()
         check_variables(plan, variables)
@@ -221,9 +251,12 @@ class Pipeline:
 
         Args:
           trees: one item a layer, as `layer_variables` returns them (of any pipeline of the same layers); no tracers.
+            On the host, or on devices of this mesh, of which this process may have some only.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
+        if batch is not None:
+            self._agreement.check(batch, "init")
         return put_together(plan.model, plan.layouts, trees)
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
@@ -247,7 +280,8 @@ class Pipeline:
           `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and
           typed like `variables["params"]`.
         """
-        self._check_training(variables, batch, key)
+        check_training(self._planner, variables, batch, key)
+        self._agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         variables = self._placed(variables)
         (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
@@ -264,14 +298,16 @@ class Pipeline:
         bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
         if bare:
             check_reads_nothing(self._layers)
-        self._check_evaluation(variables, batch, with_loss=False, bare=bare)
+        check_evaluation(self._planner, variables, batch, with_loss=False, bare=bare)
+        self._agreement.check(batch, "bare" if bare else "apply")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
         check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
-        self._check_evaluation(variables, batch, with_loss=True, bare=False)
+        check_evaluation(self._planner, variables, batch, with_loss=True)
+        self._agreement.check(batch, "evaluate")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
 
@@ -296,7 +332,7 @@ class Pipeline:
         check_variables(self._planner.known_plan(), variables)
         check_complete(self._planner.known_plan(), variables)
         opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
-        step, key = self._to_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]))
+        step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, variables, opt_state, key, tx)
 
     def abstract_state(self, batch: Any, tx: optax.GradientTransformation, key: Any = None) -> TrainState:
@@ -326,7 +362,8 @@ class Pipeline:
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
-        self._check_training(state.variables, batch, state.key)
+        check_training(self._planner, state.variables, batch, state.key)
+        self._agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
         return new.replace(tx=state.tx), metrics
@@ -339,39 +376,12 @@ class Pipeline:
             function.clear_cache()
         self.__dict__.pop("_jit_init", None)
 
-    # --- checks ---
-
-    def _check_training(self, variables: Any, batch: Any, key: Any) -> None:
-        plan = self._planner.plan_for(batch)
-        check_same_structure("batch", batch, plan.batch)
-        batches.check_no_example(batch, plan.batch)
-        check_variables(plan, variables)
-        check_complete(plan, variables)
-        check_key(self._planner.model_with_loss(self._planner.shapes(batch)), key)
-
-    def _check_evaluation(self, variables: Any, batch: Any, *, with_loss: bool, bare: bool) -> None:
-        plan = self._planner.plan_for(batch)
-        seen = jax.eval_shape(self._planner.read_inputs, plan.batch) if bare else plan.batch
-        batches.check_no_example(batch, seen)
-        check_variables(plan, variables)
-        check_complete(plan, variables)
-        shapes = self._planner.evaluation_shapes(batch)
-        if with_loss:
-            self._planner.model_with_loss(shapes)
-        else:
-            self._planner.model(shapes, bare)
-
     # --- planning ---
 
     def _placed(self, variables: Variables) -> Variables:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
         layouts = self._planner.known_plan().layouts
         return {name: layouts[name].placed(tree) for name, tree in variables.items()}
-
-    def _to_all(self, tree: Any) -> Any:
-        """Small arrays on all devices of the mesh, those of other processes included."""
-        tree = batches.on_mesh(tree, self.mesh)
-        return jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(tree)
 
     @cached_property
     def _jit_init(self) -> Callable:

@@ -18,14 +18,15 @@ PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
     "jax_tools": set(),
     "schedules": set(),
+    "processes": set(),
     "sharding": {"jax_tools"},
     "layers": {"jax_tools"},
     "model": {"jax_tools", "sharding", "layers"},
     "memory": {"jax_tools", "sharding", "layers", "schedules", "model"},
     "planning": {"jax_tools", "sharding", "layers", "schedules", "model", "memory"},
     "training": {"jax_tools", "sharding", "layers", "model", "memory"},
-    "execution": {"jax_tools", "sharding", "layers", "schedules", "model", "memory", "planning"},
-    "checkpoints": {"jax_tools", "sharding", "layers", "model", "memory", "training", "pipeline", "checks"},
+    "execution": {"jax_tools", "processes", "sharding", "layers", "schedules", "model", "memory", "planning"},
+    "checkpoints": {"jax_tools", "processes", "layers", "model", "memory", "training", "pipeline", "checks"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

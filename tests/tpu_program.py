@@ -112,13 +112,13 @@ def num_bytes(dtype: str, dims: str) -> int:
     return count * _BYTES.get(dtype, 1)
 
 
-def tpu_devices(topology: str) -> list[Any]:
+def tpu_devices(topology: str, **options: Any) -> list[Any]:
     """The devices of a TPU that isn't there, such as "v5e:2x2": programs compile for them and can't run."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
 
 
 def compile_with_text(lowered: Any) -> tuple[Any, str]:

@@ -184,6 +184,11 @@ def on_mesh(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(move, tree)
 
 
+def on_all(tree: Any, mesh: Mesh) -> Any:
+    """Small arrays on all devices of the mesh, those of other processes included."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))
+
+
 def _alternatives(size: int) -> str:
     divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
     return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]])) or "at least one example"

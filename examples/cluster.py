@@ -1,0 +1,56 @@
+"""What the examples need to run in several processes: on TPU pods, under SLURM, or by an explicit coordinator."""
+
+import argparse
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from rich.console import Console
+
+import jpipe
+
+WHOLE = (0, 1)
+"""The part of a batch that is all of it: the first of one."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    cluster = parser.add_argument_group(
+        "cluster", "Found by itself on TPU pods and under SLURM; elsewhere give all of:"
+    )
+    cluster.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    cluster.add_argument("--processes", type=int, help="how many there are")
+    cluster.add_argument("--process", type=int, help="which this one is, from 0")
+    cluster.add_argument("--timeout", type=float, default=60, help="seconds to wait for others (default %(default)s)")
+
+
+def join(options: argparse.Namespace, console: Console) -> None:
+    """Joins the cluster, if there is one; from then on the first process alone prints."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # Of this process; has no effect on accelerators.
+        jax.config.update("jax_num_cpu_devices", max(1, options.stages // (options.processes or 1)))
+    try:
+        first = jpipe.initialize(options.coordinator, options.processes, options.process, timeout=options.timeout)
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(str(error)) from error
+    console.quiet = not first
+
+
+def make_mesh(stages: int) -> Mesh | None:
+    """In a cluster all devices, those beyond the stages along a data axis; else the pipeline's default."""
+    if jax.process_count() == 1:
+        return None
+    return jpipe.make_mesh(stage=stages, data=max(1, jax.device_count() // stages))
+
+
+def rows(num_rows: int, part: tuple[int, int]) -> slice:
+    """The rows of a batch that are part `index` of `count`, as `pipe.data_shard` has them."""
+    index, count = part
+    return slice(index * num_rows // count, (index + 1) * num_rows // count)
+
+
+def to_host(tree: Any) -> Any:
+    """All values, in every process; only for what a host can hold."""
+    return jax.tree.map(np.asarray, multihost_utils.process_allgather(tree, tiled=True))

@@ -1,0 +1,120 @@
+"""What the processes of a cluster have to agree on, in words: whatever decides which program a step is.
+
+Two processes with other programs would wait for each other's transfers for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jpipe.execution.planner import Planner
+from jpipe.execution.rows import check_placed
+from jpipe.layers.base import describe
+from jpipe.model.remat import MODES, Remat
+from jpipe.processes.agreement import check_agreement
+
+
+class Agreement:
+    """That all processes agree, found out before the first step of each kind and shape.
+
+    Args:
+      planner: of the pipeline.
+    """
+
+    def __init__(self, planner: Planner):
+        self._planner, self._known = planner, set()
+
+    def check(self, batch: Any, what: str, key: Any = None) -> None:
+        """Compares this process's configuration with the others'; with one process it does nothing.
+
+        Args:
+          batch: `[B, ...]`.
+          what: what it is for; values of the batch don't matter for "init".
+          key: the random key, if there is one that the others should have, too.
+
+        Raises:
+          ValueError: an array of the batch is on devices of this process alone, or the processes disagree.
+          RuntimeError: others don't come.
+        """
+        mesh = self._planner.mesh
+        if jax.process_count() == 1 or not mesh.is_multi_process:
+            return
+        check_placed(batch, mesh)
+        step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
+        if step not in self._known:
+            found = facts(self._planner, batch, values=what != "init", key=key)
+            check_agreement({"call": what, **found}, processes_of(mesh))
+            self._known.add(step)
+
+
+def processes_of(mesh: Mesh) -> tuple[int, ...]:
+    """The indices of the processes whose devices the mesh has."""
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def facts(planner: Planner, batch: Any, *, values: bool, key: Any = None) -> dict[str, str]:
+    """The configuration by name, in words.
+
+    Args:
+      planner: which has its plan.
+      batch: the batch of the step, `[B, ...]`.
+      values: whether its arrays that aren't spread over processes have to be equal, too.
+      key: the random key of the step, if it has one.
+    """
+    plan, schedule = planner.known_plan(), planner.schedule
+    options = plan.options
+    found = {
+        "num_stages": str(schedule.num_stages),
+        "num_microbatches": str(schedule.num_microbatches),
+        "num_chunks": str(schedule.num_chunks),
+        "schedule": f"{schedule.name} ({_digest([str(schedule.actions), str(schedule.slots)])})",
+        "remat": _name(planner.remat),
+        "mesh": f"{dict(plan.mesh.shape)} of the devices {_shortened([d.id for d in plan.mesh.devices.flat])}",
+        "shard_over, gather, cast, unroll": str((plan.splits.shard_over, options.gather, options.cast, options.unroll)),
+        "merge": str(dict(sorted(planner.merge.items()))),
+        "layers": str(plan.traced.num_layers),
+    }
+    for index in range(plan.traced.num_layers):
+        group = plan.traced.group_at(index)
+        found[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}"
+    found |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        found[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        if values and _is_own(leaf):
+            remedy = "rows of this process alone go through pipe.place"
+            found[f"the values of {name} ({remedy})"] = _digest([np.asarray(leaf).tobytes()])
+    if _is_own(key):
+        found["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
+    return found | {"JAX": jax.__version__}
+
+
+def _is_own(leaf: Any) -> bool:
+    """Whether a leaf has values, which this process alone knows."""
+    own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+    return own or isinstance(leaf, np.ndarray)
+
+
+def _name(remat: Remat) -> str:
+    known = [name for name, mode in MODES.items() if mode == remat]
+    return known[0] if known else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
+
+
+def _digest(parts: Sequence[str | bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:8]
+
+
+def _shortened(value: Any, most: int = 200) -> str:
+    """A value in words; the middle of long ones is left out, but told apart by a digest."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most // 2]}... ({_digest([text])})"

@@ -1,0 +1,80 @@
+"""Which rows of a batch this process feeds, and how they become part of global arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.execution.batches import batch_size
+from jpipe.sharding.meshes import AXIS, batch_axes, num_shards
+
+
+def data_shard(mesh: Mesh) -> tuple[int, int]:
+    """`(index, count)`: this process feeds the part `index` of `count` equal parts of each batch, counted from 0.
+
+    Processes that have the same part of the data axes, such as those that differ in their stages, feed the same rows.
+
+    Raises:
+      ValueError: this process has no device in the mesh, or parts of processes overlap or have gaps.
+    """
+    axes = batch_axes(mesh)
+    owners = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    owners = np.moveaxis(owners, [mesh.axis_names.index(name) for name in axes], range(len(axes)))
+    parts = [set(row) for row in owners.reshape(num_shards(mesh), -1)]
+    own = jax.process_index()
+    of = {p: [d for d, there in enumerate(parts) if p in there] for p in set().union(*parts)}
+    if own not in of:
+        raise ValueError(
+            f"process {own} has none of the {mesh.size} devices of the mesh, which are those of the processes "
+            f"{sorted(of)}; use all devices: jpipe.make_mesh(...)"
+        )
+    size = len(of[own])
+    for p, there in sorted(of.items()):
+        if len(there) != size or there[0] % size or there[-1] - there[0] != size - 1:
+            raise ValueError(
+                f"process {p} has the parts {there} of the {len(parts)} along the mesh's data axes, process {own} has "
+                f"{of[own]}: not equal runs of them; order devices as jpipe.make_mesh({AXIS}=..., data=...) does"
+            )
+    return of[own][0] // size, len(parts) // size
+
+
+def place(batch: Any, mesh: Mesh) -> Any:
+    """Global arrays `[B, ...]`, split over the data axes, from this process's rows; see `Pipeline.place`."""
+    index, count = data_shard(mesh)
+    del index
+    rows, shards = batch_size(batch), num_shards(mesh)
+    if rows * count % shards:
+        raise ValueError(
+            f"{rows} rows of each of {count} parts make a batch of {rows * count}, which can't be split over the "
+            f"{shards} devices of the mesh's data axes; place a multiple of {shards // count} rows"
+        )
+    sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+
+    def move(leaf: Any) -> jax.Array:
+        shape = (rows * count, *leaf.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
+
+    return jax.tree.map(move, batch)
+
+
+def check_placed(batch: Any, mesh: Mesh) -> None:
+    """Checks that no array of a batch is on some devices of one process, where the mesh has those of several.
+
+    Raises:
+      ValueError: naming the first that is.
+    """
+    if not mesh.is_multi_process:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            continue
+        if leaf.committed:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
+                "has those of several processes; give pipe.place(batch), with the rows that this process feeds "
+                "(pipe.data_shard)"
+            )

@@ -1,0 +1,105 @@
+"""That all processes want the same, before they compute together: otherwise they would wait for one another for ever.
+
+They exchange words through the key-value store of `jax.distributed`, which runs beside the devices, so that waiting
+has an end and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax._src import distributed  # where JAX keeps the client of its store; public functions have no timeout
+
+SECONDS = 300.0
+"""How long a process waits for the others at its first step."""
+_SHOWN = 3
+_turns: dict[tuple[int, ...], itertools.count] = {}
+
+
+def check_agreement(facts: Mapping[str, str], processes: Sequence[int], timeout: float | None = None) -> None:
+    """Checks that all processes hold the same facts; they all have to call it, in the same order.
+
+    Args:
+      facts: what a step depends on, by name.
+      processes: the indices of the processes that compute together, this one among them.
+      timeout: seconds to wait for each other (default: `SECONDS`).
+
+    Raises:
+      ValueError: in all of them, naming what differs and its values.
+      RuntimeError: a process didn't come within the timeout.
+    """
+    client, own = distributed.global_state.client, jax.process_index()
+    if client is None or len(processes) < 2:  # without a service there is nobody to ask
+        return
+    turn = next(_turns.setdefault(tuple(processes), itertools.count()))
+    place, first = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}", min(processes)
+    wait = SECONDS if timeout is None else timeout
+    if own == first:
+        verdict = _verdict(client, place, processes, dict(facts), wait)
+        client.key_value_set(f"{place}/verdict", json.dumps(verdict))
+    else:
+        client.key_value_set(f"{place}/{own}", json.dumps(dict(facts)))
+        # A little longer, so that the first says who is missing.
+        answer = _get(client, f"{place}/verdict", wait + 5)
+        verdict = ["late", _late([first], wait)] if answer is None else json.loads(answer)
+    kind, message = verdict
+    if kind == "late":
+        raise RuntimeError(message)
+    if kind == "differ":
+        raise ValueError(message)
+
+
+def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str], wait: float) -> list[str]:
+    """What the first process finds: "agreed", "differ" or "late", and a message."""
+    first, *others = sorted(processes)
+    deadline = time.monotonic() + wait
+    answers = {p: _get(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
+    missing = [p for p, answer in answers.items() if answer is None]
+    if missing:
+        return ["late", _late(missing, wait)]
+    told = {first: own} | {p: json.loads(answer or "{}") for p, answer in answers.items()}
+    for p in others:
+        client.key_value_delete(f"{place}/{p}")
+    differing = differences(told)
+    return ["differ", differing] if differing else ["agreed", ""]
+
+
+def differences(told: Mapping[int, Mapping[str, str]]) -> str:
+    """What the facts of some processes differ in, as a message; empty if they don't.
+
+    >>> print(differences({0: {"num_stages": "2", "remat": "layer"}, 1: {"num_stages": "4", "remat": "layer"}}))
+    the processes disagree on num_stages: 2 in process 0, 4 in process 1; give all processes the same arguments
+    """
+    found = []
+    for name in dict.fromkeys(name for facts in told.values() for name in facts):
+        values: dict[str, list[int]] = {}
+        for process, facts in told.items():
+            values.setdefault(facts.get(name, "nothing"), []).append(process)
+        if len(values) > 1:
+            whose = (f"{value} in process {', '.join(map(str, ps))}" for value, ps in values.items())
+            found.append(f"{name}: {', '.join(whose)}")
+    if not found:
+        return ""
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    return f"the processes disagree on {'; '.join(found[:_SHOWN])}{more}; give all processes the same arguments"
+
+
+def _late(missing: Sequence[int], wait: float) -> str:
+    return (
+        f"process {', '.join(map(str, missing))} did not come to the same step within {wait:g} s; all processes have "
+        "to make the same pipelines and take the same steps, in the same order"
+    )
+
+
+def _get(client, key: str, wait: float) -> str | None:
+    """What lies under a key once it does; None if that takes too long."""
+    try:
+        return client.blocking_key_value_get(key, max(1, int(wait * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise RuntimeError(f"this process has lost the others: {error}") from error

@@ -1,0 +1,211 @@
+"""Several processes on one machine are one pipeline, and say clearly what keeps them from it.
+
+`process_worker.py` is one of them; a start of all of them runs many cases.
+"""
+
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+import process_worker
+from helpers import assert_close, model, params_of
+from jpipe.execution.rows import data_shard
+from jpipe.processes.agreement import differences
+
+WORKER = Path(process_worker.__file__)
+SECONDS = 240
+"""After which processes are killed."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(directory: Path, index: int, processes: int, devices: int, port: int, *more: str) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    known = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    options = ["--port", port, "--processes", processes, "--index", index, "--out", directory, *more]
+    with (directory / f"{index}.log").open("w") as log:
+        command = [sys.executable, str(WORKER), *map(str, options)]
+        return subprocess.Popen(command, env=os.environ | known, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(directory: Path, workers: dict[int, subprocess.Popen]) -> dict[int, Any]:
+    """What each process wrote down. None is left running, whatever happens."""
+    end = time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < end and any(worker.poll() is None for worker in workers.values()):
+            time.sleep(0.1)
+            if any(worker.poll() for worker in workers.values()):  # the others would wait for the one that failed
+                end = min(end, time.monotonic() + 5)
+    finally:
+        for worker in workers.values():
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    found = {}
+    for index in workers:
+        file = directory / f"{index}.pickle"
+        assert file.exists(), (directory / f"{index}.log").read_text()[-3000:]
+        found[index] = pickle.loads(file.read_bytes())
+    return found
+
+
+def run_all(directory: Path, processes: int, devices: int, cases: list[str]) -> dict[int, Any]:
+    port = free_port()
+    workers = {i: start(directory, i, processes, devices, port, *cases) for i in range(processes)}
+    return finish(directory, workers)
+
+
+STEPS = ["stage across", "stage across, data within", "stage within, data across"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes of two devices each found."""
+    cases = [*STEPS, "training", "there and back", "ready modules", "errors", "late"]
+    return run_all(tmp_path_factory.mktemp("two"), 2, 2, cases)
+
+
+@pytest.fixture
+def four_devices(monkeypatch):
+    """The cases of the worker in this process, on as many devices as the processes have together."""
+    monkeypatch.setattr(process_worker, "in_order", lambda: jax.devices()[:4])
+
+
+def check_step(found: dict[int, Any], case: str) -> None:
+    """A step equals the sequential model's and that of one process, in all processes."""
+    truth, alone = model("plain", "float32"), process_worker.CASES[case]()
+    loss, outputs, gradients = truth.truth
+    expected = [params_of(layer, tree) for layer, tree in zip(truth.sequence, gradients, strict=True)]
+    for index, by_case in found.items():
+        step = by_case[case]
+        np.testing.assert_allclose(step["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(step["evaluated"], loss, rtol=1e-5)
+        assert_close(step["outputs"], outputs, f"{case}: outputs in process {index}")
+        assert_close(step["gradients"], expected, f"{case}: gradients in process {index}")
+        assert_close(step["gradients"], alone["gradients"], f"{case}: gradients of one process")
+        np.testing.assert_allclose(step["loss"], alone["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_of_two_processes_is_that_of_one(two, four_devices, case):
+    check_step(two, case)
+
+
+@pytest.mark.slow
+def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
+    cases = ["stage across", "both across", "stage within, data across", "training"]
+    found = run_all(tmp_path, 4, 1, cases)
+    for case in cases[:3]:
+        check_step(found, case)
+    check_training(found)
+
+
+def check_training(found: dict[int, Any]) -> None:
+    alone = process_worker.training()
+    for index, by_case in found.items():
+        losses = by_case["training"]["losses"]
+        assert losses == found[0]["training"]["losses"], "the same metrics in all processes"
+        for step, expected in zip(losses, alone["losses"], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5), index
+        assert_close(by_case["training"]["params"], alone["params"], f"parameters in process {index}")
+
+
+def test_steps_of_training_are_those_of_one_process(two, four_devices):
+    check_training(two)
+
+
+def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
+    for by_case in two.values():
+        found = by_case["there and back"]
+        assert found["split"]
+        assert_close(found["after"], found["before"])
+        assert found["differ"].startswith("ValueError: trees[0] and trees[5] differ"), found["differ"]
+        ready = by_case["ready modules"]
+        assert_close(ready["found"], ready["expected"])
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("committed", r"ValueError: batch\['inputs'\] is on devices of process . alone.*give pipe.place\(batch\)"),
+        ("rows", r"ValueError: batch size 6 is not divisible by num_microbatches=4; use 1, 2, 3 or 6"),
+        ("num_microbatches", "ValueError: the processes disagree on num_microbatches: 2 in process 0, 6 in process 1"),
+        ("balance", r"ValueError: the processes disagree on cuts: \(4,\) in process 0, \(3,\) in process 1"),
+        ("mesh", "ValueError: the processes disagree on mesh: .* in process 0, .* in process 1"),
+        ("key", r"ValueError: the processes disagree on key: \[0, 0\] in process 0, \[0, 1\] in process 1"),
+        ("values", r"ValueError: the processes disagree on the values of batch\['inputs'\] .*pipe.place"),
+        ("shapes", r"ValueError: the processes disagree on batch\['inputs'\]: .*\[4, ?\d.* in process 0, .*\[8"),
+        ("none", "nothing"),
+    ],
+)
+def test_bad_input_is_an_error_in_each_process_and_nothing_is_lost(two, case, message):
+    for by_case in two.values():
+        assert re.match(message, by_case["errors"][case]), by_case["errors"][case]
+
+
+def test_a_process_that_does_not_come_is_missed(two):
+    assert "RuntimeError: process 1 did not come to the same step within 2 s" in two[0]["late"]
+
+
+def test_an_address_where_nobody_listens(tmp_path):
+    """Within the timeout, and by an exception: JAX itself would abort."""
+    begin = time.monotonic()
+    worker = start(tmp_path, 1, 2, 1, free_port(), "--timeout", "2")
+    found = finish(tmp_path, {1: worker})[1]["initialize"]
+    assert re.match(r"process 1 found nobody listening at coordinator=127.0.0.1:\d+ within 2 s", found), found
+    assert worker.returncode == 3
+    assert time.monotonic() - begin < 60
+
+
+def test_a_process_that_never_starts(tmp_path):
+    found = finish(tmp_path, {0: start(tmp_path, 0, 3, 1, free_port(), "--timeout", "2")})[0]["initialize"]
+    assert "processes [1, 2] of 3 did not come to port" in found
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, message",
+    [
+        (("localhost:1234",), ValueError, "num_processes is missing; pass coordinator, num_processes and process_id"),
+        (("localhost", 2, 0), ValueError, "coordinator='localhost' is no address; pass 'host:port'"),
+        (("localhost:99999", 2, 0), ValueError, "coordinator='localhost:99999' is no address"),
+        (("localhost:1234", 2, 2), ValueError, "process_id=2 is not among num_processes=2"),
+        (("localhost:1234", "2", 0), TypeError, "num_processes='2' is not an integer"),
+    ],
+)
+def test_wrong_arguments_of_initialize(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        jpipe.initialize(*arguments)
+
+
+def test_one_process_feeds_all_rows_and_places_them_likewise(make_mesh):
+    mesh = make_mesh((2, 4), ("stage", "data"))
+    assert data_shard(mesh) == (0, 1)
+    pipe = jpipe.Pipeline([jax.nn.tanh] * 2, lambda y, _: y.mean(), num_stages=2, num_microbatches=2, mesh=mesh)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    placed = pipe.place({"inputs": x})["inputs"]
+    np.testing.assert_array_equal(placed, x)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 4)}
+    with pytest.raises(ValueError, match=r"6 rows of each of 1 parts make a batch of 6, .* place a multiple of 4 rows"):
+        pipe.place(x[:6])
+
+
+def test_what_differs_is_named_with_its_values():
+    facts = {f"field {i}": "1" for i in range(5)}
+    message = differences({0: facts, 1: facts, 2: {name: "2" for name in facts}})
+    assert message.startswith("the processes disagree on field 0: 1 in process 0, 1, 2 in process 2; field 1")
+    assert "(and 2 more)" in message
