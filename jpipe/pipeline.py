@@ -311,8 +311,9 @@ class Pipeline:
         objects that may have changed. The last 8 are kept; `clear_cache` drops them.
 
         Returns:
-          The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), and those of
-          the loss function.
+          The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), "finite"
+          (bool, whether both are), and those of the loss function. Where the optimiser skips an update
+          (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
