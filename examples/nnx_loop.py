@@ -21,7 +21,7 @@ class Block(nnx.Module):
 
 
 rngs = nnx.Rngs(0)
-model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), *[Block(rngs) for _ in range(4)], nnx.Linear(64, 10, rngs=rngs))
+model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), *[Block(rngs) for _ in range(8)], nnx.Linear(64, 10, rngs=rngs))
 
 
 def loss_fn(logits, batch):

@@ -15,7 +15,7 @@ class Block(nn.Module):
         return x + nn.Dense(64)(nn.gelu(h))
 
 
-model = nn.Sequential([nn.Dense(64), *[Block() for _ in range(4)], nn.Dense(10)])
+model = nn.Sequential([nn.Dense(64), *[Block() for _ in range(8)], nn.Dense(10)])
 
 
 def loss_fn(logits, batch):
