@@ -104,6 +104,19 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
             )
 
 
+def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
+    """Checks that every virtual stage gets a layer.
+
+    Raises:
+      ValueError: there are too few.
+    """
+    if num_stages * num_chunks > num_layers:
+        raise ValueError(
+            f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; "
+            "every stage and chunk needs at least one layer"
+        )
+
+
 def check_alive(what: str, tree: Any) -> None:
     """Checks that arrays weren't donated to an earlier step.
 

@@ -16,6 +16,7 @@ from jpipe import saving
 from jpipe.checks import (
     check_alive,
     check_complete,
+    check_enough_layers,
     check_evaluation,
     check_is_variables,
     check_reads_nothing,
@@ -131,11 +132,7 @@ class Pipeline:
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         if not self.schedule.trains:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-        if num_stages * num_chunks > len(self._layers):
-            raise ValueError(
-                f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {len(self._layers)} layers; "
-                "every stage and chunk needs at least one layer"
-            )
+        check_enough_layers(len(self._layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
         self._planner = Planner(
             layers=self._layers,
@@ -356,8 +353,9 @@ class Pipeline:
         objects that may have changed. The last 8 are kept; `clear_cache` drops them.
 
         Returns:
-          The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), and those of
-          the loss function.
+          The new state, and metrics: scalars "loss", "grad_norm" (of all gradients, before the optimiser), "finite"
+          (bool, whether both are), and those of the loss function. Where the optimiser skips an update
+          (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")

@@ -415,7 +415,7 @@ def test_metrics_of_the_loss(make_mesh, shape):
     errors, w = np.square(y - batch["y"]), batch["w"]
     loss, evaluated = np.sum(errors * w) / np.sum(w), pipe.evaluate(state.variables, batch)
     _, metrics = pipe.train_step(state, batch)
-    assert set(metrics) == {"loss", "grad_norm", "hits", "largest"}
+    assert set(metrics) == {"loss", "grad_norm", "finite", "hits", "largest"}
     largest = np.mean([np.max(y[i : i + 4]) for i in range(0, 16, 4)])
     for found, expected in (
         (metrics["loss"], loss),
@@ -430,6 +430,7 @@ def test_metrics_of_the_loss(make_mesh, shape):
     ("metrics", "message"),
     [
         ({"loss": 1.0}, "a metric called 'loss', as one of jpipe's own is"),
+        ({"finite": True}, "a metric called 'finite', as one of jpipe's own is"),
         ({"a": np.ones(3)}, r"as the metric 'a'; it has to be a scalar"),
         ([1.0], "its third part, metrics, has to be a dict"),
     ],

@@ -18,7 +18,7 @@ from jpipe.model.groups import Model, Shapes
 LossFn = Callable[[Any, Any], Any]
 """`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)` or `(loss_sum, weight_sum, metrics)`."""
 
-OWN_METRICS = ("loss", "grad_norm")
+OWN_METRICS = ("loss", "grad_norm", "finite")
 
 
 def loss_sums(loss: Any) -> list[jax.Array]:

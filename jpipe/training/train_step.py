@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jpipe.training.fingerprint import fingerprint
 from jpipe.training.state import TrainState
-from jpipe.training.update import global_norm, update_with_loss
+from jpipe.training.update import global_norm, skips, update_with_loss
 
 MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
@@ -26,9 +27,19 @@ def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> t
     (loss, updates, metrics), grads = value_and_grad(state.variables, batch, key)
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
+    if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it
+        updates = _unless(jnp.stack(skipped).any(), state.variables, updates)
     variables = {"params": optax.apply_updates(params, changes), **updates}
-    metrics = {"loss": loss, "grad_norm": global_norm(grads), **metrics}  # a loss function's own have other names
+    norm = global_norm(grads)
+    # Of gradients that aren't finite the norm isn't. It overflows before they do (1e19), where an update is as bad.
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
+
+
+def _unless(skipped: jax.Array, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new collections, or the old ones of these names if `skipped`."""
+    return {name: jax.tree.map(partial(jnp.where, skipped), old[name], tree) for name, tree in new.items()}
 
 
 class TrainSteps:

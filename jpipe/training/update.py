@@ -1,4 +1,4 @@
-"""An optimiser's update, given the loss if it asks for it, and the norm of all gradients."""
+"""An optimiser's update, given the loss if it asks for it; whether it was skipped; and the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -24,3 +24,27 @@ def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any
     parameters = signature_of(update)
     takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
+
+
+def skips(before: Any, after: Any) -> list[jax.Array]:
+    """Whether an update was skipped, by each of optax's means that an optimiser's state knows; none: it never skips.
+
+    Args:
+      before: the optimiser's state before the update.
+      after: that after it. `optax.apply_if_finite` counts what it skips, a `MultiSteps` with `should_skip_update_fn`
+        says it.
+    """
+    found = []
+    for old, new in zip(_guards(before), _guards(after), strict=True):
+        if isinstance(new, optax.ApplyIfFiniteState):
+            found.append(new.total_notfinite != old.total_notfinite)  # `last_finite` may be of an earlier step
+        elif isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
+            found.append(jnp.asarray(new.skip_state["should_skip"]))
+    return found
+
+
+def _guards(opt_state: Any) -> list[Any]:
+    """The parts of an optimiser's state that may skip updates, those inside of others too."""
+    may_skip = lambda node: isinstance(node, optax.ApplyIfFiniteState | optax.MultiStepsState)
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=may_skip) if may_skip(node)]
+    return found + [inner for node in found for inner in _guards(tuple(node))]
