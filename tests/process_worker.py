@@ -143,6 +143,7 @@ def errors() -> Any:
     variables = start(pipe)
     committed = jax.device_put(truth.batch, jax.local_devices()[0])
     found["committed"] = error_of(lambda: pipe.value_and_grad(variables, committed))
+    found["placed"] = error_of(lambda: pipe.place(pipe.place(own_rows(pipe, truth.batch))))
     ragged = jax.tree.map(lambda a: a[:3], own_rows(pipe, truth.batch))
     found["rows"] = error_of(lambda: make(4).init(jax.random.key(0), make(4).place(ragged)))
     found["num_microbatches"] = error_of(lambda: start(make(2 + 4 * own)))

@@ -143,6 +143,7 @@ def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
     "case, message",
     [
         ("committed", r"ValueError: batch\['inputs'\] is on devices of process . alone.*give pipe.place\(batch\)"),
+        ("placed", r"ValueError: batch\['inputs'\] is spread over processes already; place takes the rows of this"),
         ("rows", r"ValueError: batch size 6 is not divisible by num_microbatches=4; use 1, 2, 3 or 6"),
         ("num_microbatches", "ValueError: the processes disagree on num_microbatches: 2 in process 0, 6 in process 1"),
         ("balance", r"ValueError: the processes disagree on cuts: \(4,\) in process 0, \(3,\) in process 1"),

@@ -44,8 +44,14 @@ def data_shard(mesh: Mesh) -> tuple[int, int]:
 
 def place(batch: Any, mesh: Mesh) -> Any:
     """Global arrays `[B, ...]`, split over the data axes, from this process's rows; see `Pipeline.place`."""
-    index, count = data_shard(mesh)
-    del index
+    count = data_shard(mesh)[1]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            what = "being traced" if isinstance(leaf, Tracer) else "spread over processes already"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is {what}; place takes the rows of this process, outside of "
+                "jax.jit: pass a placed batch on as it is"
+            )
     rows, shards = batch_size(batch), num_shards(mesh)
     if rows * count % shards:
         raise ValueError(
