@@ -177,11 +177,7 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
-        """The layers as they were traced, cuts and layouts, for tools that take a pipeline.
-
-        Raises:
-          ValueError: no batch was seen yet.
-        """
+        """The layers as traced, cuts and layouts, for tools; a ValueError if no batch was seen yet."""
         return self._planner.known_plan()
 
     # --- batches ---
@@ -190,8 +186,8 @@ class Pipeline:
     def data_shard(self) -> tuple[int, int]:
         """`(index, count)`: of each batch cut into `count` equal runs of rows, this process feeds run `index`.
 
-        It is (0, 1) where each process has devices along all of the mesh's data axes, as with one process. Processes
-        that differ only in their stages feed the same rows.
+        (0, 1) where each process has devices along all of the mesh's data axes, as with one process. Those that differ
+        only in their stages feed the same rows.
         """
         return rows.data_shard(self.mesh)
 

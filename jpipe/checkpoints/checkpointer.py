@@ -29,6 +29,7 @@ from jpipe.checks import check_alive
 from jpipe.jax_tools.notices import warn_user
 from jpipe.memory.records import Arrays
 from jpipe.pipeline import Pipeline
+from jpipe.processes.preemption import Preemption
 from jpipe.training.state import TrainState
 
 READ_AT_ONCE = 1 / 8
@@ -46,10 +47,13 @@ class Checkpointer:
             state, position = saved.restore(pipe, batch, tx)
             if state is None:
                 state = pipe.create_state(key, batch, tx)
-            ...
-            saved.save(pipe, state, position=iterator.get_state())
+            for step in range(int(state.step), num_steps):
+                state, metrics = pipe.train_step(state, pipe.place(next(batches)))
+                if (step + 1) % 100 == 0 or saved.preempted(step):
+                    saved.save(pipe, state, position=batches.get_state())
 
     In a cluster all processes make one, of a directory that they share, and call the same methods in the same order.
+    Within the `with` SIGTERM doesn't end the process: ask `preempted` at every step.
 
     Args:
       directory: made if it isn't there; may be one of a cloud store that orbax knows, such as `gs://bucket/run`.
@@ -68,13 +72,25 @@ class Checkpointer:
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
         self._damaged: list[int] = []
+        self._preemption = Preemption()
 
     def __enter__(self) -> Checkpointer:
+        self._preemption.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Waits for what is being written."""
+        self._preemption.__exit__(*exception)
         self.close()
+
+    def preempted(self, step: int) -> bool:
+        """Whether this job was told to end (SIGTERM), and should save and leave.
+
+        Args:
+          step: one that rises from call to call. In a cluster every process has to ask at every step, and all get True
+            at the same one.
+        """
+        return self._preemption.reached(step)
 
     def close(self) -> None:
         """Waits for what is being written, and ends orbax's threads."""

@@ -1,0 +1,47 @@
+"""Preemption: a job is told to end by SIGTERM, and has some seconds left to save what it has."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class Preemption:
+    """Within it, SIGTERM doesn't end the process but is noted.
+
+    In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
+    signal handler does, if this is the main thread; one that was there before is called too.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._before: Any = None
+        self._handles = False
+
+    def __enter__(self) -> Preemption:
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            self._before, self._handles = signal.signal(signal.SIGTERM, self._note), True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+            self._handles = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._told = True
+        if callable(self._before):
+            self._before(number, frame)
+
+    def reached(self, step: int) -> bool:
+        """Whether the job was told to end: in a cluster at the same step in all processes, which all have to ask."""
+        if jax.distributed.is_initialized():
+            return bool(multihost_utils.reached_preemption_sync_point(step))
+        return self._told
