@@ -113,7 +113,7 @@ def train(options: argparse.Namespace) -> None:
             data.set_state(position)
         done, batch = int(state.step), pipe.place(next(data))
         console.print(
-            f"{'Going on' if done else 'Beginning'} at step {done} of {options.steps}, {dict(pipe.mesh.shape)}"
+            f"{'Goes on' if done else 'Begins'} after step {done} of {options.steps}, {dict(pipe.mesh.shape)}"
         )
         report = Report(options, done)
         with report.progress:
