@@ -112,9 +112,7 @@ def train(options: argparse.Namespace) -> None:
         else:
             data.set_state(position)
         done, batch = int(state.step), pipe.place(next(data))
-        console.print(
-            f"{'Goes on' if done else 'Begins'} after step {done} of {options.steps}, {dict(pipe.mesh.shape)}"
-        )
+        console.print(f"Begins after step {done} of {options.steps}, on the mesh {dict(pipe.mesh.shape)}")
         report = Report(options, done)
         with report.progress:
             for step in range(done + 1, options.steps + 1):
