@@ -25,6 +25,8 @@ from jpipe.processes import agreement
 
 Case = Callable[[], Any]
 WIDTH = 8
+OUT = Path()
+"""Where `test_processes.py` and its workers put files."""
 
 
 def in_order() -> list[Any]:
@@ -122,6 +124,21 @@ def ready_modules() -> Any:
     return {"expected": whole(expected), "found": whole(found)}
 
 
+def resumed() -> Any:
+    """A run of one process, saved in `OUT`, goes on in several, under another layout, and is saved again."""
+    truth, tx = model("linen", "float32"), optax.adamw(1e-2)
+    mesh = mesh_of({"stage": 2, "data": 2}, "first")
+    pipe = pipeline(truth, "interleaved", 2, 2, 2, balance="even", mesh=mesh)
+    with jax.numpy_dtype_promotion("standard"), jpipe.Checkpointer(OUT / "saved") as saved:
+        state, position = saved.restore(pipe, pipe.place(own_rows(pipe, truth.batch)), tx)
+        losses = []
+        for _ in range(2):
+            state, metrics = pipe.train_step(state, pipe.place(own_rows(pipe, truth.batch)))
+            losses.append(float(metrics["loss"]))
+        saved.save(pipe, state, position=position + 2)
+    return {"losses": losses, "position": position, "layers": whole(pipe.layer_variables(state.variables))}
+
+
 def error_of(function: Callable[[], Any]) -> str:
     """What a call raises, as text."""
     try:
@@ -174,12 +191,14 @@ CASES: dict[str, Case] = {
     "training": training,
     "there and back": there_and_back,
     "ready modules": ready_modules,
+    "resumed": resumed,
     "errors": errors,
     "late": late,
 }
 
 
 def main() -> None:
+    global OUT
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--processes", type=int, required=True)
@@ -188,6 +207,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60)
     parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
+    OUT = options.out
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     found = {}

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jpipe
 import process_worker
-from helpers import assert_close, model, params_of
+from helpers import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.execution.rows import data_shard
 from jpipe.processes.agreement import differences
 
@@ -74,10 +75,25 @@ STEPS = ["stage across", "stage across, data within", "stage within, data across
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def saved_run(tmp_path_factory):
+    """A directory with a run of one process at K=4, saved after a step, and the losses of two more."""
+    directory, truth = tmp_path_factory.mktemp("two"), model("linen", "float32")
+    pipe, losses = pipeline(truth, "1f1b", 4, 2, balance="even"), []
+    with jax.numpy_dtype_promotion("standard"), jpipe.Checkpointer(directory / "saved") as saved:
+        state = pipe.create_state(jax.random.key(3), truth.batch, optax.adamw(1e-2))
+        for step in range(3):
+            state, metrics = pipe.train_step(state, truth.batch)
+            losses.append(float(metrics["loss"]))
+            if step == 0:
+                saved.save(pipe, state, position=1)
+    return directory, losses[1:]
+
+
+@pytest.fixture(scope="module")
+def two(saved_run):
     """What two processes of two devices each found."""
-    cases = [*STEPS, "training", "there and back", "ready modules", "errors", "late"]
-    return run_all(tmp_path_factory.mktemp("two"), 2, 2, cases)
+    cases = [*STEPS, "training", "there and back", "ready modules", "resumed", "errors", "late"]
+    return run_all(saved_run[0], 2, 2, cases)
 
 
 @pytest.fixture
@@ -162,6 +178,21 @@ def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):
         assert found["differ"].startswith("ValueError: trees[0] and trees[5] differ"), found["differ"]
         ready = by_case["ready modules"]
         assert_close(ready["found"], ready["expected"])
+
+
+def test_a_run_of_one_process_goes_on_in_two_under_another_layout_and_back(two, saved_run):
+    directory, expected = saved_run
+    for by_case in two.values():
+        found = by_case["resumed"]
+        assert found["position"] == 1
+        np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
+    assert_equal(jpipe.load_layers(directory / "saved", step=3), two[0]["resumed"]["layers"])
+    truth = model("linen", "float32")
+    pipe = pipeline(truth, "gpipe", 1, 2)
+    with jpipe.Checkpointer(directory / "saved") as saved, jax.numpy_dtype_promotion("standard"):
+        state, position = saved.restore(pipe, truth.batch, optax.adamw(1e-2))
+    assert (int(state.step), position) == (3, 3)
+    assert_equal(jax.device_get(pipe.layer_variables(state.variables)), two[0]["resumed"]["layers"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""What goes wrong while a run saves: it is killed, told to end, or the disk is full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jpipe
+from jpipe.checkpoints import files
+
+SAVER = Path(__file__).with_name("saver.py")
+
+
+def start(directory: Path, *how: str) -> subprocess.Popen:
+    """A process that saves step after step (`saver.py`)."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(SAVER), str(directory), *how]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def expected(step: int) -> float:
+    """The value of every parameter in the checkpoint of a step (`saver.py`)."""
+    return float(step)
+
+
+def test_killed_within_a_save_the_last_whole_checkpoint_is_there(tmp_path):
+    saver = start(tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        in_save = lambda: any(tmp_path.glob("*tmp*")) and len(files.steps_in(files.epath.Path(tmp_path))) > 0
+        while not in_save():
+            assert saver.poll() is None and time.monotonic() < deadline, saver.communicate()[1][-2000:]
+        saver.send_signal(signal.SIGKILL)
+    finally:
+        saver.kill()
+        saver.communicate()
+    (newest, *_) = files.steps_in(files.epath.Path(tmp_path))
+    trees = jpipe.load_layers(tmp_path)
+    assert jax.tree.leaves(trees)
+    for leaf in jax.tree.leaves(trees):
+        np.testing.assert_array_equal(leaf, expected(newest))
+    with jpipe.Checkpointer(tmp_path) as saved:
+        assert saved.latest_step == newest
+        while any(tmp_path.glob("*tmp*")):
+            assert time.monotonic() < deadline, "what was not finished is removed, in the background"
+
+
+def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
+    saver = start(tmp_path, "--full-after", "1")
+    output, errors = saver.communicate(timeout=120)
+    assert saver.returncode == 0, errors[-2000:]
+    assert "RuntimeError: saving step 3" in output or "RuntimeError: waiting for the last checkpoint" in output, output
+    assert "the checkpoint of step 1 is whole, and the state in memory is as it was" in output
+    assert "again: step 9 saved" in output, "with room again the run goes on"
+    for step in (1, 9):
+        for leaf in jax.tree.leaves(jpipe.load_layers(tmp_path, step=step)):
+            np.testing.assert_array_equal(leaf, expected(step))
+
+
+def test_told_to_end(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with jpipe.Checkpointer(tmp_path) as saved:
+        assert not saved.preempted(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert saved.preempted(2)
+        assert saved.preempted(3)
+    assert signal.getsignal(signal.SIGTERM) == before
