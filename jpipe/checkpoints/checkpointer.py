@@ -32,8 +32,12 @@ from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
 from jpipe.training.state import TrainState
 
-READ_AT_ONCE = 1 / 8
-"""How much of the state is read at a time, as a share, before it is put where it belongs."""
+AT_ONCE = 1 / 8
+"""How much of the state is copied at a time, as a share, when it is saved or restored."""
+
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name for a host's memory that its devices reach."""
 
 
 class Checkpointer:
@@ -283,7 +287,10 @@ def _item(encoded: Json, named: Named) -> Any:
 
 
 def _taken(contents: Contents) -> Named:
-    """All arrays by path, split over all devices, in the hosts' memory where devices have another."""
+    """All arrays by path, split over all devices, in their hosts' memory.
+
+    Only `AT_ONCE` of the state is on the devices a second time, before it is there.
+    """
     arrays, named = contents.arrays, dict(contents.rest)
     for chunk in _chunks(contents):
         for v, j, _, paths in chunk:
@@ -294,9 +301,11 @@ def _taken(contents: Contents) -> Named:
 
 
 def _to_host(leaf: jax.Array) -> jax.Array:
-    """An array in memory that a host's devices share, so that what is written takes no room on them."""
-    (platform,) = {device.platform for device in leaf.sharding.device_set}
-    return leaf if platform == "cpu" else jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+    """An array in its devices' hosts' memory, so that what is being written takes no room on the devices."""
+    memories = jax.local_devices()[0].addressable_memories()
+    if not any(memory.kind == HOST_MEMORY for memory in memories):
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY))
 
 
 def _read(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
@@ -320,7 +329,7 @@ def _read(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
 
 
 def _chunks(contents: Contents) -> list[list[Any]]:
-    """The records of a state in runs that are about `READ_AT_ONCE` of its bytes."""
+    """The records of a state in runs that are about `AT_ONCE` of its bytes."""
     records = list(contents.each_record())
     sizes = [
         sum(leaf.size * leaf.dtype.itemsize for own in leaves.values() for leaf in own) for _, _, leaves, _ in records
@@ -329,7 +338,7 @@ def _chunks(contents: Contents) -> list[list[Any]]:
     for record, size in zip(records, sizes, strict=True):
         if not chunks or size > room:
             chunks.append([])
-            room = READ_AT_ONCE * sum(sizes)
+            room = AT_ONCE * sum(sizes)
         chunks[-1].append(record)
         room -= size
     return chunks
