@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from etils import epath
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import __version__
 from jpipe.checkpoints import files
@@ -26,6 +24,7 @@ from jpipe.checkpoints.containers import (
 )
 from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
 from jpipe.checks import check_alive
+from jpipe.execution.batches import on_all
 from jpipe.jax_tools.notices import warn_user
 from jpipe.memory.records import Arrays
 from jpipe.pipeline import Pipeline
@@ -224,7 +223,7 @@ class Checkpointer:
     def _restored(self, step: int, pipe: Pipeline, batch: Any, tx: Any) -> tuple[TrainState, Any]:
         directory = self.directory / str(step)
         about = _of_all(lambda: files.read_about(directory))
-        keys = {name: _key_from_json(encoded, pipe.mesh) for name, encoded in about["random_keys"].items()}
+        keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
         contents = self._contents(pipe, pipe.abstract_state(batch, tx, keys["key"]))
         contents.check()
         difference = first_difference(about, contents.description())
@@ -236,7 +235,7 @@ class Checkpointer:
         arrays, named = _read(directory, contents)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         variables, opt_state = contents.filled(arrays, named)
-        restored = TrainState(_on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
+        restored = TrainState(on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
         return restored, containers_from_json(about["position"], value_from_json)
 
     def _contents(self, pipe: Pipeline, state: TrainState) -> Contents:
@@ -359,18 +358,9 @@ def _of_all(read: Callable[[], Any]) -> Any:
     return found
 
 
-def _on_all(value: Any, mesh: Mesh) -> jax.Array:
-    """A value that all processes have, on all devices."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback(np.shape(value), everywhere, lambda index: np.asarray(value)[index])
-
-
 def _key_to_json(key: jax.Array) -> Json:
     return {"impl": str(jax.random.key_impl(key)), "data": np.asarray(jax.random.key_data(key)).tolist()}
 
 
-def _key_from_json(encoded: Json, mesh: Mesh) -> jax.Array:
-    """A random key on all devices."""
-    data = _on_all(np.asarray(encoded["data"], np.uint32), mesh)
-    wrap = partial(jax.random.wrap_key_data, impl=encoded["impl"])
-    return jax.jit(wrap, out_shardings=NamedSharding(mesh, PartitionSpec()))(data)
+def _key_from_json(encoded: Json) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(encoded["data"], jnp.uint32), impl=encoded["impl"])
