@@ -24,15 +24,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--processes", type=int, help="how many there are")
     cluster.add_argument("--process", type=int, help="which this one is, from 0")
     cluster.add_argument("--timeout", type=float, default=60, help="seconds to wait for others (default %(default)s)")
+    cluster.add_argument(
+        "--heartbeat", type=float, default=60, help="seconds until a lost process ends the others (default %(default)s)"
+    )
 
 
-def join(options: argparse.Namespace, console: Console) -> None:
-    """Joins the cluster, if there is one; from then on the first process alone prints."""
+def join(options: argparse.Namespace, console: Console, num_devices: int | None = None) -> None:
+    """Joins the cluster, if there is one; from then on the first process alone prints.
+
+    On a CPU as many devices are simulated as all processes need together (default: one a stage).
+    """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # Of this process; has no effect on accelerators.
-        jax.config.update("jax_num_cpu_devices", max(1, options.stages // (options.processes or 1)))
+        wanted = (num_devices or options.stages) // (options.processes or 1)
+        jax.config.update("jax_num_cpu_devices", max(1, wanted))  # has no effect on accelerators
     try:
-        first = jpipe.initialize(options.coordinator, options.processes, options.process, timeout=options.timeout)
+        first = jpipe.initialize(
+            options.coordinator,
+            options.processes,
+            options.process,
+            timeout=options.timeout,
+            heartbeat_timeout=options.heartbeat,
+        )
     except (ValueError, RuntimeError) as error:
         raise SystemExit(str(error)) from error
     console.quiet = not first

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import jpipe
 from helpers import model, pipeline
@@ -32,9 +32,10 @@ def in_order() -> list[Any]:
 
 
 def mesh_of(shape: dict[str, int], order: str) -> Mesh:
-    """A mesh; `order` says which axis goes across processes: by `make_mesh` the first, else the last."""
-    if order == "first":
-        return jpipe.make_mesh(**shape, devices=in_order())
+    """A mesh; `order` says which axis goes across processes: the first by `make_mesh` (or "explicit"), or the last."""
+    if order in ("first", "explicit"):
+        kind = AxisType.Explicit if order == "explicit" else AxisType.Auto
+        return jpipe.make_mesh(**shape, devices=in_order(), axis_types=kind)
     devices = np.array(in_order()).reshape(tuple(reversed(shape.values()))).T
     return Mesh(devices, tuple(shape))
 
@@ -169,7 +170,7 @@ CASES: dict[str, Case] = {
     "stage across": lambda: step({"stage": 4}),
     "stage across, data within": lambda: step({"stage": 2, "data": 2}),
     "stage within, data across": lambda: step({"stage": 2, "data": 2}, "last", schedule="gpipe", remat="none"),
-    "both across": lambda: step({"stage": 2, "data": 2}, "first"),
+    "both across": lambda: step({"stage": 2, "data": 2}, "explicit"),
     "training": training,
     "there and back": there_and_back,
     "ready modules": ready_modules,

@@ -115,6 +115,31 @@ def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
     check_training(found)
 
 
+@pytest.mark.slow
+def test_the_language_model_runs_in_two_processes_and_the_first_prints(tmp_path):
+    sizes = "--stages 4 --layers 4 --width 32 --seq 32 --steps 4 --length 4 --timeout 60 --processes 2"
+    example = [sys.executable, str(WORKER.parents[1] / "examples" / "lm.py"), *sizes.split()]
+    example += ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    logs = [(tmp_path / str(index)).open("w+") for index in range(2)]
+    workers = [
+        subprocess.Popen([*example, str(index)], env=clean, stdout=log, stderr=subprocess.DEVNULL)
+        for index, log in enumerate(logs)
+    ]
+    try:
+        assert [worker.wait(SECONDS) for worker in workers] == [0, 0]
+    finally:
+        for worker, log in zip(workers, logs, strict=True):
+            worker.kill()
+            worker.wait()
+            log.close()
+    first, second = ((tmp_path / str(index)).read_text() for index in range(2))
+    assert "The first 3 steps equal the sequential Flax model's" in first
+    assert "Nats a byte" in first
+    assert "Nats a byte" not in second
+    assert "equal the sequential" not in second
+
+
 def check_training(found: dict[int, Any]) -> None:
     alone = process_worker.training()
     for index, by_case in found.items():

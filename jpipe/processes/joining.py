@@ -24,6 +24,7 @@ def initialize(
     process_id: int | None = None,
     *,
     timeout: float = 60.0,
+    heartbeat_timeout: float = 60.0,
     local_device_ids: Sequence[int] | None = None,
 ) -> bool:
     """Joins this process with the others of its program, as `jax.distributed.initialize`; to be called first of all.
@@ -36,6 +37,8 @@ def initialize(
       num_processes: how many there are.
       process_id: which this one is, from 0.
       timeout: seconds to wait for the others.
+      heartbeat_timeout: seconds without a sign of life after which a process counts as lost, and all others end with an
+        error. If process 0 is lost they end at once.
       local_device_ids: the devices of this process, if not all of its machine's.
 
     Returns:
@@ -46,7 +49,11 @@ def initialize(
       TypeError: a number isn't one.
       RuntimeError: nobody listens at the address, it is taken, or not all processes came within the timeout.
     """
-    options: dict[str, Any] = {"initialization_timeout": max(1, int(timeout)), "local_device_ids": local_device_ids}
+    options: dict[str, Any] = {
+        "initialization_timeout": max(1, int(timeout)),
+        "heartbeat_timeout_seconds": max(1, int(heartbeat_timeout)),
+        "local_device_ids": local_device_ids,
+    }
     given = (coordinator, num_processes, process_id)
     if given == (None, None, None):
         try:
