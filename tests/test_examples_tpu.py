@@ -8,6 +8,7 @@ import importlib.util
 import math
 import runpy
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from tpu_program import compile_with_text, tpu_devices
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
 import lm
+import train
 from models import amoebanet, resnet, transformer_l, translation, unet
 
 pytestmark = [
@@ -75,6 +77,13 @@ def of_lm(mesh: Mesh) -> Example:
     tokens = integers(options.batch, options.seq)
     pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
     return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options))
+
+
+def of_train(mesh: Mesh) -> Example:
+    options = Namespace(**{name: default for name, (default, _) in train.OPTIONS.items()})
+    tokens = integers(options.batch, options.seq)
+    pipe = train.make_pipeline(options, mesh)
+    return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, train.make_optimizer(options))
 
 
 def of_digits(mesh: Mesh) -> Example:
@@ -149,6 +158,7 @@ UNET = unet, lambda: unet.unet(3, 2, 16), {**images(32, 32), "targets": integers
 
 TABLE: dict[str, Callable[[Mesh], Example]] = {
     "lm": of_lm,
+    "train": of_train,
     "digits": of_digits,
     "linen_loop": of_linen_loop,
     "nnx_loop": of_nnx_loop,
@@ -190,8 +200,8 @@ def test_the_training_step_compiles(name, mesh):
     lowered = example.lower(state, example.batch)
     compiled, text = compile_with_text(lowered)
     check(compiled, text, mesh)
-    assert any(axes_of(c, mesh) == ("data",) and not in_loop(c) for c in read(text)), "gradients are reduced once"
-    check_split(state, lowered, compiled)
+    assert any(axes_of(c, mesh) == ("data",) and not in_loop(c) for c in read(text)), "gradients are reduced"
+    check_split(state, lowered, compiled, mesh)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -212,12 +222,19 @@ def check(compiled: Any, text: str, mesh: Mesh) -> None:
     assert [str(c) for c in intruders(text, mesh)] == []
 
 
-def check_split(state: Any, lowered: Any, compiled: Any) -> None:
+def check_split(state: Any, lowered: Any, compiled: Any, mesh: Mesh) -> None:
     """Most parameters are split over `model`: in the program a chip has half of its stage's, and of their moments."""
+    axes = lambda leaf: jax.tree.leaves(tuple(leaf.sharding.spec))
     parameters = jax.tree.leaves(state.variables["params"])
-    split = [leaf for leaf in parameters if "model" in jax.tree.leaves(tuple(leaf.sharding.spec))]
+    split = [leaf for leaf in parameters if "model" in axes(leaf)]
     assert sum(leaf.size for leaf in split) > sum(leaf.size for leaf in parameters) / 2
-    given = zip(jax.tree.leaves(lowered.args_info), jax.tree.leaves(compiled.input_shardings), strict=True)
-    parts = Counter((array.shape, math.prod(sharding.shard_shape(array.shape))) for array, sharding in given)
+    parts = Counter()
+
+    def count(array, sharding):
+        if sharding is not None:  # the program uses it
+            parts[array.shape, math.prod(sharding.shard_shape(array.shape))] += 1
+
+    jax.tree.map(count, lowered.args_info, compiled.input_shardings)
     for leaf in split:
-        assert parts[leaf.shape, leaf.size // (STAGES * MODEL)] >= 3, "the parameter and its two moments"
+        part = leaf.size // math.prod(mesh.shape[name] for name in axes(leaf))
+        assert parts[leaf.shape, part] >= 3, "the parameter and its two moments"
