@@ -72,21 +72,13 @@ def demo(topology: str) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import lm
 
-    sys.argv[1:] = []
-    options = lm.parse_options()
+    options = lm.parse_options([])
     mesh = stage_mesh(tpu_devices(topology), options.stages)
     batch = {n: jax.ShapeDtypeStruct((options.batch, options.seq), "int32") for n in ("inputs", "targets")}
     rows = []
     for dtype in ("float32", "bfloat16"):
         options.dtype = dtype
-        pipe = jpipe.Pipeline(
-            lm.make_layers(options),
-            lm.loss_fn,
-            num_stages=options.stages,
-            num_microbatches=options.microbatches,
-            remat=options.remat,
-            mesh=mesh,
-        )
+        pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
         rows.append((dtype, *figures(compiled_step(pipe, lm.make_optimizer(options), batch))))
     caption = settings(
         mesh.devices.flat[0], topology, f"K={options.stages}", f"M={options.microbatches}", "examples/lm.py"

@@ -6,12 +6,13 @@ micro-batch at a time, and its running averages, of the whole mini-batch, serve 
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import cluster
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from models import amoebanet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -47,7 +48,7 @@ def epoch(
         yield {name: array[chosen] for name, array in digits.items()}
 
 
-def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
+def make_pipeline(options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
     return jpipe.Pipeline(
         amoebanet.amoebanet(options.layers, options.filters, 10, stem="small", dropout=0.2, decay=0.9),
         amoebanet.loss_fn,
@@ -56,7 +57,7 @@ def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
         num_chunks=options.chunks,
         schedule=options.schedule,
         remat=options.remat,
-        mesh=cluster.make_mesh(options.stages),
+        mesh=mesh,
     )
 
 
@@ -108,7 +109,7 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--stages", type=int, default=4, help="K (default %(default)s)")
@@ -125,14 +126,14 @@ def parse_options() -> argparse.Namespace:
     training.add_argument("--lr", type=float, default=5e-3, help="peak learning rate (default %(default)s)")
     training.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
     cluster.add_options(parser)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parse_options()
     cluster.join(options, console)
     digits, tested = read_digits()
-    pipe, begin = make_pipeline(options), time.perf_counter()
+    pipe, begin = make_pipeline(options, cluster.make_mesh(options.stages)), time.perf_counter()
     tx = make_optimizer(num_steps(digits, options), options.lr)
     example = {name: array[: options.batch] for name, array in digits.items()}
     state = pipe.create_state(jax.random.key(options.seed), example, tx)

@@ -7,7 +7,7 @@ simulated devices as there are stages, which shows that everything works and say
 import argparse
 import pydoc_data.topics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -43,8 +44,16 @@ class Embed(nn.Module):
         return hidden + positions[: tokens.shape[1]].astype(self.dtype)
 
 
+def split(*axes: str | None) -> nn.initializers.Initializer:
+    """Of a kernel: which mesh axis each of its dimensions is split over, on a mesh that has it."""
+    return nn.with_partitioning(nn.initializers.lecun_normal(), axes)
+
+
 class Block(nn.Module):
-    """A pre-norm Transformer block, `[B, T, width]` to the same: causal attention, then a feed-forward network."""
+    """A pre-norm Transformer block, `[B, T, width]` to the same: causal attention, then a feed-forward network.
+
+    An axis `model` splits the heads and the inside of the feed-forward network.
+    """
 
     heads: int
     dtype: jnp.dtype = jnp.float32
@@ -53,13 +62,14 @@ class Block(nn.Module):
     def __call__(self, x):
         width = x.shape[-1]
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), dtype=self.dtype)(h)
+        into, out = split(None, None, "model", None), split("model", None, None)
+        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), kernel_init=into, dtype=self.dtype)(h)
         query, key, value = (qkv[:, :, i] for i in range(3))
         h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out, dtype=self.dtype)(h)
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(h))
-        return x + nn.Dense(width, dtype=self.dtype)(h)
+        h = nn.gelu(nn.Dense(4 * width, kernel_init=split(None, "model"), dtype=self.dtype)(h))
+        return x + nn.Dense(width, kernel_init=split("model", None), dtype=self.dtype)(h)
 
 
 class Head(nn.Module):
@@ -82,6 +92,19 @@ def loss_fn(logits: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
     """Nats a byte, the mean over the batch."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def make_pipeline(layers: list[nn.Module], options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
+    return jpipe.Pipeline(
+        layers,
+        loss_fn,
+        num_stages=options.stages,
+        num_microbatches=options.microbatches,
+        num_chunks=options.chunks,
+        schedule=options.schedule,
+        remat=options.remat,
+        mesh=mesh,
+    )
 
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
@@ -209,7 +232,7 @@ def continue_prompts(pipe, variables, options: argparse.Namespace) -> list[bytes
     return [bytes(row) for row in rows[: len(options.prompt)]]
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--stages", type=int, default=4, help="K (default %(default)s)")
@@ -234,7 +257,7 @@ def parse_options() -> argparse.Namespace:
     sampling.add_argument("--length", type=int, default=160, help="bytes to add (default %(default)s)")
     sampling.add_argument("--temperature", type=float, default=0.7, help="(default %(default)s)")
     cluster.add_options(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--heads {options.heads} does not divide --width {options.width}")
     if options.steps < CHECKED_STEPS:
@@ -250,16 +273,7 @@ def main() -> None:
     if len(data) - split <= options.seq:
         raise SystemExit(f"the text has {len(data)} bytes, too few for --seq {options.seq}: give a longer one")
     layers, tx = make_layers(options), make_optimizer(options)
-    pipe = jpipe.Pipeline(
-        layers,
-        loss_fn,
-        num_stages=options.stages,
-        num_microbatches=options.microbatches,
-        num_chunks=options.chunks,
-        schedule=options.schedule,
-        remat=options.remat,
-        mesh=cluster.make_mesh(options.stages),
-    )
+    pipe = make_pipeline(layers, options, cluster.make_mesh(options.stages))
     stream = batches(data[:split], options, options.seed, pipe.data_shard)
     checked = list(islice(batches(data[:split], options, options.seed), CHECKED_STEPS))
     state = pipe.create_state(jax.random.key(options.seed), checked[0], tx)

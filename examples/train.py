@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from lm import Block, Embed, Head, loss_fn, read_text
 from rich.console import Console
 from rich.progress import Progress
@@ -79,7 +80,7 @@ class Report:
         self.progress.update(self.task, completed=step, description=f"loss {figures['loss']:.3f}")
 
 
-def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
+def make_pipeline(options: argparse.Namespace, mesh: Mesh) -> jpipe.Pipeline:
     layers = [Embed(options.width, options.seq), *[Block(options.heads)] * options.layers, Head()]
     return jpipe.Pipeline(
         layers,
@@ -88,7 +89,7 @@ def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
         num_microbatches=options.microbatches,
         num_chunks=options.chunks,
         schedule=options.schedule,
-        mesh=jpipe.make_mesh(stage=options.stages, data=options.data),
+        mesh=mesh,
         shard_over=("data",),
     )
 
@@ -101,7 +102,8 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 
 def train(options: argparse.Namespace) -> None:
     text = read_text(options.text)
-    split, pipe, tx = len(text) * 19 // 20, make_pipeline(options), make_optimizer(options)
+    pipe = make_pipeline(options, jpipe.make_mesh(stage=options.stages, data=options.data))
+    split, tx = len(text) * 19 // 20, make_optimizer(options)
     batches = grain.MapDataset.source(Windows(text[:split], options, pipe.data_shard, options.seed))
     data = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
     held_out = pipe.place(Windows(text[split:], options, pipe.data_shard, 0)[0])

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-_init = nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
+_CHANNELS = (None, None, None, "model")  # a mesh axis `model` splits the channels that a convolution gives
+_init = nn.with_partitioning(nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"), _CHANNELS)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Classifier(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A convolution without bias, then BatchNorm."""
+    """A convolution without bias, then BatchNorm; a mesh axis `model` splits the channels that it gives."""
 
     features: int
     size: int = 1
@@ -117,6 +117,7 @@ class ConvNorm(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
         shape, init = (self.size, self.size), nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+        init = nn.with_partitioning(init, (None, None, None, "model"))
         x = nn.Conv(self.features, shape, self.stride, use_bias=False, kernel_init=init, dtype=self.dtype)(x)
         return nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)
 

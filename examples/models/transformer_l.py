@@ -72,13 +72,14 @@ class Block(nn.Module):
     def __call__(self, x):
         width = x.shape[-1]
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), dtype=self.dtype)(h)
+        into, out = split(None, None, "model", None), split("model", None, None)
+        qkv = nn.DenseGeneral((3, self.heads, width // self.heads), kernel_init=into, dtype=self.dtype)(h)
         query, key, value = (qkv[:, :, i] for i in range(3))
         h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x = x + nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(h)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out, dtype=self.dtype)(h)
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.relu(nn.Dense(self.hidden, dtype=self.dtype)(h))
-        return x + nn.Dense(width, dtype=self.dtype)(h)
+        h = nn.relu(nn.Dense(self.hidden, kernel_init=split(None, "model"), dtype=self.dtype)(h))
+        return x + nn.Dense(width, kernel_init=split("model", None), dtype=self.dtype)(h)
 
 
 class Head(nn.Module):
@@ -90,7 +91,13 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.LayerNorm(use_scale=False, use_bias=False, dtype=self.dtype)(x)
-        return nn.Dense(self.vocab, dtype=self.dtype)(x)
+        return nn.Dense(self.vocab, kernel_init=split(None, "model"), dtype=self.dtype)(x)
+
+
+def split(*axes: str | None, scale: float = 1.0) -> nn.initializers.Initializer:
+    """Of a kernel, times `scale`: which mesh axis each of its dimensions is split over, on a mesh that has it."""
+    init = nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+    return nn.with_partitioning(init, axes)
 
 
 def sinusoids(length: int, width: int) -> jax.Array:

@@ -9,6 +9,7 @@ one vocabulary) and a second one gives the logits. Linear maps are without biase
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ import optax
 
 import jpipe
 
-from .transformer_l import sinusoids
+from .transformer_l import sinusoids, split
 
 PADDING = 0  # as a decoder's input also the start of a sentence
 CHANNELS = 64  # of an attention head
@@ -140,11 +141,12 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, source, mask=None, is_causal=False):
+        linear = partial(nn.DenseGeneral, use_bias=False, dtype=self.dtype)
         shape = (self.heads, CHANNELS)
-        query = nn.DenseGeneral(shape, use_bias=False, dtype=self.dtype)(x)
-        both = nn.DenseGeneral((2, *shape), use_bias=False, dtype=self.dtype)(source)
+        query = linear(shape, kernel_init=split(None, "model", None))(x)
+        both = linear((2, *shape), kernel_init=split(None, None, "model", None))(source)
         h = jax.nn.dot_product_attention(query, both[:, :, 0], both[:, :, 1], mask=mask, is_causal=is_causal)
-        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype)(h)
+        return linear(x.shape[-1], axis=(-2, -1), kernel_init=split("model", None, None))(h)
 
 
 class FeedForward(nn.Module):
@@ -156,10 +158,10 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        init = nn.initializers.variance_scaling(self.scale**2, "fan_in", "truncated_normal")
+        linear = partial(nn.Dense, use_bias=False, dtype=self.dtype)
         h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.relu(nn.Dense(self.hidden, use_bias=False, kernel_init=init, dtype=self.dtype)(h))
-        return nn.Dense(x.shape[-1], use_bias=False, kernel_init=init, dtype=self.dtype)(h)
+        h = nn.relu(linear(self.hidden, kernel_init=split(None, "model", scale=self.scale))(h))
+        return linear(x.shape[-1], kernel_init=split("model", None, scale=self.scale))(h)
 
 
 class Head(nn.Module):
@@ -173,5 +175,5 @@ class Head(nn.Module):
     def __call__(self, x, memory):
         del memory
         x = nn.LayerNorm(dtype=self.dtype)(x)
-        logits = nn.Dense(self.vocab, use_bias=False, dtype=self.dtype)(x)
+        logits = nn.Dense(self.vocab, use_bias=False, kernel_init=split(None, "model"), dtype=self.dtype)(x)
         return logits if self.clip_logits is None else jnp.clip(logits, -self.clip_logits, self.clip_logits)

@@ -69,7 +69,10 @@ class Decoder(nn.Module):
 
 
 class TwoConvs(nn.Module):
-    """Two 3x3 convolutions, each followed by BatchNorm if wanted, and a ReLU."""
+    """Two 3x3 convolutions, each followed by BatchNorm if wanted, and a ReLU.
+
+    A mesh axis `model` splits the channels that they give.
+    """
 
     features: int
     norm: bool
@@ -78,7 +81,7 @@ class TwoConvs(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
         for _ in range(2):
-            init = nn.initializers.he_normal()
+            init = nn.with_partitioning(nn.initializers.he_normal(), (None, None, None, "model"))
             x = nn.Conv(self.features, (3, 3), use_bias=not self.norm, kernel_init=init, dtype=self.dtype)(x)
             if self.norm:
                 x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)

@@ -8,11 +8,15 @@ from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
 
+def split(*axes):  # over a mesh axis called `model`, where there is one
+    return nn.with_partitioning(nn.initializers.lecun_normal(), axes)
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        h = nn.Dense(128)(nn.LayerNorm()(x))
-        return x + nn.Dense(64)(nn.gelu(h))
+        h = nn.Dense(128, kernel_init=split(None, "model"))(nn.LayerNorm()(x))
+        return x + nn.Dense(64, kernel_init=split("model", None))(nn.gelu(h))
 
 
 model = nn.Sequential([nn.Dense(64), *[Block() for _ in range(8)], nn.Dense(10)])

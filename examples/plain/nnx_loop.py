@@ -6,17 +6,24 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 
+def split(*axes):  # over a mesh axis called `model`, where there is one
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(64, rngs=rngs)
-        self.up, self.down = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
+        self.up = nnx.Linear(64, 128, kernel_init=split(None, "model"), rngs=rngs)
+        self.down = nnx.Linear(128, 64, kernel_init=split("model", None), rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
 rngs = nnx.Rngs(0)
-model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), *[Block(rngs) for _ in range(8)], nnx.Linear(64, 10, rngs=rngs))
+with nnx.use_eager_sharding(False):  # there is no mesh yet
+    blocks = [Block(rngs) for _ in range(8)]
+model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), *blocks, nnx.Linear(64, 10, rngs=rngs))
 
 
 def loss_fn(logits, batch):

@@ -1,0 +1,240 @@
+"""Every example, compiled for 16 chips of TPU v5e that aren't there: stages, data and tensor parallelism at once.
+
+Layers, losses, optimisers and steps are the examples' own. What a CPU can't tell: whether the TPU's compiler takes the
+programs, what they hold on a chip, and which collectives are left when it is done.
+"""
+
+import importlib.util
+import math
+import runpy
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+import jpipe
+from collectives import axes_of, by_the_executor, in_loop, intruders, read
+from tpu_program import compile_with_text, tpu_devices
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import digits
+import lm
+import train
+from models import amoebanet, resnet, transformer_l, translation, unet
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
+    ),
+    pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning"),  # small models, badly balanced
+]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STAGES, DATA, MODEL = 4, 2, 2
+CHIP = 16 * 10**9
+"""Bytes of a v5e."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is compiled.
+
+    Attributes:
+      pipe: on the mesh of 16 chips.
+      batch: shapes of a batch.
+      tx: the optimiser.
+      lower: from the shapes of the pipeline's state and a batch to the lowered training step.
+    """
+
+    pipe: jpipe.Pipeline
+    batch: dict[str, jax.ShapeDtypeStruct]
+    tx: optax.GradientTransformation
+    lower: Callable[[Any, Any], Any]
+
+
+# --- the examples -----------------------------------------------------------------------------------------------------
+
+
+def by_train_step(pipe: jpipe.Pipeline, batch: dict[str, Any], tx: optax.GradientTransformation) -> Example:
+    """An example that trains by `pipe.train_step`."""
+    return Example(pipe, batch, tx, jax.jit(pipe.train_step, donate_argnums=0).lower)
+
+
+def of_lm(mesh: Mesh) -> Example:
+    options = lm.parse_options(["--layers", "6"])
+    tokens = integers(options.batch, options.seq)
+    pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
+    return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options))
+
+
+def of_train(mesh: Mesh) -> Example:
+    options = Namespace(**{name: default for name, (default, _) in train.OPTIONS.items()})
+    tokens = integers(options.batch, options.seq)
+    pipe = train.make_pipeline(options, mesh)
+    return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, train.make_optimizer(options))
+
+
+def of_digits(mesh: Mesh) -> Example:
+    options = digits.parse_options([])
+    pipe, tx = digits.make_pipeline(options, mesh), digits.make_optimizer(100, options.lr)
+    return by_train_step(pipe, images(options.batch, 8, 1), tx)
+
+
+def of_nnx_loop(mesh: Mesh) -> Example:
+    pipe, _ = until_its_pipeline("nnx_loop.py", mesh)
+    return by_train_step(pipe, {"inputs": floats(128, 64), "targets": integers(128)}, optax.adamw(1e-3))
+
+
+def of_linen_loop(mesh: Mesh) -> Example:
+    """Its step is its own too."""
+    pipe, script = until_its_pipeline("linen_loop.py", mesh)
+    script["pipe"] = pipe  # as its next line would have had it
+    batch, tx = {"inputs": floats(128, 64), "targets": integers(128)}, optax.adamw(1e-3)
+
+    def lower(state, batch):
+        held = {"params": state.variables["params"], "opt_state": state.opt_state}
+        return script["train_step"].lower(TrainState(step=0, apply_fn=pipe.apply, tx=tx, **held), batch)
+
+    return Example(pipe, batch, tx, lower)
+
+
+class Reached(Exception):
+    """A script wants to make a pipeline."""
+
+
+def until_its_pipeline(name: str, mesh: Mesh) -> tuple[jpipe.Pipeline, dict[str, Any]]:
+    """A script's pipeline on this mesh, and its variables as far as it came."""
+
+    def stop(*arguments, **options):
+        raise Reached(arguments, options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached) as reached:
+        patch.setattr(jpipe, "Pipeline", stop)
+        patch.setattr(jax.config, "update", lambda name, _: {"jax_num_cpu_devices": None}[name])  # they are there
+        runpy.run_path(str(EXAMPLES / name))
+    (layers, loss_fn), options = reached.value.args
+    return jpipe.Pipeline(layers, loss_fn, mesh=mesh, **options), loss_fn.__globals__
+
+
+def of_model(family: Any, layers: Callable[[], list], batch: dict[str, Any], mesh: Mesh) -> Example:
+    """A model of `examples/models`, which come without an optimiser."""
+    pipe = jpipe.Pipeline(layers(), family.loss_fn, num_stages=STAGES, num_microbatches=4, mesh=mesh)
+    return by_train_step(pipe, batch, optax.adamw(1e-3))
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def images(count: int, size: int, channels: int = 3) -> dict[str, Any]:
+    return {"inputs": floats(count, size, size, channels), "targets": integers(count)}
+
+
+def sentences(count: int, source: int, target: int) -> dict[str, Any]:
+    return {"inputs": integers(count, source), "targets": integers(count, target)}
+
+
+TRANSFORMER = transformer_l, lambda: transformer_l.transformer_l(6, 128, 512, 4, 1000), sentences(32, 64, 64)
+TRANSLATION = translation, lambda: translation.translation(3, 512, 2, 128, 1000), sentences(32, 64, 48)
+AMOEBANET = amoebanet, lambda: amoebanet.amoebanet(3, 16, 10, variant="B", stem="small"), images(32, 16)
+RESNET = resnet, lambda: resnet.small_resnet(10, dropout=0.1), images(32, 32)
+UNET = unet, lambda: unet.unet(3, 2, 16), {**images(32, 32), "targets": integers(32, 32, 32)}
+
+TABLE: dict[str, Callable[[Mesh], Example]] = {
+    "lm": of_lm,
+    "train": of_train,
+    "digits": of_digits,
+    "linen_loop": of_linen_loop,
+    "nnx_loop": of_nnx_loop,
+    "transformer_l": partial(of_model, *TRANSFORMER),
+    "translation": partial(of_model, *TRANSLATION),
+    "amoebanet": partial(of_model, *AMOEBANET),
+    "resnet": partial(of_model, *RESNET),
+    "unet": partial(of_model, *UNET),
+}
+"""From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
+
+HELPERS = {"__init__", "cluster"}
+"""What is no example, but used by some."""
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jpipe.make_mesh(stage=STAGES, data=DATA, model=MODEL, devices=tpu_devices("v5e:4x4"))
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """The examples' modules and optimisers mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_no_example_is_missing():
+    assert {file.stem for folder in ("", "models") for file in (EXAMPLES / folder).glob("*.py")} - HELPERS == set(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_training_step_compiles(name, mesh):
+    example = TABLE[name](mesh)
+    state = example.pipe.abstract_state(example.batch, example.tx)
+    lowered = example.lower(state, example.batch)
+    compiled, text = compile_with_text(lowered)
+    check(compiled, text, mesh)
+    assert any(axes_of(c, mesh) == ("data",) and not in_loop(c) for c in read(text)), "gradients are reduced"
+    check_split(state, lowered, compiled, mesh)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_evaluation_compiles(name, mesh):
+    example = TABLE[name](mesh)
+    variables = example.pipe.abstract_state(example.batch, example.tx).variables
+    check(*compile_with_text(jax.jit(example.pipe.evaluate).lower(variables, example.batch)), mesh)
+
+
+def check(compiled: Any, text: str, mesh: Mesh) -> None:
+    """It fits, stages send to their neighbours, and in loops nothing else goes from stage to stage."""
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert 0 < held + memory.temp_size_in_bytes < CHIP
+    inside = list(filter(in_loop, read(text)))
+    assert any(by_the_executor(c, mesh) for c in inside)
+    assert any(axes_of(c, mesh) == ("model",) for c in inside), "layers work on split weights"
+    assert [str(c) for c in intruders(text, mesh)] == []
+
+
+def check_split(state: Any, lowered: Any, compiled: Any, mesh: Mesh) -> None:
+    """Most parameters are split over `model`: in the program a chip has half of its stage's, and of their moments."""
+    axes = lambda leaf: jax.tree.leaves(tuple(leaf.sharding.spec))
+    parameters = jax.tree.leaves(state.variables["params"])
+    split = [leaf for leaf in parameters if "model" in axes(leaf)]
+    assert sum(leaf.size for leaf in split) > sum(leaf.size for leaf in parameters) / 2
+    parts = Counter()
+
+    def count(array, sharding):
+        if sharding is not None:  # the program uses it
+            parts[array.shape, math.prod(sharding.shard_shape(array.shape))] += 1
+
+    jax.tree.map(count, lowered.args_info, compiled.input_shardings)
+    for leaf in split:
+        part = leaf.size // math.prod(mesh.shape[name] for name in axes(leaf))
+        assert parts[leaf.shape, part] >= 3, "the parameter and its two moments"
