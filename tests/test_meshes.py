@@ -188,6 +188,24 @@ def test_metadata_that_does_not_divide(make_mesh):
         pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
 
 
+@pytest.mark.parametrize("name, wrong", [("modl", True), ("model", False)])
+def test_metadata_that_names_an_axis_which_the_mesh_lacks(make_mesh, name, wrong):
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, name))
+    layers, x = [nn.Dense(4), nn.Dense(4, kernel_init=kernel)], np.ones((2, 4), np.float32)
+    sizes = {"num_stages": 2, "num_microbatches": 1, "balance": "even"}
+    make = lambda mesh: jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, mesh=mesh)
+    make(make_mesh((2,))).init(jax.random.key(0), x)  # a model can be tried without the axis
+    pipe = make(make_mesh((2, 2), ("stage", "model")))
+    if not wrong:
+        pipe.init(jax.random.key(0), x)
+        return
+    message = (
+        r"layer 1 \(Dense\) asks .* the mesh axis 'modl', which the mesh .* lacks, and no layer asks for .* 'model'"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipe.init(jax.random.key(0), x)
+
+
 def test_another_mesh_in_context(make_mesh):
     pipe = jpipe.Pipeline([nn.Dense(4)], lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, balance="even")
     with jax.set_mesh(make_mesh((2,), ("data",))), pytest.raises(ValueError, match=r"the mesh in context .*'data': 2"):

@@ -32,7 +32,7 @@ from jpipe.layers.base import (
 )
 from jpipe.layers.ends import with_inputs
 from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
-from jpipe.sharding.shardings import Sharding, in_runs, replicated, settled
+from jpipe.sharding.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.sharding.splits import WHOLE, Splits
 from jpipe.sharding.spmd import partition_jaxpr
 
@@ -79,7 +79,14 @@ def trace_model(
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
         group_of.append(g)
         takes, takes_at = groups[g].gives, groups[g].gives_at
+    splits.check_names({f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups})
     return make_model(groups, group_of, inputs=inputs, axes=splits.axes)
+
+
+def _asked(group: LayerGroup) -> set[str]:
+    """The mesh axes that a layer's metadata names for its parameters."""
+    specs = group.layer.partition_specs(group.variables).get("params", [])
+    return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
 
 
 def _shared_variables(groups: Sequence[LayerGroup], layer: AnyLayer) -> dict[str, Shapes] | None:

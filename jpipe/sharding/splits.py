@@ -76,6 +76,27 @@ class Splits:
                 found[collection].append(self._split_over(more, leaf.shape, spec))
         return found
 
+    def check_names(self, asked: Mapping[str, set[str]]) -> None:
+        """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
+
+        An axis that the mesh lacks is else left out, so that a model can be tried without it.
+
+        Args:
+          asked: for each layer, the axes that its metadata names.
+
+        Raises:
+          ValueError: naming both.
+        """
+        sizes = {} if self.mesh is None else self.mesh.shape
+        unused = [n for n, size in sizes.items() if n != AXIS and not is_batch_axis(n) and size > 1]
+        unused = [name for name in unused if not any(name in names for names in asked.values())]
+        unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
+        if unused and unknown:
+            raise ValueError(
+                f"{unknown[0][0]} asks for weights to be split over the mesh axis {unknown[0][1]!r}, which the mesh "
+                f"{dict(sizes)} lacks, and no layer asks for its axis {unused[0]!r}; call both the same"
+            )
+
     def _on_this_mesh(self, spec: PartitionSpec) -> PartitionSpec:
         """A spec without `stage` and the axes that the mesh lacks or that have one device."""
         if self.mesh is None:
