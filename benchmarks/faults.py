@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 from common import on_cpu, show
 from etils import epath
@@ -112,10 +111,7 @@ def differing(one: Path, other: Path) -> tuple[int, int]:
     found = []
     for run in (one, other):
         folder = epath.Path(run) / "checkpoints" / str(finished(run))
-        arrays = files.read_about(folder)["arrays"]
-        shapes = {
-            tuple(name.split("/")): jax.ShapeDtypeStruct(s, d) for name, (d, s) in arrays.items() if name != "key"
-        }
+        shapes = files.shapes_in(files.read_about(folder))
         found.append(files.read_arrays(folder, shapes))
     return sum(found[0][name].tobytes() != found[1][name].tobytes() for name in found[1]), len(found[1])
 
@@ -148,7 +144,7 @@ def main() -> None:
 def report(kills: list[dict[str, float]], disturbed: Path, calm: Path, options: argparse.Namespace) -> None:
     """The table; an AssertionError if anything was lost."""
     starts = went_on_at(disturbed)[1 : len(kills) + 1]
-    lost = sum(kill["newest"] - step for kill, step in zip(kills, starts, strict=True))
+    lost = sum(abs(kill["newest"] - step) for kill, step in zip(kills, starts, strict=True))
     again = [kill["step"] - step for kill, step in zip(kills, starts, strict=True)]
     (differ, count), figures = differing(disturbed, calm), [shown(run) for run in (disturbed, calm)]
     other = [step for step in figures[1] if figures[0].get(step) != figures[1][step]]

@@ -122,13 +122,14 @@ def train(options: argparse.Namespace) -> None:
                 position = data.get_state()
                 batch = pipe.place(next(data))  # while the step runs
                 last = saved.preempted(step) or step == options.steps
-                if step % options.log_every == 0 or last:
-                    figures = {name: float(value) for name, value in metrics.items()}
-                    if step % options.evaluate_every == 0 or last:
-                        figures["held_out"] = float(pipe.evaluate(state.variables, held_out))
-                    report.add(step, figures)
                 if step % options.save_every == 0 or last:
                     saved.save(pipe, state, position)
+                evaluates = step % options.evaluate_every == 0 or last
+                if step % options.log_every == 0 or evaluates:
+                    figures = {name: float(value) for name, value in metrics.items()}
+                    if evaluates:
+                        figures["held_out"] = float(pipe.evaluate(state.variables, held_out))
+                    report.add(step, figures)
                 if last:
                     break
         console.print("Done." if int(state.step) == options.steps else f"Told to end; saved step {int(state.step)}.")

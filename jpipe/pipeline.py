@@ -146,7 +146,7 @@ class Pipeline:
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             options=Options(gather, cast, unroll),
         )
-        self._agreement = Agreement(self._planner)
+        self.agreement = Agreement(self._planner)
         self._arguments = ((layers, loss_fn), sizes | chosen)
         value_and_grad = partial(entry_points.value_and_grad, self._planner)
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
@@ -219,7 +219,7 @@ class Pipeline:
         plan = self._planner.plan_for(batch)
         key = as_key(key)
         if not isinstance(key, Tracer):
-            self._agreement.check(batch, "init", key)
+            self.agreement.check(batch, "init", key)
             key = batches.on_all(key, self.mesh)
         return self._jit_init(key, self._ready_values(plan))
 
@@ -249,7 +249,7 @@ class Pipeline:
         """
         plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
         if batch is not None:
-            self._agreement.check(batch, "init")
+            self.agreement.check(batch, "init")
         return put_together(plan.model, plan.layouts, trees)
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
@@ -274,7 +274,7 @@ class Pipeline:
           typed like `variables["params"]`.
         """
         check_training(self._planner, variables, batch, key)
-        self._agreement.check(batch, "train", key)
+        self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         variables = self._placed(variables)
         (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
@@ -292,7 +292,7 @@ class Pipeline:
         if bare:
             check_reads_nothing(self._layers)
         check_evaluation(self._planner, variables, batch, with_loss=False, bare=bare)
-        self._agreement.check(batch, "bare" if bare else "apply")
+        self.agreement.check(batch, "bare" if bare else "apply")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
 
@@ -300,7 +300,7 @@ class Pipeline:
         """The loss of the whole batch in evaluation mode, forward only."""
         check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
         check_evaluation(self._planner, variables, batch, with_loss=True)
-        self._agreement.check(batch, "evaluate")
+        self.agreement.check(batch, "evaluate")
         batch = batches.on_mesh(batch, self.mesh)
         return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
 
@@ -357,7 +357,7 @@ class Pipeline:
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
         check_training(self._planner, state.variables, batch, state.key)
-        self._agreement.check(batch, "train")
+        self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
         return new.replace(tx=state.tx), metrics

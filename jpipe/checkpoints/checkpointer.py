@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,8 @@ from jpipe.checkpoints.containers import (
     value_from_json,
     value_to_json,
 )
-from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
-from jpipe.checks import check_alive
+from jpipe.checkpoints.contents import LAYERS, Contents, Named, Record, first_difference
+from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.jax_tools.notices import warn_user
 from jpipe.memory.records import Arrays
@@ -50,13 +50,19 @@ class Checkpointer:
             state, position = saved.restore(pipe, batch, tx)
             if state is None:
                 state = pipe.create_state(key, batch, tx)
-            for step in range(int(state.step), num_steps):
+            else:
+                batches.set_state(position)
+            for step in range(int(state.step) + 1, num_steps + 1):
                 state, metrics = pipe.train_step(state, pipe.place(next(batches)))
-                if (step + 1) % 100 == 0 or saved.preempted(step):
+                last = saved.preempted(step) or step == num_steps
+                if step % 100 == 0 or last:
                     saved.save(pipe, state, position=batches.get_state())
+                if last:
+                    break
 
     In a cluster all processes make one, of a directory that they share, and call the same methods in the same order.
-    Within the `with` SIGTERM doesn't end the process: ask `preempted` at every step.
+    Within the `with` SIGTERM doesn't end the process: ask `preempted` at every step. One job at a time may have a
+    directory open; others read it by `load_layers`.
 
     Args:
       directory: made if it isn't there; may be one of a cloud store that orbax knows, such as `gs://bucket/run`.
@@ -70,8 +76,7 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep={keep!r} is no positive integer; keep at least 1 checkpoint, or None for all")
-        path = epath.Path(directory).expanduser()
-        self.directory = path if "://" in os.fspath(path) else path.absolute()
+        self.directory = files.as_path(directory)
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
         self._damaged: list[int] = []
@@ -82,28 +87,31 @@ class Checkpointer:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Waits for what is being written."""
-        self._preemption.__exit__(*exception)
-        self.close()
+        """Waits for what is being written; until then SIGTERM is held off."""
+        try:
+            self.close()
+        finally:
+            self._preemption.__exit__(*exception)
 
     def preempted(self, step: int) -> bool:
         """Whether this job was told to end (SIGTERM), and should save and leave.
 
+        In a cluster it is true at one step only, the same in all processes: ask first thing after every `train_step`.
+
         Args:
-          step: one that rises from call to call. In a cluster every process has to ask at every step, and all get True
-            at the same one.
+          step: the number of steps done.
         """
         return self._preemption.reached(step)
 
     def close(self) -> None:
         """Waits for what is being written, and ends orbax's threads."""
-        with self._told("waiting for the last checkpoint"):
+        with self._with_what_is_left("waiting for the last checkpoint"):
             self._manager.close()
 
     @property
     def latest_step(self) -> int | None:
         """The step of the newest finished checkpoint; None if there is none."""
-        return next(iter(files.steps_in(self.directory)), None)
+        return next((step for step in files.steps_in(self.directory) if step not in self._damaged), None)
 
     def wait(self) -> None:
         """Waits until what was saved is on disk.
@@ -111,7 +119,7 @@ class Checkpointer:
         Raises:
           RuntimeError: it couldn't be written.
         """
-        with self._told("waiting for the last checkpoint"):
+        with self._with_what_is_left("waiting for the last checkpoint"):
             self._manager.wait_until_finished()
 
     # --- saving ---
@@ -134,11 +142,13 @@ class Checkpointer:
           ValueError: the directory holds checkpoints of this step or later ones, from another run.
         """
         check_alive("state", state)
-        contents, step = self._contents(pipe, state), int(state.step)
+        check_variables(pipe.plan, state.variables)
+        contents, step = Contents(pipe.plan.model, state), int(state.step)
         contents.check()
         encoded = containers_to_json(position, value_to_json)
         if step in self._own:
             return
+        self._set_damaged_aside()
         self._check_newest(step)
         about = {
             "jpipe": __version__,
@@ -147,34 +157,39 @@ class Checkpointer:
             "position": encoded,
             **contents.description(),
         }
-        with self._told(f"saving step {step}"):
+        with self._with_what_is_left(f"saving step {step}"):
             files.write(self._manager, step, _taken(contents), about)
         self._own.add(step)
 
+    def _set_damaged_aside(self) -> None:
+        """Takes checkpoints that couldn't be read out of the way, so that their steps can be saved again."""
+        if self._damaged:
+            self.wait()
+            files.set_aside(self.directory, self._damaged)
+            self._damaged.clear()
+            self._manager.reload()
+
     def _check_newest(self, step: int) -> None:
-        """Checks that no other checkpoint is as new, once damaged ones are set aside.
+        """Checks that no other checkpoint is as new.
 
         Raises:
           ValueError: one is.
         """
-        newer = [known for known in files.steps_in(self.directory) if known >= step]
-        files.set_aside(self.directory, [known for known in newer if known in self._damaged])
-        if self._damaged:
-            self._manager.reload()
-        others = [known for known in newer if known not in self._damaged]
-        if others:
+        (newest, *_) = [*files.steps_in(self.directory), -1]
+        if newest >= step:
             raise ValueError(
-                f"{self.directory} holds a checkpoint of step {others[0]}, and this state is of step {step}; go on "
-                "from that one (restore), or save to another directory"
+                f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
+                "that one (restore), or save to another directory"
             )
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _with_what_is_left(self, what: str) -> Iterator[None]:
         """Adds to errors what is lost and what isn't."""
         try:
             yield
         except Exception as error:
-            whole = self.latest_step
+            self._own.intersection_update(files.listed(self.directory))  # what wasn't written may be saved again
+            whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
                 f"{what} in {self.directory} failed: {error}; {rest}, and the state in memory is as it was"
@@ -201,30 +216,20 @@ class Checkpointer:
           RuntimeError: there are checkpoints, but none can be read.
         """
         self.wait()
-        steps, reasons = files.steps_in(self.directory), []
-        for step in steps:
-            try:
-                found = self._restored(step, pipe, batch, tx)
-            except files.DamagedError as error:
-                reasons.append(f"step {step}: {error}")
-                self._damaged.append(step)
-                continue
-            if reasons:
-                warn_user(f"{self.directory}: going on from step {step}, since {'; '.join(reasons)}")
-            self._own.add(step)
-            return found
-        if steps:
-            raise RuntimeError(
-                f"none of the checkpoints in {self.directory} can be read: {'; '.join(reasons)}; to start anew, choose "
-                "another directory"
-            )
-        return None, None
+        steps = files.steps_in(self.directory)
+        if not steps:
+            return None, None
+        step, found, self._damaged = _newest(self.directory, steps, lambda step: self._restored(step, pipe, batch, tx))
+        self._own.add(step)
+        return found
 
     def _restored(self, step: int, pipe: Pipeline, batch: Any, tx: Any) -> tuple[TrainState, Any]:
         directory = self.directory / str(step)
-        about = _of_all(lambda: files.read_about(directory))
+        about = files.if_all_can(lambda: files.read_about(directory))
         keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
-        contents = self._contents(pipe, pipe.abstract_state(batch, tx, keys["key"]))
+        state = pipe.abstract_state(batch, tx, keys["key"])
+        pipe.agreement.check(batch, "init")
+        contents = Contents(pipe.plan.model, state)
         contents.check()
         difference = first_difference(about, contents.description())
         if difference is not None:
@@ -237,9 +242,6 @@ class Checkpointer:
         variables, opt_state = contents.filled(arrays, named)
         restored = TrainState(on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
         return restored, containers_from_json(about["position"], value_from_json)
-
-    def _contents(self, pipe: Pipeline, state: TrainState) -> Contents:
-        return Contents(pipe.plan.model, state)
 
 
 def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[Any]:
@@ -256,25 +258,42 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
       FileNotFoundError: there is no such checkpoint.
       RuntimeError: none can be read.
     """
-    path, reasons = epath.Path(directory).expanduser(), []
-    steps = files.steps_in(path)
+    path = files.as_path(directory)
+    steps = files.listed(path)
     if (step is not None and step not in steps) or not steps:
         raise FileNotFoundError(
             f"{path} has no checkpoint{'' if step is None else f' of step {step}'}; it has those of {sorted(steps)}"
         )
-    for known in steps if step is None else [step]:
+
+    def read(step: int) -> list[Any]:
+        about = files.read_about(path / str(step))
+        wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == LAYERS}
+        found = files.read_arrays(path / str(step), wanted)
+        return [_item(layer["item"], found) for layer in about["layers"]]
+
+    return _newest(path, steps if step is None else [step], read)[1]
+
+
+def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any]) -> tuple[int, Any, list[int]]:
+    """`(step, what read gives for it, steps that are damaged)` of the first of some steps that can be read.
+
+    Raises:
+      RuntimeError: none can.
+    """
+    reasons: dict[int, str] = {}
+    for step in steps:
         try:
-            about = files.read_about(path / str(known))
-            named = {tuple(name.split("/")): shape for name, shape in about["arrays"].items()}
-            shapes = {p: jax.ShapeDtypeStruct(s, jnp.dtype(d)) for p, (d, s) in named.items() if p[0] == LAYERS}
-            found = files.read_arrays(path / str(known), shapes)
+            found = read(step)
         except files.DamagedError as error:
-            reasons.append(f"step {known}: {error}")
+            reasons[step] = f"step {step}: {error}"
             continue
         if reasons:
-            warn_user(f"{path}: reading step {known}, since {'; '.join(reasons)}")
-        return [_item(layer["item"], found) for layer in about["layers"]]
-    raise RuntimeError(f"none of the checkpoints in {path} can be read: {'; '.join(reasons)}")
+            warn_user(f"{directory}: going on from step {step}, since {'; '.join(reasons.values())}")
+        return step, found, list(reasons)
+    raise RuntimeError(
+        f"none of the checkpoints in {directory} can be read: {'; '.join(reasons.values())}; to start anew, choose "
+        "another directory"
+    )
 
 
 def _item(encoded: Json, named: Named) -> Any:
@@ -286,16 +305,18 @@ def _item(encoded: Json, named: Named) -> Any:
 
 
 def _taken(contents: Contents) -> Named:
-    """All arrays by path, split over all devices, in their hosts' memory.
+    """Copies of all arrays by path, split over all devices, in their hosts' memory.
 
     Only `AT_ONCE` of the state is on the devices a second time, before it is there.
     """
-    arrays, named = contents.arrays, dict(contents.rest)
-    for chunk in _chunks(contents):
-        for v, j, _, paths in chunk:
-            for name, leaves in contents.records.take(arrays, v, j).items():
-                named |= dict(zip(paths[name], map(_to_host, leaves), strict=True))
-        jax.block_until_ready([named[path] for *_, paths in chunk for own in paths.values() for path in own])
+    named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
+    arrays = contents.arrays
+    for portion in _portions(contents):
+        for record in portion:
+            taken = contents.records.take(arrays, record.record_type, record.record)
+            for name, shapes in record.shapes.items():
+                named |= dict(zip(shapes, map(_to_host, taken[name]), strict=True))
+        jax.block_until_ready([named[path] for record in portion for path in record.named])
     return named
 
 
@@ -309,53 +330,30 @@ def _to_host(leaf: jax.Array) -> jax.Array:
 
 def _read(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
     """(new buffers with each layer's arrays, what belongs to no layer)."""
-    records, arrays = contents.records, None
-    named = _of_all(lambda: files.read_arrays(directory, contents.rest))
-    for chunk in _chunks(contents):
-        shapes = {
-            path: leaf
-            for _, _, leaves, paths in chunk
-            for name in leaves
-            for path, leaf in zip(paths[name], leaves[name], strict=True)
-        }
-        found = _of_all(lambda shapes=shapes: files.read_arrays(directory, shapes))
-        if arrays is None:
+    read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
+    named, arrays = read(contents.without_layer), None
+    for portion in _portions(contents):
+        found = read({path: shape for record in portion for path, shape in record.named.items()})
+        if arrays is None:  # once something could be read
             dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
-            arrays = records.zeros(dtypes)
-        for v, j, _, paths in chunk:
-            arrays = records.write(arrays, v, j, {name: [found[path] for path in own] for name, own in paths.items()})
+            arrays = contents.records.zeros(dtypes)
+        for record in portion:
+            leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+            arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
     return arrays or {}, named
 
 
-def _chunks(contents: Contents) -> list[list[Any]]:
-    """The records of a state in runs that are about `AT_ONCE` of its bytes."""
-    records = list(contents.each_record())
-    sizes = [
-        sum(leaf.size * leaf.dtype.itemsize for own in leaves.values() for leaf in own) for _, _, leaves, _ in records
-    ]
-    chunks, room = [], 0.0
-    for record, size in zip(records, sizes, strict=True):
-        if not chunks or size > room:
-            chunks.append([])
-            room = AT_ONCE * sum(sizes)
-        chunks[-1].append(record)
-        room -= size
-    return chunks
-
-
-def _of_all(read: Callable[[], Any]) -> Any:
-    """What `read` gives, if it can in all processes.
-
-    Raises:
-      DamagedError: in this process or in another one it can't.
-    """
-    try:
-        found, error = read(), None
-    except files.DamagedError as raised:
-        found, error = None, raised
-    if not files.all_agree(error is None):
-        raise error or files.DamagedError("another process can't read it")
-    return found
+def _portions(contents: Contents) -> list[list[Record]]:
+    """Runs of records, each about `AT_ONCE` of the state's bytes."""
+    total = sum(record.num_bytes for record in contents.each_record)
+    portions, room = [], 0.0
+    for record in contents.each_record:
+        if not portions or record.num_bytes > room:
+            portions.append([])
+            room = AT_ONCE * total
+        portions[-1].append(record)
+        room -= record.num_bytes
+    return portions
 
 
 def _key_to_json(key: jax.Array) -> Json:

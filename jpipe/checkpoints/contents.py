@@ -7,7 +7,7 @@ layers share are stored once, with the first layer that uses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -29,6 +29,30 @@ LAYERS, OPTIMIZER = "layers", "optimizer"
 
 
 @dataclass(frozen=True, eq=False)
+class Record:
+    """The arrays of a layer, or of layers that share them.
+
+    Attributes:
+      record_type, record: its place (`jpipe.memory.records`).
+      shapes: by tree and path, as shapes with shardings, in the order of the leaves.
+    """
+
+    record_type: int
+    record: int
+    shapes: dict[str, Named]
+
+    @property
+    def named(self) -> Named:
+        """Those of all trees by path."""
+        return {path: shape for named in self.shapes.values() for path, shape in named.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all of them."""
+        return sum(shape.size * shape.dtype.itemsize for shape in self.named.values())
+
+
+@dataclass(frozen=True, eq=False)
 class Contents:
     """The names of all arrays of a state, and where they are in it.
 
@@ -47,7 +71,7 @@ class Contents:
         return variables | {path: leaf for path, leaf in self._of_optimizer if isinstance(leaf, StageTree)}
 
     @cached_property
-    def rest(self) -> Named:
+    def without_layer(self) -> Named:
         """The arrays in the optimiser's state that belong to no layer."""
         return {path: leaf for path, leaf in self._of_optimizer if not isinstance(leaf, StageTree) and not is_key(leaf)}
 
@@ -59,7 +83,7 @@ class Contents:
     @property
     def _of_optimizer(self) -> list[tuple[Path, Any]]:
         found = jax.tree_util.tree_leaves_with_path(self.state.opt_state, is_leaf=_is_tree)
-        return [((OPTIMIZER, *map(name_of, path)), leaf) for path, leaf in found]
+        return [((OPTIMIZER, *(map(name_of, path) if path else ("state",))), leaf) for path, leaf in found]
 
     @cached_property
     def records(self) -> Records:
@@ -95,11 +119,11 @@ class Contents:
                     f"{'/'.join(path)} follows the pipeline's buffers, not its layers, so that no other layout could "
                     "read it; wrap the transformation that keeps it in jpipe.per_layer(...)"
                 )
-        for path, leaf in self.rest.items():
+        for path, leaf in self.without_layer.items():
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
 
-    def key_of(self, layer: int) -> str:
+    def layer_name(self, layer: int) -> str:
         """A layer's name in the checkpoint: its index and the name of its kind."""
         return f"{layer:04d}_{self.model.group_at(layer).layer.name}"
 
@@ -115,9 +139,12 @@ class Contents:
             count = len(tree.layout.storage.record_types[record_type].leaves)
             numbered = jax.tree.unflatten(tree.layout.treedefs[record_type], range(count))
             if path[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
-                prefix, numbered = (LAYERS, self.key_of(users[0]), path[1]), self._unboxed(path[1], users[0], numbered)
+                prefix, numbered = (
+                    (LAYERS, self.layer_name(users[0]), path[1]),
+                    self._unboxed(path[1], users[0], numbered),
+                )
             else:
-                prefix = (*path, self.key_of(users[0]))
+                prefix = (*path, self.layer_name(users[0]))
             leaves = jax.tree_util.tree_leaves_with_path(numbered)
             assert [leaf for _, leaf in leaves] == list(range(count))
             if count:
@@ -128,33 +155,33 @@ class Contents:
         layer_kind = self.model.group_at(layer).layer
         return layer_kind.from_item(layer_kind.to_item({collection: tree})).get(collection, tree)
 
-    def each_record(self) -> Iterator[tuple[int, int, dict[str, list[jax.ShapeDtypeStruct]], dict[str, list[Path]]]]:
-        """For each record `(record type, record, its leaves by tree as shapes with shardings, their names)`."""
+    @cached_property
+    def each_record(self) -> list[Record]:
+        """The arrays of each layer, or of those that share them, in the order of layers."""
+        found, arrays = [], self.arrays
         for v, j, users in self.records.places:
-            leaves = {name: [known.shape for known in own] for name, own in self.records.leaves(v).items()}
-            for name, own in leaves.items():  # an optimiser may keep other dtypes than the parameters'
-                buffers = zip(own, self.records.layouts[name].storage.record_types[v].buffers, strict=True)
-                dtypes = [self.arrays[name][buffer].dtype for _, buffer in buffers]
-                leaves[name] = [leaf.update(dtype=dtype) for leaf, dtype in zip(own, dtypes, strict=True)]
-            yield v, j, leaves, self.paths(v, users)
+            paths, shapes = self.paths(v, users), {}
+            for name, leaves in self.records.leaves(v).items():
+                # An optimiser may keep other dtypes than the parameters'.
+                buffers = self.records.layouts[name].storage.record_types[v].buffers
+                own = [leaf.shape.update(dtype=arrays[name][b].dtype) for leaf, b in zip(leaves, buffers, strict=True)]
+                shapes[name] = dict(zip(paths[name], own, strict=True))
+            found.append(Record(v, j, shapes))
+        return found
 
     def shapes(self) -> Named:
         """All arrays as shapes with shardings, by path.
 
         Raises:
-          ValueError: two have the same name.
+          ValueError: orbax would give two the same name.
         """
-        found: Named = {}
-        pairs = [
-            pair
-            for _, _, leaves, paths in self.each_record()
-            for name in leaves
-            for pair in zip(paths[name], leaves[name], strict=True)
-        ]
-        for path, leaf in [*pairs, *self.rest.items()]:
-            if path in found:
-                raise ValueError(f"two arrays would be called {'/'.join(path)} in a checkpoint; rename one")
-            found[path] = leaf
+        found, seen = dict(self.without_layer), set()
+        for record in self.each_record:
+            found |= record.named
+        for path in found:
+            if ".".join(path) in seen:
+                raise ValueError(f"two arrays would be called {'.'.join(path)} in a checkpoint; rename one")
+            seen.add(".".join(path))
         return found
 
     def description(self) -> dict[str, Json]:
@@ -163,20 +190,20 @@ class Contents:
         Each layer has a name, the name of the layer that its variables are stored with, and how its own tree is put
         together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves.
         """
-        layers = [{"name": self.key_of(i), "stored": None, "item": None} for i in range(self.model.num_layers)]
+        layers = [{"name": self.layer_name(i), "stored": None, "item": None} for i in range(self.model.num_layers)]
         items: dict[int, dict[str, Any]] = {}
         for v, _, users in self.records.places:
             paths = self.paths(v, users)
             for i in users:
                 items[i] = {name: self._named(v, name, paths) for name in self.state.variables}
-                layers[i]["stored"] = self.key_of(users[0])
+                layers[i]["stored"] = self.layer_name(users[0])
         for i, layer in enumerate(layers):
             group = self.model.group_at(i)
             own = {name: tree for name, tree in items.get(i, {}).items() if name in group.variables}
             plain = group.layer.from_item(group.layer.to_item(own))  # without metadata boxes
             layer["item"] = containers_to_json(group.layer.to_item(plain), lambda _, leaf: list(leaf.path))
         named = self.shapes() | self.random_keys
-        arrays = {"/".join(path): [leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())}
+        arrays = [[list(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())]
         return {"layers": layers, "arrays": arrays}
 
     def _named(self, record_type: int, collection: str, paths: Mapping[str, list[Path]]) -> Any:
@@ -217,21 +244,25 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
     for there, here in zip(saved["layers"], own["layers"], strict=False):
         for what in ("name", "stored"):
             if there[what] != here[what]:
-                return f"layer {here['name']} is {_told(there, what)} in the checkpoint"
+                return f"layer {here['name']} is {_difference(there, what)} in the checkpoint"
     for longer, shorter, whose in ((saved, own, "the checkpoint"), (own, saved, "the pipeline")):
         if len(longer["layers"]) > len(shorter["layers"]):
             extra = longer["layers"][len(shorter["layers"])]["name"]
             counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
             return f"only {whose} has the layer {extra} ({counts})"
-    for name in sorted({*saved["arrays"], *own["arrays"]}):
-        there, here = saved["arrays"].get(name), own["arrays"].get(name)
+    arrays = [{"/".join(path): (dtype, shape) for path, dtype, shape in told["arrays"]} for told in (saved, own)]
+    for name in sorted({*arrays[0], *arrays[1]}):
+        there, here = (_in_words(known.get(name)) for known in arrays)
         if there != here:
-            text = lambda known: "missing" if known is None else f"{known[0]}{known[1]}"
-            return f"{name} is {text(there)} in the checkpoint and {text(here)} in the pipeline"
+            return f"{name} is {there} in the checkpoint and {here} in the pipeline"
     return None
 
 
-def _told(layer: Json, what: str) -> str:
+def _in_words(array: tuple[str, list[int]] | None) -> str:
+    return "missing" if array is None else f"{array[0]}{array[1]}"
+
+
+def _difference(layer: Json, what: str) -> str:
     if what == "name":
         return f"called {layer['name']}"
     return "without variables" if layer["stored"] is None else f"one that shares its variables with {layer['stored']}"

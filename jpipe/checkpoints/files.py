@@ -6,11 +6,14 @@ JSON: the format's version, the step, the random key, the position in the data, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -23,8 +26,18 @@ FORMAT = 1
 ABOUT = "about"
 
 
+# What tensorstore says of a fault that may pass, or that is no checkpoint's.
+_PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+
+
 class DamagedError(Exception):
     """A checkpoint can't be read, and another one may do in its place."""
+
+
+def as_path(directory: str | os.PathLike[str]) -> epath.Path:
+    """A user's directory, absolute as orbax wants it; one of a cloud store as it is."""
+    path = epath.Path(directory).expanduser()
+    return path if "://" in os.fspath(path) else path.absolute()
 
 
 def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManager:
@@ -34,7 +47,6 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
       OSError: the directory can't be written, or not all processes see it.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         _check_shared(directory)
         return ocp.CheckpointManager(
             directory,
@@ -46,51 +58,87 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
                 ABOUT: ocp.JsonCheckpointHandler(),
             },
         )
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise OSError(f"checkpoints can't be written to {directory}: {error}; choose another directory") from error
 
 
 def _check_shared(directory: epath.Path) -> None:
-    """Writes a file and removes it; all processes have to see it in between."""
+    """Makes the directory, and a file in it, which all processes have to see before it is removed."""
     probe = directory / ".jpipe_probe"
-    if jax.process_index() == 0:
+
+    def make() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
-    wait_for_all("probe")
+
+    first_does(make)
     seen = all_agree(probe.exists())
-    if jax.process_index() == 0:
-        probe.unlink(missing_ok=True)
+    first_does(lambda: probe.unlink(missing_ok=True))
     if not seen:
         raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
 
 
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
 def all_agree(mine: bool) -> bool:
-    """Whether `mine` is true in all processes."""
-    if jax.process_count() == 1:
-        return mine
-    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+    """Whether `mine` is true in all processes, which wait for each other here."""
+    return min(_of_all(int(mine))) == 1
 
 
-def wait_for_all(what: str) -> None:
-    """Waits for the other processes."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"jpipe checkpoint: {what}")
+def _of_all(mine: int) -> list[int]:
+    """A number of each process."""
+    return [mine] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(mine)).tolist()
+
+
+def if_all_can(work: Callable[[], Any]) -> Any:
+    """What `work` gives, if it can in all processes; nobody is left waiting for one where it can't.
+
+    Raises:
+      Exception: what it raised here.
+      RuntimeError: it raised something in another process.
+      DamagedError: it raised this in another process.
+    """
+    found, raised = None, None
+    try:
+        found = work()
+    except Exception as error:
+        raised = error
+    mine = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
+    worst = max(_of_all(mine))
+    if worst and mine == worst:
+        raise raised  # type: ignore[misc]
+    if worst:
+        raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
+    return found
+
+
+def first_does(work: Callable[[], None]) -> None:
+    """The first process does something, and the others wait for it."""
+    if_all_can(work if jax.process_index() == 0 else lambda: None)
+
+
+# --- writing and reading ----------------------------------------------------------------------------------------------
 
 
 def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) -> None:
     """Starts to write a checkpoint; the arrays may be changed once this returns."""
-    trees = {name: tree for name, tree in nested(named).items() if tree}
-    items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
-    manager.save(step, args=ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})}))
+    items = {name: ocp.args.PyTreeSave(tree) for name, tree in nested(named).items()}
+    arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})})
+    manager.save(step, args=arguments, force=True)
 
 
 @contextmanager
 def _reading(what: epath.Path) -> Iterator[None]:
-    """Errors of files and of orbax as `DamagedError`."""
+    """Errors of orbax and of files that aren't there as `DamagedError`; others as they are, since they may pass."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # orbax and tensorstore raise all kinds, ValueError and Exception too
+        words = "".join(traceback.format_exception(error))
+        of_file = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if of_file or any(word in words for word in _PASSING):
+            raise
         first = str(error).partition("\n")[0]
         raise DamagedError(f"{what.name}: {type(error).__name__}: {first:.200}") from error
 
@@ -115,6 +163,12 @@ def read_about(directory: epath.Path) -> Json:
     return about
 
 
+def shapes_in(about: Json) -> Named:
+    """The arrays that a checkpoint says it holds, as shapes by path; without random keys, which it says itself."""
+    arrays = [(tuple(path), dtype, shape) for path, dtype, shape in about["arrays"] if not dtype.startswith("key")]
+    return {path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, dtype, shape in arrays}
+
+
 def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     """Some of a checkpoint's arrays.
 
@@ -129,11 +183,10 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     for item in (LAYERS, OPTIMIZER):
         wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item}
         if wanted:
+            tree = nested(wanted)
+            restore_args = jax.tree.map(_restore_args, tree)
+            arguments = ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
             with _reading(directory / item):
-                tree = nested(wanted)
-                arguments = ocp.args.PyTreeRestore(
-                    item=tree, restore_args=jax.tree.map(_restore_args, tree), partial_restore=True
-                )
                 restored = ocp.PyTreeCheckpointHandler().restore(directory / item, args=arguments)
             found |= {(item, *path): _at(restored, path) for path in wanted}
     return found
@@ -152,17 +205,33 @@ def _at(tree: Mapping[str, Any], path: Path) -> Any:
 
 
 def steps_in(directory: epath.Path) -> list[int]:
-    """The steps of which a directory has a finished checkpoint, damaged ones included, the newest first."""
-    return sorted(ocp.utils.checkpoint_steps(directory), reverse=True) if directory.exists() else []
+    """The steps of which a directory has a finished checkpoint, damaged ones included, the newest first.
+
+    In a cluster they are those that process 0 sees.
+    """
+    found = listed(directory)
+    if jax.process_count() > 1:
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
+        mine = np.array([*found, *[0] * count][:count], np.int32)
+        found = multihost_utils.broadcast_one_to_all(mine).tolist()
+    return found
+
+
+def listed(directory: epath.Path) -> list[int]:
+    """`steps_in` as this process sees it."""
+    found = ocp.utils.checkpoint_steps(directory) if directory.exists() else []
+    return sorted((step for step in found if (directory / str(step)).is_dir()), reverse=True)
 
 
 def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:
     """Renames steps' directories, so that nothing takes them for checkpoints any more: `damaged-300`."""
-    if jax.process_index() == 0:
+
+    def rename() -> None:
         for step in steps:
             number, target = 0, directory / f"damaged-{step}"
             while target.exists():
                 number += 1
                 target = directory / f"damaged-{step}-{number}"
             (directory / str(step)).rename(target)
-    wait_for_all("set aside")
+
+    first_does(rename)

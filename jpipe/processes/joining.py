@@ -65,8 +65,10 @@ def initialize(
     host, port = _check(*given)
     assert num_processes is not None and process_id is not None
     if num_processes > 1:
-        meet = _gather if process_id == 0 else _come
-        meet(host, port, num_processes, process_id, timeout)
+        if process_id == 0:
+            _gather(port, num_processes, timeout)
+        else:
+            _come(host, port, num_processes, process_id, timeout)
     jax.distributed.initialize(coordinator, num_processes, process_id, **options)
     return process_id == 0
 
@@ -91,9 +93,8 @@ def _check(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, 
     return host.strip("[]"), int(port)
 
 
-def _gather(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
+def _gather(port: int, num_processes: int, timeout: float) -> None:
     """What process 0 does: waits for the others, and tells them to go on, or why not."""
-    del host, process_id
     deadline, came = time.monotonic() + timeout, dict[int, socket.socket]()
     with _listen(port, num_processes) as listener:
         try:

@@ -17,6 +17,8 @@ import pytest
 import jpipe
 from helpers import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
+from jpipe.checkpoints.contents import Contents
+from jpipe.memory.layout import StageTree
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # of what orbax didn't read to the end
@@ -178,7 +180,7 @@ def test_layers_of_all_kinds(tmp_path, kind):
     )
     with jpipe.Checkpointer(tmp_path) as saved:
         saved.save(pipe, state)
-    assert_equal(jpipe.load_layers(tmp_path), jax.device_get(pipe.layer_variables(state.variables)))
+    assert_equal(jpipe.load_layers(tmp_path), jax.device_get(truth.trees))
 
 
 OPTIMIZERS = {
@@ -218,16 +220,22 @@ def test_any_optimisers_state_to_another_layout_and_back(tmp_path, name):
         one.save(pipe, end.replace(step=end.step + 1))
     about = [files.read_about(tmp_path / folder) for folder in ("one/0", "two/0", "one/1")]
     assert about[0]["arrays"] == about[1]["arrays"] == about[2]["arrays"]
-    shapes = {
-        tuple(name.split("/")): jax.ShapeDtypeStruct(shape, dtype)
-        for name, (dtype, shape) in about[0]["arrays"].items()
-        if not dtype.startswith("key")
-    }
-    assert name == "sgd" or any(path[0] == "optimizer" for path in shapes)
+    shapes = files.shapes_in(about[0])
     first, second, third = (files.read_arrays(tmp_path / folder, shapes) for folder in ("one/0", "two/0", "one/1"))
     assert_equal(second, first)
     assert_equal(third, first)
     assert about[0]["random_keys"] == about[1]["random_keys"] == about[2]["random_keys"]
+    like_params = [leaf for leaf in jax.tree.leaves(state.opt_state, is_leaf=is_stage_tree) if is_stage_tree(leaf)]
+    assert name == "sgd" or any(path[0] == "optimizer" for path in shapes)
+    for tree in like_params:  # as they were before anything was saved
+        if tree.layout == state.variables["params"].layout:
+            own = jax.device_get(pipe.layer_variables({"params": tree})[3]["params"]["Dense_0"]["kernel"])
+            at = [found for path, found in first.items() if path[-3:] == ("0003_Drops", "Dense_0", "kernel")]
+            assert any(np.array_equal(own, found) for found in at)
+
+
+def is_stage_tree(node):
+    return isinstance(node, StageTree)
 
 
 def test_no_device_gets_more_than_its_share_of_a_layer():
@@ -235,7 +243,7 @@ def test_no_device_gets_more_than_its_share_of_a_layer():
     batch = {"inputs": np.zeros((4, 64), np.float32)}
     pipe = jpipe.Pipeline(own, lambda y, _: jnp.mean(y), num_stages=4, num_microbatches=2, balance="even")
     state = pipe.create_state(jax.random.key(0), batch, optax.adam(1e-3))
-    contents = jpipe.Checkpointer._contents(None, pipe, state)  # type: ignore[arg-type]
+    contents = Contents(pipe.plan.model, state)
     records, arrays = contents.records, contents.arrays
     model_bytes = 64 * 65 * 4 * len(own) * 3  # parameters and two moments
     taken = jax.jit(lambda arrays: records.take(arrays, 1, 3)).lower(arrays).compile().memory_analysis()
@@ -407,6 +415,40 @@ def test_the_same_step_twice_is_saved_once_and_old_ones_are_deleted(tmp_path):
         saved.wait()
         assert saved.latest_step == 2
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2"]
+
+
+def test_a_relative_directory(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run[0].parent)
+    assert_equal(jpipe.load_layers(run[0].name), jpipe.load_layers(run[0]))
+    with jpipe.Checkpointer(run[0].name) as saved:
+        assert saved.latest_step == SAVED_STEP
+
+
+def test_names_with_slashes_and_an_optimiser_whose_state_is_an_array(tmp_path):
+    layer = jpipe.Layer(
+        lambda key, x: {"a/b": jnp.ones(8), "a": {"c": jnp.zeros(8)}}, lambda p, x: x * p["a/b"] + p["a"]["c"]
+    )
+    tx = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda g, s, params=None: (g, s + 1))
+    pipe = jpipe.Pipeline([layer] * 2, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1)
+    state = pipe.create_state(jax.random.key(0), np.ones((2, 8), np.float32), tx).replace(opt_state=jnp.float32(3))
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(pipe, state)
+        found, _ = saved.restore(pipe, np.ones((2, 8), np.float32), tx)
+    assert float(found.opt_state) == 3
+    expected = jax.device_get(pipe.layer_variables(state.variables))
+    assert_equal(jpipe.load_layers(tmp_path), expected)
+    assert_equal(jax.device_get(pipe.layer_variables(found.variables)), expected)
+
+
+def test_the_state_of_another_pipeline(tmp_path):
+    first, second = (
+        jpipe.Pipeline([nn.Dense(4)] * n, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1) for n in (2, 3)
+    )
+    x = np.ones((2, 4), np.float32)
+    state = first.create_state(jax.random.key(0), x, optax.sgd(0.1))
+    second.abstract_state(x, optax.sgd(0.1))
+    with jpipe.Checkpointer(tmp_path) as saved, pytest.raises(ValueError, match="another pipeline"):
+        saved.save(second, state)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
