@@ -20,7 +20,7 @@ def check(worker, seed):
     result = worker.call("fuzz", "check", seed)
     if result.outcome != "ok":
         pytest.fail(f"{result.outcome}: {fuzz.describe(seed)}\n{result.detail}", pytrace=False)
-    assert result.value >= 5  # the loss, its evaluation, the outputs, and a layer's gradients
+    assert result.value >= 4  # the loss, its evaluation, the outputs, and the gradient of at least one leaf
 
 
 @pytest.mark.parametrize("seed", DEFAULT)
