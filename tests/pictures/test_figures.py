@@ -1,7 +1,9 @@
 """What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
 
 import itertools
+import runpy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +162,21 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
     check_texts(figure)
     shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
     assert {text.bar.kind for text in shown} == {"F", "B"}, "of GPipe all, though naive takes three times as long"
+
+
+def test_the_picture_in_the_readme_is_drawn(tmp_path):
+    """By its script, whose words lie beside the bars and within the picture."""
+    figure = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    words = [axes.texts[-1] for axes in figure.axes[2::2]]
+    for text, axes in zip(words, figure.axes[2::2], strict=True):
+        end = axes.transData.transform((max(bar[2] for bar in drawn_bars(axes)["bubble"]), 0))[0]
+        box = text.get_window_extent()
+        assert box.x0 > end and box.x1 < figure.bbox.x1, text.get_text()
+        assert box.y0 > axes.bbox.y0 - 5 and box.y1 < axes.bbox.y1 + 5, text.get_text()
+        text.remove()
+    figure.axes[0].texts[-1].remove()
+    check_texts(figure)
 
 
 def check_texts(figure) -> None:
