@@ -7,6 +7,7 @@ from jpipe.layers.connections import pop as pop
 from jpipe.layers.connections import reads as reads
 from jpipe.layers.connections import stash as stash
 from jpipe.layers.shared import Shared as Shared
+from jpipe.pictures.figures import compare as compare
 from jpipe.pipeline import Pipeline as Pipeline
 from jpipe.planning.partition import Partition as Partition
 from jpipe.planning.partition import partition as partition

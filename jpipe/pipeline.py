@@ -33,6 +33,7 @@ from jpipe.memory.layer_trees import as_items, laid_out, put_together, take_apar
 from jpipe.memory.layout import StageTree
 from jpipe.model.remat import as_remat
 from jpipe.model.state import check_rules
+from jpipe.pictures.summary import summarize
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, as_balance
@@ -162,9 +163,15 @@ class Pipeline:
             f"mesh={dict(self.mesh.shape)})"
         )
 
+    def __str__(self) -> str:
+        return summarize(repr(self), self._planner).described()
+
+    def _repr_html_(self) -> str:
+        return summarize(repr(self), self._planner).html()
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""
-        return _make, self._arguments
+        return partial(Pipeline, **self._arguments[1]), self._arguments[0]
 
     @property
     def partition(self) -> Partition:
@@ -391,7 +398,3 @@ class Pipeline:
             for name, tree in (layer.ready or {}).items():
                 leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
         return {name: dict(tree) for name, tree in laid_out(plan.layouts, leaves).items()}
-
-
-def _make(arguments: tuple[Any, ...], options: dict[str, Any]) -> Pipeline:
-    return Pipeline(*arguments, **options)

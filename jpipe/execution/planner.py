@@ -91,6 +91,11 @@ class Planner:
         """The shapes of one micro-batch of an evaluation batch."""
         return microbatch_shapes(batch, self.evaluation_schedule(batch).num_microbatches)
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether a batch was seen."""
+        return self._plan is not None
+
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""
         if self._plan is None:

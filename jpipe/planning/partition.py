@@ -16,9 +16,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jpipe.pictures.tables import Table
 
 OBJECTIVES = ("max", "variance")
 
@@ -74,26 +77,31 @@ class Partition:
         return math.fsum((cost - mean) ** 2 for cost in costs) / len(costs)
 
     def __str__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        """A row for each virtual stage, the slowest one marked."""
+        from jpipe.pictures.tables import Table
+
         costs = self.costs
         total, slowest = math.fsum(costs), costs.index(max(costs))
-        rows: list[tuple[str, ...]] = [
-            ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")
-        ]
+        rows = []
         for virtual_stage, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
             layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
             share = cost / total if total else 1 / len(costs)
             chunk, stage = divmod(virtual_stage, self.num_stages)
             names = (str(stage), str(chunk)) if self.num_chunks > 1 else (str(stage),)
             rows.append((*names, layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-        lines[1 + slowest] += "  <- slowest"
         even = partition_from_counts(_even_counts(len(self.layer_costs), len(costs)), self.layer_costs)
-        lines.append(
+        note = (
             f"slowest/mean {self.imbalance:.3f}; cut into even counts the slowest stage would cost "
             f"{max(even.costs):.4g} ({even.imbalance:.3f})"
         )
-        return "\n".join(lines)
+        header = ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")
+        return Table(f"Partition of {len(self.layer_costs)} layers", header, rows, {slowest: "slowest"}, [note])
 
 
 def partition(

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds, without running it: bubble, memory and a picture.
+"""How long a schedule takes and what it holds, without running it: bubble and memory; pictures are `jpipe.pictures`'.
 
 It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
 """
@@ -6,7 +6,7 @@ It reads the same tick table as the executor, so it times what will run, and not
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,18 @@ from jpipe.schedules.schedule import Schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"F": (0.26, 0.52, 0.80), "B": (0.93, 0.55, 0.23), "W": (0.35, 0.65, 0.38)}
-
 
 class Span(NamedTuple):
-    """One action in time: it runs on `stage` from `start` to `end`, in the unit of `simulate`'s times."""
+    """One action in time: it runs on `stage` from `start` to `end`, in the unit of `simulate`'s times.
+
+    For the first `recompute` of it a backward computes its forward once more.
+    """
 
     stage: int
     action: Action
     start: float
     end: float
+    recompute: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,39 +63,67 @@ class Timeline:
         """
         return sum(self.busy) / self.makespan
 
-    def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None) -> "Axes":
-        """Draws the timeline: a line of bars for each stage, a colour for each kind, a shade for each chunk.
+    def in_flight(self, stage: int) -> list[tuple[float, int]]:
+        """What a stage holds over time: each time from which it is another number, and the number, from (0.0, n) on.
+
+        It counts the (micro-batch, chunk) pairs of `peak_in_flight`, from the start of their F to the end of their B.
+
+        >>> from jpipe.schedules.orders import make_schedule
+        >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
+        [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
+        """
+        changes = {0.0: 0}
+        for span in self.spans if self.schedule.trains else ():
+            if span.stage == stage and span.action.kind in "FB":
+                time, change = (span.start, 1) if span.action.kind == "F" else (span.end, -1)
+                changes[time] = changes.get(time, 0) + change
+        steps: list[tuple[float, int]] = []
+        for time in sorted(changes):
+            count = changes[time] + (steps[-1][1] if steps else 0)
+            if not steps or count != steps[-1][1]:
+                steps.append((time, count))
+        return steps
+
+    def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None, *, unit: str | None = None) -> "Axes":
+        """Draws the timeline: a line of bars for each stage, and below it what each stage holds over time.
+
+        Each kind of action has a colour, each chunk a shade, each bar the number of its micro-batch where it fits.
 
         Args:
-          path_or_ax: where to save the picture, or the axes to draw into; None draws into a new pyplot figure.
+          path_or_ax: where to save the picture, or the axes to draw into, which get the bars alone; None draws into a
+            new pyplot figure.
+          unit: of the times, such as "ms".
 
         Returns:
-          The axes.
+          The axes with the bars; `.figure.axes[1]` are those with the memory.
 
         Raises:
-          ImportError: matplotlib is not installed; `pip install jpipe[plot]`.
+          ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("Timeline.plot needs matplotlib; pip install 'jpipe[plot]'") from error
-        size = (min(24.0, 3.0 + 0.3 * len(self.spans) / len(self.busy)), 1.2 + 0.45 * len(self.busy))
-        if isinstance(path_or_ax, (str, os.PathLike)):
-            figure = Figure(figsize=size, layout="constrained")
-            axes = figure.subplots()
-            _draw(self, axes)
-            figure.savefig(path_or_ax)
-            return axes
-        if path_or_ax is None:
-            from matplotlib import pyplot
+        from jpipe.pictures.figures import plot
 
-            path_or_ax = pyplot.subplots(figsize=size, layout="constrained")[1]
-        _draw(self, path_or_ax)
-        return path_or_ax
+        return plot(self, path_or_ax, unit=unit)
+
+    def to_chrome_trace(
+        self, path: "str | os.PathLike[str] | None" = None, *, unit_in_seconds: float = 1e-3
+    ) -> dict[str, Any]:
+        """The timeline as a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage.
+
+        Args:
+          path: where to save it as JSON.
+          unit_in_seconds: how long one unit of the timeline is.
+        """
+        from jpipe.pictures.trace import chrome_trace
+
+        return chrome_trace(self, path, unit_in_seconds)
 
 
 def simulate(
-    schedule: Schedule, forward: float | Sequence[float] = 1.0, backward: float | Sequence[float] = 2.0
+    schedule: Schedule,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
+    *,
+    recompute: float | Sequence[float] = 0.0,
 ) -> Timeline:
     """Times a schedule as the executor runs it, in lockstep.
 
@@ -108,11 +138,12 @@ def simulate(
       schedule: what to simulate.
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
-      backward: the same for its backward, recomputation included.
+      backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
+      recompute: the same for what a backward action computes anew before that (remat); 0 if nothing, or not apart.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
-      ValueError: a time is not positive and finite, or there are not K of them.
+      ValueError: a time is not positive (`recompute`: negative) or not finite, or there are not K of them.
 
     >>> from jpipe.schedules.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
@@ -121,9 +152,10 @@ def simulate(
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
+    anew = _stage_times("recompute", recompute, schedule.num_stages, may_be_zero=True) / schedule.num_chunks
     times = {
         "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
-        "B": _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
+        "B": anew + _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
     }
     spans: list[Span] = []
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
@@ -131,7 +163,8 @@ def simulate(
         for stage, action in actions:
             start = float(clocks[stage])
             clocks[stage] += times[action.kind][stage]
-            spans.append(Span(stage, action, start, float(clocks[stage])))
+            recomputed = float(anew[stage]) if action.kind == "B" else 0.0
+            spans.append(Span(stage, action, start, float(clocks[stage]), recomputed))
         clocks = _after_hops(clocks, kinds, schedule.placement)
     return Timeline(
         schedule=schedule,
@@ -174,7 +207,9 @@ def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:
     return int(np.cumsum([{"F": 1, "B": -1}.get(kind, 0) for kind in kinds]).max())
 
 
-def _stage_times(label: str, times: float | Sequence[float], num_stages: int) -> np.ndarray:
+def _stage_times(
+    label: str, times: float | Sequence[float], num_stages: int, *, may_be_zero: bool = False
+) -> np.ndarray:
     try:
         array = np.asarray(times, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -183,29 +218,9 @@ def _stage_times(label: str, times: float | Sequence[float], num_stages: int) ->
         raise ValueError(
             f"{label}={times!r} has shape {array.shape}; use one number, or one for each of the {num_stages} stages"
         )
-    if not (np.isfinite(array) & (array > 0)).all():
+    if not (np.isfinite(array) & ((array >= 0) if may_be_zero else (array > 0))).all():
+        wanted = "at least 0" if may_be_zero else "positive"
         raise ValueError(
-            f"{label}={times!r} must be positive and finite; times are those of one micro-batch on a stage"
+            f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
         )
     return np.broadcast_to(array, (num_stages,))
-
-
-def _draw(timeline: Timeline, axes: "Axes") -> None:
-    schedule = timeline.schedule
-    for span in timeline.spans:
-        fade = 0.55 * span.action.chunk / schedule.num_chunks  # later chunks lighter
-        colour = tuple(c + (1 - c) * fade for c in COLOURS[span.action.kind])
-        axes.barh(span.stage, span.end - span.start, left=span.start, height=0.9, color=colour, edgecolor="white")
-        centre = (span.start + span.end) / 2
-        axes.text(centre, span.stage, str(span.action.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
-    for kind in sorted({span.action.kind for span in timeline.spans}, reverse=True):
-        axes.barh(0, 0, color=COLOURS[kind], label={"F": "forward", "B": "backward"}.get(kind, kind))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    axes.set_yticks(range(schedule.num_stages), [f"stage {stage}" for stage in range(schedule.num_stages)])
-    axes.invert_yaxis()
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_xlabel("time")
-    axes.set_title(
-        f"{schedule.name}: K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}, "
-        f"bubble {100 * timeline.bubble_fraction:.1f} %"
-    )

@@ -2,15 +2,12 @@
 
 import itertools
 import re
-import sys
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 
 from helpers import one_slot_from_k
 from jpipe.schedules.orders import make_schedule
@@ -153,6 +150,7 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
         ({"backward": -1}, ValueError, "backward=-1 must be positive and finite"),
         ({"forward": [1.0, float("nan")]}, ValueError, "must be positive and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
+        ({"recompute": -1.0}, ValueError, "recompute=-1.0 must be at least 0 and finite"),
         ({"forward": "fast"}, TypeError, "forward='fast' must be a number or a sequence of 2 numbers"),
     ],
 )
@@ -166,20 +164,41 @@ def test_only_a_schedule_is_simulated():
         simulate("gpipe")  # pyright: ignore[reportArgumentType]
 
 
-def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
-    pyplot.switch_backend("Agg")
-    timeline = simulate(make("interleaved", 2, 4, 2))
-    timeline.plot(tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 0
-    axes = Figure().subplots()
-    assert timeline.plot(axes) is axes
-    assert axes.get_title() == "interleaved: K=2, M=4, V=2, bubble 11.1 %"
-    assert [text.get_text() for text in axes.texts] == [str(span.action.microbatch) for span in timeline.spans]
-    assert timeline.plot().get_title() == axes.get_title()
-    pyplot.close("all")
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved"])
+def test_recomputation_is_time_of_the_backward(name):
+    schedule = make(name, 4, 8, 2 if name == "interleaved" else 1)
+    apart, together = (
+        simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0]),
+        simulate(schedule, 1.0, [3, 4, 2, 3]),
+    )
+    assert [span[:4] for span in apart.spans] == [span[:4] for span in together.spans]
+    assert replace(apart, spans=()) == replace(together, spans=())
+    for span in apart.spans:
+        expected = [1.0, 2.0, 0.0, 1.0][span.stage] / schedule.num_chunks if span.action.kind == "B" else 0.0
+        assert span.recompute == expected
 
 
-def test_plot_without_matplotlib_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"jpipe\[plot\]"):
-        simulate(make("gpipe", 2, 2)).plot()
+@settings(max_examples=50)
+@given(
+    st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "forward"]),
+    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
+    st.integers(1, 6),
+)
+def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microbatches):
+    f, b = map(list, zip(*times, strict=True))
+    timeline = simulate(make(name, len(f), num_microbatches, 2 if name == "interleaved" else 1), f, b)
+    for stage in range(len(f)):
+        steps = timeline.in_flight(stage)
+        assert max(count for _, count in steps) == timeline.peak_in_flight[stage]
+        assert steps[0][0] == 0.0 and steps[-1][1] == 0
+        for (before, count), (after, other) in itertools.pairwise(steps):
+            assert before < after and count != other
+        for time, count in steps:  # between the start of its F and the end of its B
+            started, ended = (
+                sum(s.stage == stage and s.action.kind == kind and moment <= time for s, moment in moments)
+                for kind, moments in (
+                    ("F", [(s, s.start) for s in timeline.spans]),
+                    ("B", [(s, s.end) for s in timeline.spans]),
+                )
+            )
+            assert name == "forward" or count == started - ended

@@ -1,0 +1,201 @@
+"""Whole figures: a timeline over its memory (`Timeline.plot`), and schedules below each other on one time axis.
+
+matplotlib is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jpipe.pictures import palette
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import Timeline, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CHUNKED = ("interleaved",)
+"""The names of schedules that `compare` makes with `num_chunks`; others have one chunk."""
+
+
+def plot(
+    timeline: Timeline, path_or_ax: str | os.PathLike[str] | Axes | None = None, *, unit: str | None = None
+) -> Axes:
+    """Draws one timeline; see `Timeline.plot`."""
+    check_matplotlib()
+    from jpipe.pictures.gantt import draw_gantt, legend_entries
+
+    schedule = timeline.schedule
+    title = (
+        f"{schedule.name}: K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}; "
+        f"{_in_numbers(timeline)}"
+    )
+    if path_or_ax is None or isinstance(path_or_ax, (str, os.PathLike)):
+        return _draw([timeline], [title], path_or_ax, unit).axes[0]
+    path_or_ax.set_xlim(0, timeline.makespan)
+    draw_gantt(path_or_ax, timeline)
+    path_or_ax.set_title(title, fontsize=9)
+    path_or_ax.set_xlabel(_time_label([timeline], unit))
+    handles, labels, handlers = legend_entries([timeline])
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    path_or_ax.legend(handles, labels, handler_map=handlers, frameon=False, fontsize=8, **place)
+    return path_or_ax
+
+
+def compare(
+    schedules: Sequence[str | Schedule | Timeline],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    num_chunks: int = 2,
+    unit: str | None = None,
+    **times: Any,
+) -> Figure:
+    """Draws schedules below each other on one time axis, each over what its stages hold, all on the same scale.
+
+        jpipe.compare(["naive", "gpipe", "1f1b", "interleaved"], num_stages=4, num_microbatches=8)
+
+    Args:
+      schedules: names (as for `make_schedule`), schedules or timelines.
+      path: where to save the picture; None draws into a new pyplot figure.
+      num_stages: K, for names.
+      num_microbatches: M, for names.
+      num_chunks: V, for the name "interleaved".
+      unit: of the times, such as "ms".
+      **times: `forward`, `backward` and `recompute` of `simulate`, for names and schedules.
+
+    Returns:
+      The figure; its axes are bars and memory of each schedule in turn (bars alone where nothing trains).
+
+    Raises:
+      ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
+      TypeError: `schedules` is no sequence, or something in it neither a name, a schedule nor a timeline.
+      ValueError: there are none, or a name without `num_stages` and `num_microbatches`.
+    """
+    check_matplotlib()
+    if isinstance(schedules, str) or not isinstance(schedules, Sequence):
+        raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
+    if not schedules:
+        raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
+    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, times) for item in schedules]
+    titles = [f"{_name(timeline.schedule)}: {_in_numbers(timeline)}" for timeline in timelines]
+    return _draw(timelines, titles, path, unit)
+
+
+def check_matplotlib() -> None:
+    """Raises an ImportError that names the extra if matplotlib is not installed."""
+    try:
+        import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
+
+
+def _as_timeline(
+    item: Any, num_stages: int | None, num_microbatches: int | None, num_chunks: int, times: dict[str, Any]
+) -> Timeline:
+    if isinstance(item, Timeline):
+        return item
+    if isinstance(item, str):
+        if num_stages is None or num_microbatches is None:
+            raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
+        chunks = num_chunks if item in CHUNKED else 1
+        item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
+    return simulate(item, **times)
+
+
+def _draw(
+    timelines: Sequence[Timeline], titles: Sequence[str], path: str | os.PathLike[str] | None, unit: str | None
+) -> Figure:
+    """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
+    from matplotlib.patches import Patch
+
+    from jpipe.pictures.gantt import draw_gantt, legend_entries
+    from jpipe.pictures.memory import draw_memory, peak
+
+    panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
+    heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
+    figure = _new_figure(path, (_width(timelines), sum(heights) + 0.2 * len(timelines) + 0.06 * len(panels) + 0.6))
+    figure.get_layout_engine().set(h_pad=0.03, w_pad=0.04, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    column[0].set_xlim(0, max(timeline.makespan for timeline in timelines))
+    remaining, scale = iter(titles), max(1.0, *map(peak, timelines))
+    for axes, (draw, timeline) in zip(column, panels, strict=True):
+        if draw == "bars":
+            draw_gantt(axes, timeline, font_size=6.5)
+            axes.set_title(next(remaining), fontsize=9, fontweight="bold", loc="left", pad=4)
+        else:
+            draw_memory(axes, timeline, scale=scale)
+            axes.set_ylabel("memory", fontsize=7)
+        axes.spines["bottom"].set_visible(axes is column[-1])
+        axes.tick_params(bottom=axes is column[-1])
+    column[-1].set_xlabel(_time_label(timelines, unit), fontsize=8)
+    handles, labels, handlers = legend_entries(timelines)
+    if any(timeline.schedule.trains for timeline in timelines):
+        handles.append(Patch(facecolor=palette.MEMORY))
+        labels.append("micro-batches in flight")
+    figure.legend(
+        handles, labels, handler_map=handlers, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5
+    )
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _new_figure(path: str | os.PathLike[str] | None, size: tuple[float, float]) -> Figure:
+    """A figure of pyplot's, for a window or a notebook, unless it is to be saved."""
+    if path is not None:
+        from matplotlib.figure import Figure
+
+        return Figure(figsize=size, layout="constrained")
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=size, layout="constrained")
+
+
+def _width(timelines: Sequence[Timeline]) -> float:
+    """Inches: bars as wide as a digit, but a page at least (at most too, for several) and a screen at most."""
+    narrowest = min(span.end - span.start for timeline in timelines for span in timeline.spans)
+    longest = max(timeline.makespan for timeline in timelines)
+    return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(8.0, 0.09 * longest / narrowest))
+
+
+def _height(draw: str, timeline: Timeline, num_timelines: int) -> float:
+    """Inches of a panel; the more stages and the more timelines, the less for each stage."""
+    num_stages = timeline.schedule.num_stages
+    most, least = (0.25, 0.155) if draw == "bars" else (0.23, 0.13)
+    return num_stages * (least if num_timelines > 2 else max(least, most - 0.01 * max(0, num_stages - 4)))
+
+
+def _name(schedule: Schedule) -> str:
+    return schedule.name + (f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else "")
+
+
+def _in_numbers(timeline: Timeline) -> str:
+    text = f"time {timeline.makespan:g}, bubble {100 * timeline.bubble_fraction:.1f} %"
+    if timeline.schedule.trains:
+        peaks = [f"{peak / timeline.schedule.num_chunks:g}" for peak in timeline.peak_in_flight]
+        if len(peaks) > 8:
+            peaks[4:-2] = ["..."]
+        text += f", peak in flight {', '.join(peaks)}"
+    return text
+
+
+def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
+    """What the axis of time says: the user's unit, or a forward where all take 1, or nothing but that it is time."""
+    if unit is not None:
+        return f"time ({unit})"
+    forwards = {
+        (span.end - span.start) * timeline.schedule.num_chunks
+        for timeline in timelines
+        for span in timeline.spans
+        if span.action.kind == "F"
+    }
+    if all(abs(time - 1.0) < 1e-9 for time in forwards):
+        return "time (1 = the forward of one micro-batch on one stage)"
+    return "time (unit of the simulated times)"

@@ -1,0 +1,107 @@
+"""Who does what when: a line of bars for each stage, in a colour for each kind of action."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
+from matplotlib.collections import PolyCollection
+from matplotlib.legend_handler import HandlerBase, HandlerTuple
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+from jpipe.pictures import palette
+from jpipe.pictures.bars import Bar, bars
+from jpipe.schedules.simulate import Timeline
+
+
+class Number(Text):
+    """The micro-batch of a bar. Drawn only where the widest number of its picture would fit into the bar.
+
+    That is decided whenever it is drawn, so that numbers come and go as a window is resized, those of equal bars
+    together.
+    """
+
+    def __init__(self, bar: Bar, digits: int, **properties: Any):
+        super().__init__((bar.start + bar.end) / 2, bar.stage, str(bar.microbatch), **properties)
+        self.bar = bar
+        self._digits = digits
+        self.set_in_layout(False)
+
+    def fits(self, renderer: RendererBase) -> bool:
+        """Whether the widest number, all digits being equally wide, leaves some of the bar free on all sides."""
+        assert self.axes is not None
+        (left, low), (right, high) = self.axes.transData.transform([self.bar.corners[0], self.bar.corners[2]])
+        extent = self.get_window_extent(renderer)
+        width = extent.width * self._digits / len(self.get_text())
+        return 1.15 * width <= abs(right - left) and 1.05 * extent.height <= abs(high - low)
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draws it if it fits."""
+        if self.fits(renderer):
+            super().draw(renderer)
+        self.stale = False
+
+
+def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> None:
+    """Draws the bars of all stages on grey lines, the first stage on top; what stays grey is the bubble.
+
+    The x limits are left alone where axes share them.
+    """
+    schedule = timeline.schedule
+    lines = [Bar("", 0, 0, stage, 0.0, timeline.makespan).corners for stage in range(schedule.num_stages)]
+    axes.add_collection(PolyCollection(lines, facecolors=[palette.BUBBLE], zorder=0.5, label="bubble"))
+    drawn = list(bars(timeline))
+    narrowest = min(bar.end - bar.start for bar in drawn)
+    inches = axes.get_window_extent().width / axes.get_figure(root=True).dpi  # pyright: ignore[reportOptionalMemberAccess]
+    gap = float(np.clip(0.08 * 72 * inches * narrowest / _time_shown(axes, timeline), 0.1, 0.8))
+    digits = len(str(schedule.num_microbatches - 1))
+    for kind, chunk in sorted({(bar.kind, bar.chunk) for bar in drawn}):
+        colour = palette.shade(kind, chunk, schedule.num_chunks)
+        own = [bar for bar in drawn if (bar.kind, bar.chunk) == (kind, chunk)]
+        axes.add_collection(
+            PolyCollection(
+                [bar.corners for bar in own],
+                facecolors=[colour],
+                edgecolors="white",
+                linewidths=gap,
+                hatch=palette.HATCH.get(kind),
+                label=f"{palette.NAMES[kind]} {chunk}",
+            )
+        )
+        look = {"color": palette.text_colour(colour), "fontsize": font_size, "clip_on": True}
+        for bar in own if kind != "R" else ():
+            axes.add_artist(Number(bar, digits, ha="center", va="center_baseline", **look))
+    label_stages(axes, schedule.num_stages)
+
+
+def _time_shown(axes: Axes, timeline: Timeline) -> float:
+    """The length of the time axis: the limits that were set before, or this timeline's makespan."""
+    return axes.get_xlim()[1] if not axes.get_autoscalex_on() else timeline.makespan
+
+
+def label_stages(axes: Axes, num_stages: int) -> None:
+    """A tick for each stage, the first on top, and no frame: it would touch the bars."""
+    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
+    axes.tick_params(left=False, labelsize=7)
+    axes.set_ylim(num_stages - 0.5, -0.5)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+
+
+def legend_entries(timelines: Sequence[Timeline]) -> tuple[list[Any], list[str], dict[type, HandlerBase]]:
+    """Handles, labels and handler of a legend that says what is in these timelines: each kind, and the bubble."""
+    num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
+    kinds = {bar.kind for timeline in timelines for bar in bars(timeline)}
+    handles: list[Any] = []
+    labels: list[str] = []
+    for kind in (kind for kind in palette.NAMES if kind in kinds):
+        colours = [palette.shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
+        hatch = palette.HATCH.get(kind)
+        handles.append(tuple(Patch(facecolor=colour, edgecolor="white", hatch=hatch) for colour in colours))
+        labels.append(palette.NAMES[kind])
+    if num_chunks > 1:
+        labels[-1] += " (darker: later chunks)"
+    handles.append(Patch(facecolor=palette.BUBBLE))
+    labels.append("bubble: stage waits")
+    return handles, labels, {tuple: HandlerTuple(ndivide=None, pad=0.0)}

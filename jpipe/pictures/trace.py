@@ -1,0 +1,73 @@
+"""Timelines as traces of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
+
+A process for each stage, in it a track for each kind of action, and a counter of the micro-batches in flight. The
+format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from jpipe.pictures.bars import Bar, bars
+from jpipe.pictures.palette import NAMES
+from jpipe.schedules.simulate import Timeline
+
+Event = dict[str, Any]
+
+
+def chrome_trace(
+    timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3
+) -> dict[str, Any]:
+    """The trace as JSON objects; see `Timeline.to_chrome_trace`."""
+    if not 0 < unit_in_seconds < math.inf:
+        raise ValueError(f"unit_in_seconds={unit_in_seconds!r} must be positive and finite")
+    scale = 1e6 * unit_in_seconds  # the format counts in microseconds
+    drawn = list(bars(timeline))
+    tracks = [kind for kind in NAMES if any(bar.kind == kind for bar in drawn)]
+    events: list[Event] = []
+    for stage in range(timeline.schedule.num_stages):
+        events += _names(stage, tracks)
+        events += [_slice(bar, tracks, scale) for bar in drawn if bar.stage == stage]
+        events += [_counter(stage, time * scale, count) for time, count in timeline.in_flight(stage)]
+    schedule = timeline.schedule
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": schedule.name,
+            "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "bubble_fraction": timeline.bubble_fraction,
+        },
+    }
+    if path is not None:
+        Path(path).write_text(json.dumps(trace))
+    return trace
+
+
+def _names(stage: int, tracks: list[str]) -> list[Event]:
+    """What the viewer calls a stage and its tracks, in which order."""
+    named = [("process_name", 0, {"name": f"stage {stage}"}), ("process_sort_index", 0, {"sort_index": stage})]
+    for thread, kind in enumerate(tracks):
+        named += [("thread_name", thread, {"name": NAMES[kind]}), ("thread_sort_index", thread, {"sort_index": thread})]
+    return [{"ph": "M", "name": name, "pid": stage, "tid": thread, "args": args} for name, thread, args in named]
+
+
+def _slice(bar: Bar, tracks: list[str], scale: float) -> Event:
+    return {
+        "ph": "X",
+        "name": f"{bar.kind}{bar.microbatch}" + (f".{bar.chunk}" if bar.chunk else ""),
+        "cat": NAMES[bar.kind],
+        "pid": bar.stage,
+        "tid": tracks.index(bar.kind),
+        "ts": bar.start * scale,
+        "dur": (bar.end - bar.start) * scale,
+        "args": {"micro-batch": bar.microbatch, "chunk": bar.chunk},
+    }
+
+
+def _counter(stage: int, time: float, count: int) -> Event:
+    return {"ph": "C", "name": "in flight", "pid": stage, "ts": time, "args": {"micro-batches": count}}

@@ -1,0 +1,302 @@
+"""What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
+
+import itertools
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+
+import jpipe
+from jpipe.pictures import palette
+from jpipe.pictures.bars import bars
+from jpipe.schedules.simulate import Timeline, simulate
+
+NAMES = ["naive", "gpipe", "1f1b", "interleaved"]
+SIZES = [("1f1b", 4, 8, 1), ("gpipe", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 16, 64, 1), ("gpipe", 16, 64, 1)]
+
+
+@pytest.fixture(autouse=True)
+def agg():
+    pyplot.switch_backend("Agg")
+    yield
+    pyplot.close("all")
+
+
+def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, **times) -> Timeline:
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    return simulate(jpipe.make_schedule(name, **sizes), **times)
+
+
+def rendered(figure) -> FigureCanvasAgg:
+    """The canvas on which a figure was drawn, as it is saved."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return canvas
+
+
+def drawn_bars(axes) -> dict[str, list[tuple[float, ...]]]:
+    """(stage, start, end) of all bars, by the label of what they are of."""
+    found = {}
+    for collection in axes.collections:
+        corners = [path.vertices for path in collection.get_paths()]
+        found[collection.get_label()] = sorted(
+            (round(c[:, 1].mean() if len(c) == 4 else c[:4, 1].mean()), c[:, 0].min(), c[:, 0].max()) for c in corners
+        )
+    return found
+
+
+def drawn_memory(axes, timeline, scale) -> list[tuple[list[float], list[float]]]:
+    """The edges and the counts of each stage's area."""
+    areas = [patch.get_data() for patch in axes.patches if isinstance(patch, StepPatch)]
+    assert [area.baseline for area in areas] == [stage + 0.43 for stage in range(timeline.schedule.num_stages)]
+    return [(list(area.edges), list((area.baseline - area.values) * scale / 0.86)) for area in areas]
+
+
+def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
+    expected: dict[str, list] = {"bubble": [(k, 0.0, timeline.makespan) for k in range(timeline.schedule.num_stages)]}
+    for span in timeline.spans:
+        kind = {"F": "forward", "B": "backward"}[span.action.kind]
+        bar = (span.stage, span.start + span.recompute, span.end)
+        expected.setdefault(f"{kind} {span.action.chunk}", []).append(bar)
+        if span.recompute:
+            again = (span.stage, span.start, span.start + span.recompute)
+            expected.setdefault(f"recomputation {span.action.chunk}", []).append(again)
+    assert drawn_bars(gantt) == {label: sorted(found) for label, found in expected.items()}
+    numbers = sorted((text.bar.stage, *text.get_position(), int(text.get_text())) for text in gantt.texts)
+    assert numbers == sorted(
+        (s.stage, (s.start + s.recompute + s.end) / 2, s.stage, s.action.microbatch) for s in timeline.spans
+    )
+    for stage, (edges, heights) in enumerate(drawn_memory(memory, timeline, scale)):
+        times, counts = zip(*timeline.in_flight(stage), strict=True)
+        assert edges == [*times, timeline.makespan]
+        np.testing.assert_allclose(heights, np.divide(counts, timeline.schedule.num_chunks), atol=1e-9)
+    peaks = [text.get_text() for text in memory.texts]
+    shown = [f"{peak / timeline.schedule.num_chunks:g}" for peak in timeline.peak_in_flight]
+    assert peaks == [f"peak {shown[0]}", *shown[1:]]
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize("size", SIZES[:4], ids=str)
+def test_plot_shows_the_timeline(size, recompute):
+    timeline = make(*size, recompute=recompute)
+    gantt = timeline.plot()
+    axes = gantt.figure.axes
+    assert axes[0] is gantt and len(axes) == 2
+    check_drawn(*axes, timeline, max(timeline.peak_in_flight) / timeline.schedule.num_chunks)
+    assert gantt.get_xlim() == axes[1].get_xlim() == (0, timeline.makespan)
+    labels = [text.get_text() for text in gantt.figure.legends[0].get_texts()]
+    assert [label.partition(" (")[0] for label in labels] == [
+        "forward",
+        *(["recomputation"] if recompute else []),
+        "backward",
+        "bubble: stage waits",
+        "micro-batches in flight",
+    ]
+    assert any("darker: later chunks" in label for label in labels) == (timeline.schedule.num_chunks > 1)
+
+
+def test_compare_shows_all_on_one_axis_and_one_scale():
+    sizes = {"num_stages": 4, "num_microbatches": 8}
+    figure = jpipe.compare(NAMES, **sizes, recompute=0.5)
+    timelines = [make(name, 4, 8, 2 if name == "interleaved" else 1, recompute=0.5) for name in NAMES]
+    assert len(figure.axes) == 8
+    for i, timeline in enumerate(timelines):
+        check_drawn(*figure.axes[2 * i : 2 * i + 2], timeline, 8.0)
+        title = figure.axes[2 * i].get_title(loc="left")
+        assert title.startswith(NAMES[i]) and f"time {timeline.makespan:g}, bubble" in title
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, timelines[0].makespan)}
+    assert "peak in flight 8, 8, 8, 8" in figure.axes[2].get_title(loc="left")
+    assert "peak in flight 7, 5, 3, 1" in figure.axes[4].get_title(loc="left")
+
+
+def test_compare_takes_names_schedules_and_timelines(tmp_path):
+    schedule = jpipe.Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], name="mine")
+    timeline = make("forward", 2, 3, forward=4.0)
+    items = ["1f1b", schedule, timeline]
+    figure = jpipe.compare(items, tmp_path / "a.png", num_stages=2, num_microbatches=2, forward=2.0, unit="ms")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    starts = ["1f1b", "", "mine", "", "forward"]  # forward only: nothing is kept, so there is no memory to show
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == starts
+    assert figure.axes[-1].get_xlabel() == "time (ms)"
+    assert figure.axes[0].get_xlim() == (0, timeline.makespan)
+
+
+@pytest.mark.parametrize(
+    ("items", "sizes", "error", "message"),
+    [
+        ("1f1b", {}, TypeError, "'1f1b' is no list"),
+        ([], {}, ValueError, "schedules is empty"),
+        (["1f1b"], {"num_stages": 2}, ValueError, "'1f1b' is a name: pass num_stages and num_microbatches"),
+        ([3], {}, TypeError, "schedule=3 must be a Schedule"),
+    ],
+)
+def test_compare_names_what_is_wrong(items, sizes, error, message):
+    with pytest.raises(error, match=message):
+        jpipe.compare(items, **sizes)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dpi", [80, 200])
+def test_no_text_leaves_its_bar_or_the_picture(size, dpi):
+    timeline = make(*size)
+    figure = timeline.plot().figure
+    figure.set_dpi(dpi)
+    check_texts(figure)
+    shown = [text for text in figure.axes[0].texts if text.fits(figure.canvas.get_renderer())]
+    if timeline.schedule.num_stages == 4 and timeline.schedule.num_chunks == 1:
+        assert len(shown) == len(timeline.spans)
+    elif timeline.schedule.num_stages == 16:
+        assert not shown
+
+
+def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
+    check_texts(jpipe.compare(NAMES, num_stages=4, num_microbatches=8, recompute=1.0))
+    figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
+    check_texts(figure)
+    shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
+    assert {text.bar.kind for text in shown} == {"F", "B"}, "of GPipe all, though naive takes three times as long"
+
+
+def test_the_picture_in_the_readme_is_drawn(tmp_path):
+    """By its script, whose words lie beside the bars and within the picture."""
+    figure = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+    words = [axes.texts[-1] for axes in figure.axes[2::2]]
+    for text, axes in zip(words, figure.axes[2::2], strict=True):
+        end = axes.transData.transform((max(bar[2] for bar in drawn_bars(axes)["bubble"]), 0))[0]
+        box = text.get_window_extent()
+        assert box.x0 > end and box.x1 < figure.bbox.x1, text.get_text()
+        assert box.y0 > axes.bbox.y0 - 5 and box.y1 < axes.bbox.y1 + 5, text.get_text()
+        text.remove()
+    figure.axes[0].texts[-1].remove()
+    check_texts(figure)
+
+
+def check_texts(figure) -> None:
+    """Numbers lie within their bars; what is written beside them lies within the picture, and on nothing else."""
+    renderer = rendered(figure).get_renderer()
+    gantts = [axes for axes in figure.axes if axes.collections]
+    memories = [axes for axes in figure.axes if not axes.collections]
+    for axes in gantts:
+        for text in axes.texts:
+            if text.fits(renderer):
+                low, high = np.sort(axes.transData.transform([text.bar.corners[0], text.bar.corners[2]]), axis=0)
+                extent = text.get_window_extent(renderer)
+                assert (extent.min >= low).all() and (extent.max <= high).all(), text.get_text()
+    others = [text for axes in memories for text in axes.texts]
+    for axes in figure.axes:
+        others += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *axes.get_yticklabels()]
+    for legend in figure.legends:
+        others += [legend]
+    boxes = [other.get_window_extent(renderer) for other in others if getattr(other, "get_text", lambda: "-")()]
+    for box in boxes:
+        assert (box.min >= -1).all() and (box.max <= figure.bbox.max + 1).all(), box
+    for one, other in itertools.combinations(boxes, 2):
+        width, height = np.minimum(one.max, other.max) - np.maximum(one.min, other.min)
+        assert width <= 0 or height <= 2, "texts on each other"  # boxes have some room above and below their letters
+    for gantt, memory in zip(gantts, memories, strict=True):
+        end = max(bar[2] for bar in drawn_bars(gantt)["bubble"])
+        for axes, box in itertools.product((gantt, memory), boxes):
+            (left, low), (right, high) = np.sort(
+                axes.transData.transform([(0, axes.get_ylim()[0]), (end, -0.5)]), axis=0
+            )
+            over = np.minimum(box.max, (right, high)) - np.maximum(box.min, (left, low))
+            assert over[0] <= 1 or over[1] <= 2, "a text on bars"
+
+
+def test_numbers_come_and_go_with_the_size():
+    axes = make("1f1b", 4, 8).plot(Figure().subplots())
+    counts = []
+    for width in (1.0, 2.5, 9.0):
+        axes.figure.set_size_inches(width, 3.0)
+        renderer = rendered(axes.figure).get_renderer()
+        counts.append(sum(text.fits(renderer) for text in axes.texts))
+    assert counts == [0, 32, 64]  # none, the backwards' (which are wider), all
+    assert len({text.get_color() for text in axes.texts}) == 2
+
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB; the rows sum to 1, so that greys stay.
+VISION = {
+    "usual": np.eye(3),
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def seen(colour, vision: str) -> np.ndarray:
+    """CIELAB of a colour as it looks with a kind of colour vision; 2.3 is a just noticeable difference."""
+    rgb = np.asarray(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.asarray(VISION[vision]) @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(np.asarray(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_can_be_told_apart(vision):
+    colours = {**palette.COLOURS, "bubble": palette.BUBBLE}
+    for one, other in itertools.combinations(colours, 2):
+        distance = np.linalg.norm(seen(colours[one], vision) - seen(colours[other], vision))
+        assert distance > (15 if "W" in (one, other) else 24), (one, other)
+    assert palette.HATCH.keys() == {"R"}, "the forward once more is near to the forward, so it is hatched too"
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("num_chunks", [2, 4])
+def test_chunks_keep_the_look_of_their_kind(vision, num_chunks):
+    """The forward and the backward of any chunks are as far apart as kinds are; chunks side by side are noticeable."""
+    shades = {kind: [seen(palette.shade(kind, v, num_chunks), vision) for v in range(num_chunks)] for kind in "FB"}
+    for one, other in itertools.product(shades["F"], shades["B"]):
+        assert np.linalg.norm(one - other) > 24
+    for kind in "FB":
+        for one, other in itertools.pairwise(shades[kind]):
+            assert np.linalg.norm(one - other) > 5
+
+
+@pytest.mark.parametrize("kind", palette.COLOURS)
+def test_numbers_stand_out_from_their_bars(kind):
+    for num_chunks in (1, 2, 3, 8):
+        for chunk in range(num_chunks):
+            colour = palette.shade(kind, chunk, num_chunks)
+            text, bar = (palette.relative_luminance(to_rgb(c)) for c in (palette.text_colour(colour), colour))
+            assert (max(text, bar) + 0.05) / (min(text, bar) + 0.05) >= 4.5  # WCAG 2.2, level AA
+
+
+# --- where to ---------------------------------------------------------------------------------------------------------
+
+
+def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
+    timeline = make("interleaved", 2, 4, 2)
+    timeline.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+    axes = Figure().subplots()
+    assert timeline.plot(axes, unit="s") is axes
+    title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %, peak in flight 2.5, 1.5"
+    assert axes.get_title() == title and axes.get_xlabel() == "time (s)"
+    assert sorted(text.get_text() for text in axes.texts) == sorted(str(s.action.microbatch) for s in timeline.spans)
+    assert timeline.plot().get_title(loc="left") == title
+    assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
+
+
+def test_bars_cover_the_busy_time():
+    timeline = make("interleaved", 3, 6, 2, recompute=1.0)
+    for stage, busy in enumerate(timeline.busy):
+        assert sum(bar.end - bar.start for bar in bars(timeline) if bar.stage == stage) == pytest.approx(busy)
+
+
+@pytest.mark.parametrize("draw", [lambda t: t.plot(), lambda t: jpipe.compare([t])], ids=["plot", "compare"])
+def test_without_matplotlib_the_extra_is_named(monkeypatch, draw):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[plot\]'"):
+        draw(make("gpipe", 2, 2))
