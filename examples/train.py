@@ -163,6 +163,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a file to learn from (default: CPython's documentation)")
     cluster.add_options(parser)
     options = parser.parse_args()
+    for name in ("steps", "log_every", "evaluate_every", "save_every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is less than 1")
     cluster.join(options, console, num_devices=options.stages * options.data)
     train(options)
 

@@ -183,6 +183,13 @@ def late() -> Any:
     return ""
 
 
+def one_raises() -> Any:
+    """The last process raises, and the others wait for it in a step."""
+    if jax.process_index() == jax.process_count() - 1:
+        raise ValueError("on purpose")
+    return training()
+
+
 CASES: dict[str, Case] = {
     "stage across": lambda: step({"stage": 4}),
     "stage across, data within": lambda: step({"stage": 2, "data": 2}),
@@ -194,6 +201,7 @@ CASES: dict[str, Case] = {
     "resumed": resumed,
     "errors": errors,
     "late": late,
+    "one raises": one_raises,
 }
 
 
@@ -212,7 +220,8 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     found = {}
     try:
-        first = jpipe.initialize(f"127.0.0.1:{options.port}", options.processes, options.index, timeout=options.timeout)
+        address, waits = f"127.0.0.1:{options.port}", {"timeout": options.timeout, "heartbeat_timeout": 10}
+        first = jpipe.initialize(address, options.processes, options.index, **waits)
     except RuntimeError as error:
         (options.out / f"{options.index}.pickle").write_bytes(pickle.dumps({"initialize": str(error)}))
         sys.exit(3)

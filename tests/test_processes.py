@@ -219,6 +219,21 @@ def test_a_process_that_does_not_come_is_missed(two):
     assert "RuntimeError: process 1 did not come to the same step within 2 s" in two[0]["late"]
 
 
+@pytest.mark.slow
+def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
+    port, begin = free_port(), time.monotonic()
+    workers = [start(tmp_path, i, 2, 2, port, "one raises") for i in range(2)]
+    try:
+        codes = [worker.wait(SECONDS) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert all(codes), codes
+    assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
+    assert time.monotonic() - begin < 90, "start, and twice the heartbeat"
+
+
 def test_an_address_where_nobody_listens(tmp_path):
     """Within the timeout, and by an exception: JAX itself would abort."""
     begin = time.monotonic()

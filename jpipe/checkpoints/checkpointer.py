@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from etils import epath
+from jax.core import Tracer
 
 from jpipe import __version__
 from jpipe.checkpoints import files
@@ -22,21 +24,14 @@ from jpipe.checkpoints.containers import (
     value_from_json,
     value_to_json,
 )
-from jpipe.checkpoints.contents import LAYERS, Contents, Named, Record, first_difference
+from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
+from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.jax_tools.notices import warn_user
-from jpipe.memory.records import Arrays
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
 from jpipe.training.state import TrainState
-
-AT_ONCE = 1 / 8
-"""How much of the state is copied at a time, as a share, when it is saved or restored."""
-
-
-HOST_MEMORY = "pinned_host"
-"""JAX's name for a host's memory that its devices reach."""
 
 
 class Checkpointer:
@@ -80,7 +75,8 @@ class Checkpointer:
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
         self._damaged: list[int] = []
-        self._preemption = Preemption()
+        self._preemption, self._is_closed = Preemption(), False
+        _wait_at_exit(self)
 
     def __enter__(self) -> Checkpointer:
         self._preemption.__enter__()
@@ -104,7 +100,10 @@ class Checkpointer:
         return self._preemption.reached(step)
 
     def close(self) -> None:
-        """Waits for what is being written, and ends orbax's threads."""
+        """Waits for what is being written, and ends orbax's threads; after that nothing can be saved or restored."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         with self._with_what_is_left("waiting for the last checkpoint"):
             self._manager.close()
 
@@ -119,6 +118,8 @@ class Checkpointer:
         Raises:
           RuntimeError: it couldn't be written.
         """
+        if self._is_closed:
+            return
         with self._with_what_is_left("waiting for the last checkpoint"):
             self._manager.wait_until_finished()
 
@@ -141,7 +142,12 @@ class Checkpointer:
           TypeError: `position` or the optimiser's state can't be saved.
           ValueError: the directory holds checkpoints of this step or later ones, from another run.
         """
+        self._check(pipe)
+        if not isinstance(state, TrainState):
+            raise TypeError(f"state is a {type(state).__name__}; save what pipe.train_step returned")
         check_alive("state", state)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+            raise TypeError("the state is being traced; call save outside of jax.jit and its like")
         check_variables(pipe.plan, state.variables)
         contents, step = Contents(pipe.plan.model, state), int(state.step)
         contents.check()
@@ -158,8 +164,20 @@ class Checkpointer:
             **contents.description(),
         }
         with self._with_what_is_left(f"saving step {step}"):
-            files.write(self._manager, step, _taken(contents), about)
+            files.write(self._manager, step, take_all(contents), about)
         self._own.add(step)
+
+    def _check(self, pipe: Any) -> None:
+        """Checks that this can still be used, and with a pipeline.
+
+        Raises:
+          RuntimeError: it is closed.
+          TypeError: `pipe` is no pipeline.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"this Checkpointer of {self.directory} is closed; use it within its `with`")
+        if not isinstance(pipe, Pipeline):
+            raise TypeError(f"pipe is a {type(pipe).__name__}; pass a jpipe.Pipeline")
 
     def _set_damaged_aside(self) -> None:
         """Takes checkpoints that couldn't be read out of the way, so that their steps can be saved again."""
@@ -215,6 +233,7 @@ class Checkpointer:
             was written by a newer jpipe.
           RuntimeError: there are checkpoints, but none can be read.
         """
+        self._check(pipe)
         self.wait()
         steps = files.steps_in(self.directory)
         if not steps:
@@ -234,10 +253,11 @@ class Checkpointer:
         difference = first_difference(about, contents.description())
         if difference is not None:
             raise ValueError(
-                f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; to take over "
-                "values from other layers, use jpipe.load_layers(directory) and pipe.from_layer_variables(trees, batch)"
+                f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
+                "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
+                "variables=pipe.from_layer_variables(trees, batch))"
             )
-        arrays, named = _read(directory, contents)
+        arrays, named = read_all(directory, contents)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         variables, opt_state = contents.filled(arrays, named)
         restored = TrainState(on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
@@ -261,9 +281,9 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     path = files.as_path(directory)
     steps = files.listed(path)
     if (step is not None and step not in steps) or not steps:
-        raise FileNotFoundError(
-            f"{path} has no checkpoint{'' if step is None else f' of step {step}'}; it has those of {sorted(steps)}"
-        )
+        which = "" if step is None else f" of step {step!r}"
+        parent = f"; did you mean {path.parent}?" if path.name.isdigit() else ""
+        raise FileNotFoundError(f"{path} has no checkpoint{which}; it has those of {sorted(steps)}{parent}")
 
     def read(step: int) -> list[Any]:
         about = files.read_about(path / str(step))
@@ -272,6 +292,11 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
         return [_item(layer["item"], found) for layer in about["layers"]]
 
     return _newest(path, steps if step is None else [step], read)[1]
+
+
+def _wait_at_exit(saved: Checkpointer) -> None:
+    """Has the program's end wait for what is being written, if nobody closed it: threads are stopped soon after."""
+    threading._register_atexit(saved.close)  # type: ignore[attr-defined]
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any]) -> tuple[int, Any, list[int]]:
@@ -299,61 +324,6 @@ def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], A
 def _item(encoded: Json, named: Named) -> Any:
     """A layer's own tree, of arrays by path."""
     return containers_from_json(encoded, lambda path: named[tuple(path)])
-
-
-# --- arrays -----------------------------------------------------------------------------------------------------------
-
-
-def _taken(contents: Contents) -> Named:
-    """Copies of all arrays by path, split over all devices, in their hosts' memory.
-
-    Only `AT_ONCE` of the state is on the devices a second time, before it is there.
-    """
-    named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
-    arrays = contents.arrays
-    for portion in _portions(contents):
-        for record in portion:
-            taken = contents.records.take(arrays, record.record_type, record.record)
-            for name, shapes in record.shapes.items():
-                named |= dict(zip(shapes, map(_to_host, taken[name]), strict=True))
-        jax.block_until_ready([named[path] for record in portion for path in record.named])
-    return named
-
-
-def _to_host(leaf: jax.Array) -> jax.Array:
-    """An array in its devices' hosts' memory, so that what is being written takes no room on the devices."""
-    memories = jax.local_devices()[0].addressable_memories()
-    if not any(memory.kind == HOST_MEMORY for memory in memories):
-        return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY))
-
-
-def _read(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
-    """(new buffers with each layer's arrays, what belongs to no layer)."""
-    read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
-    named, arrays = read(contents.without_layer), None
-    for portion in _portions(contents):
-        found = read({path: shape for record in portion for path, shape in record.named.items()})
-        if arrays is None:  # once something could be read
-            dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
-            arrays = contents.records.zeros(dtypes)
-        for record in portion:
-            leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
-            arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
-    return arrays or {}, named
-
-
-def _portions(contents: Contents) -> list[list[Record]]:
-    """Runs of records, each about `AT_ONCE` of the state's bytes."""
-    total = sum(record.num_bytes for record in contents.each_record)
-    portions, room = [], 0.0
-    for record in contents.each_record:
-        if not portions or record.num_bytes > room:
-            portions.append([])
-            room = AT_ONCE * total
-        portions[-1].append(record)
-        room -= record.num_bytes
-    return portions
 
 
 def _key_to_json(key: jax.Array) -> Json:

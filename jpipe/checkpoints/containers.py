@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Json = Any
@@ -19,6 +20,9 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
     Args:
       tree: the pytree. Other containers become dicts by the names of their fields.
       leaf_to_json: `(path, leaf) -> JSON`; a path is the names of the keys that lead to the leaf.
+
+    Raises:
+      TypeError: a dict's key is no string or number.
     """
 
     def convert(path: tuple[str, ...], node: Any) -> Json:
@@ -32,6 +36,12 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
         if isinstance(node, list) or type(node) is tuple:
             return {"list" if isinstance(node, list) else "tuple": found}
         names = [key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key) for key in keys]
+        strange = [name for name in names if type(name) not in (str, int, float, bool)]
+        if strange:
+            raise TypeError(
+                f"a dict at {'/'.join(path) or 'the root'} has the key {strange[0]!r}; in a checkpoint keys are "
+                "strings or numbers"
+            )
         return {"dict": [list(pair) for pair in zip(names, found, strict=True)]}
 
     return convert((), tree)
@@ -63,11 +73,13 @@ def value_to_json(path: tuple[str, ...], value: Any) -> Json:
         return {"value": value}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
-    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic | jax.Array) else None
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic | jax.Array) and not is_key else None
     if array is None or array.dtype.kind not in "biufc":
+        what = type(value).__name__ if array is None else f"array of {array.dtype}"
         raise TypeError(
-            f"the position in the data holds a {type(value).__name__} at {'/'.join(path) or 'its root'}; it may hold "
-            "numbers, strings, bytes and arrays of numbers, in dicts, lists and tuples"
+            f"the position in the data holds a {what} at {'/'.join(path) or 'its root'}; it may hold numbers, strings, "
+            "bytes and arrays of NumPy's own numbers, in dicts, lists and tuples"
         )
     return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 

@@ -26,6 +26,10 @@ Named = dict[Path, Any]
 """Arrays, or their shapes, by path."""
 
 LAYERS, OPTIMIZER = "layers", "optimizer"
+_OF_BUFFERS = (
+    "{} follows the pipeline's buffers, not its layers, so that no other layout could read it; wrap the transformation "
+    "that keeps it in jpipe.per_layer(...)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +119,13 @@ class Contents:
             shapes = tree.layout.shapes
             wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
             if wrong or set(tree) != set(shapes):
-                raise TypeError(
-                    f"{'/'.join(path)} follows the pipeline's buffers, not its layers, so that no other layout could "
-                    "read it; wrap the transformation that keeps it in jpipe.per_layer(...)"
-                )
+                raise TypeError(_OF_BUFFERS.format("/".join(path)))
+        buffers = {shape.shape for shape in jax.tree.leaves(self.state.variables["params"].layout.shapes)}
         for path, leaf in self.without_layer.items():
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
+            if leaf.shape in buffers:
+                raise TypeError(_OF_BUFFERS.format("/".join(path)))
 
     def layer_name(self, layer: int) -> str:
         """A layer's name in the checkpoint: its index and the name of its kind."""

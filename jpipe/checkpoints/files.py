@@ -35,7 +35,13 @@ class DamagedError(Exception):
 
 
 def as_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """A user's directory, absolute as orbax wants it; one of a cloud store as it is."""
+    """A user's directory, absolute as orbax wants it; one of a cloud store as it is.
+
+    Raises:
+      ValueError: the name is empty.
+    """
+    if not os.fspath(directory):
+        raise ValueError("the directory's name is empty; give one, '.' for the current directory")
     path = epath.Path(directory).expanduser()
     return path if "://" in os.fspath(path) else path.absolute()
 
@@ -59,7 +65,10 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
             },
         )
     except (OSError, RuntimeError) as error:
-        raise OSError(f"checkpoints can't be written to {directory}: {error}; choose another directory") from error
+        raise OSError(
+            f"checkpoints can't be written to {directory}: {error}; choose another directory (jpipe.load_layers reads "
+            "one that can't be written)"
+        ) from error
 
 
 def _check_shared(directory: epath.Path) -> None:
@@ -122,7 +131,8 @@ def first_does(work: Callable[[], None]) -> None:
 
 def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) -> None:
     """Starts to write a checkpoint; the arrays may be changed once this returns."""
-    items = {name: ocp.args.PyTreeSave(tree) for name, tree in nested(named).items()}
+    some = {path: leaf for path, leaf in named.items() if leaf.size}  # orbax holds no arrays without elements
+    items = {name: ocp.args.PyTreeSave(tree) for name, tree in nested(some).items()}
     arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})})
     manager.save(step, args=arguments, force=True)
 
@@ -179,9 +189,9 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     Raises:
       DamagedError: they can't be read.
     """
-    found: Named = {}
+    found: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
     for item in (LAYERS, OPTIMIZER):
-        wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item}
+        wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item and shape.size}
         if wanted:
             tree = nested(wanted)
             restore_args = jax.tree.map(_restore_args, tree)
@@ -219,7 +229,7 @@ def steps_in(directory: epath.Path) -> list[int]:
 
 def listed(directory: epath.Path) -> list[int]:
     """`steps_in` as this process sees it."""
-    found = ocp.utils.checkpoint_steps(directory) if directory.exists() else []
+    found = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
     return sorted((step for step in found if (directory / str(step)).is_dir()), reverse=True)
 
 

@@ -125,8 +125,8 @@ class Layout:
 
 NOT_SAVED = (
     "a pipeline's variables and states lie as its own devices need it, so they aren't pickled or serialised as they "
-    "are; save a state by jpipe.Checkpointer(directory).save(pipe, state), or trees = "
-    "jax.device_get(pipe.layer_variables(variables)), and load these by pipe.from_layer_variables(trees, batch)"
+    "are; save trees = jax.device_get(pipe.layer_variables(variables)), and load them by "
+    "pipe.from_layer_variables(trees, batch); or save a state by jpipe.Checkpointer(directory).save(pipe, state)"
 )
 
 

@@ -7,9 +7,12 @@ here, by plain sockets at the coordinator's address, and JAX's service begins th
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -38,7 +41,7 @@ def initialize(
       process_id: which this one is, from 0.
       timeout: seconds to wait for the others.
       heartbeat_timeout: seconds without a sign of life after which a process counts as lost, and all others end with an
-        error. If process 0 is lost they end at once.
+        error. If process 0 is lost they end at once. A process that an error ends, ends at once too, and is lost then.
       local_device_ids: the devices of this process, if not all of its machine's.
 
     Returns:
@@ -58,6 +61,7 @@ def initialize(
     if given == (None, None, None):
         try:
             jax.distributed.initialize(**options)
+            _end_on_errors()
         except ValueError as error:
             if NO_CLUSTER not in str(error):
                 raise
@@ -70,7 +74,26 @@ def initialize(
         else:
             _come(host, port, num_processes, process_id, timeout)
     jax.distributed.initialize(coordinator, num_processes, process_id, **options)
+    _end_on_errors()
     return process_id == 0
+
+
+def _end_on_errors() -> None:
+    """Makes a process of a cluster end as soon as it has shown the error that ends it.
+
+    JAX would have it wait for the others at its end, for minutes, while they wait for it in a step.
+    """
+    if jax.process_count() == 1:
+        return
+    show = sys.excepthook
+
+    def show_and_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = show_and_end
 
 
 def _check(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, int]:

@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--full-after", type=int, help="the step after which no file can grow beyond some bytes")
+    parser.add_argument("--forget", action="store_true", help="save once, and end without waiting for it")
     options = parser.parse_args()
     batch = {"inputs": np.zeros((4, 256), np.float32)}
     pipe = jpipe.Pipeline([nn.Dense(256)] * 4, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2)
@@ -27,6 +28,10 @@ def main() -> None:
         params = jax.tree.map(lambda leaf: jnp.full_like(leaf, step), state.variables["params"])
         return state.replace(step=jnp.int32(step), variables={"params": params})
 
+    if options.forget:
+        saved = jpipe.Checkpointer(options.directory)
+        saved.save(pipe, at(1))
+        return
     with jpipe.Checkpointer(options.directory) as saved:
         if options.full_after is None:
             for step in range(1, 10_000):

@@ -62,6 +62,15 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
             np.testing.assert_array_equal(leaf, expected(step))
 
 
+def test_without_with_the_last_checkpoint_is_written_all_the_same(tmp_path):
+    saver = start(tmp_path, "--forget")
+    _, errors = saver.communicate(timeout=120)
+    assert saver.returncode == 0, errors[-2000:]
+    assert "Traceback" not in errors
+    for leaf in jax.tree.leaves(jpipe.load_layers(tmp_path)):
+        np.testing.assert_array_equal(leaf, expected(1))
+
+
 def test_told_to_end(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with jpipe.Checkpointer(tmp_path) as saved:

@@ -1,0 +1,70 @@
+"""A state's arrays from the devices to their hosts, and from files to the devices, a part of them at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from jpipe.checkpoints import files
+from jpipe.checkpoints.contents import Contents, Named, Record
+from jpipe.memory.records import Arrays
+
+AT_ONCE = 1 / 8
+"""How much of the state is copied at a time, as a share, when it is saved or restored."""
+
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name for a host's memory that its devices reach."""
+
+
+def take_all(contents: Contents) -> Named:
+    """Copies of all arrays by path, split over all devices, in their hosts' memory.
+
+    Only `AT_ONCE` of the state is on the devices a second time, before it is there.
+    """
+    named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
+    arrays = contents.arrays
+    for portion in _portions(contents):
+        for record in portion:
+            taken = contents.records.take(arrays, record.record_type, record.record)
+            for name, shapes in record.shapes.items():
+                named |= dict(zip(shapes, map(_to_host, taken[name]), strict=True))
+        jax.block_until_ready([named[path] for record in portion for path in record.named])
+    return named
+
+
+def _to_host(leaf: jax.Array) -> jax.Array:
+    """An array in its devices' hosts' memory, so that what is being written takes no room on the devices."""
+    memories = jax.local_devices()[0].addressable_memories()
+    if not any(memory.kind == HOST_MEMORY for memory in memories):
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY))
+
+
+def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
+    """(new buffers with each layer's arrays, what belongs to no layer)."""
+    read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
+    named, arrays = read(contents.without_layer), None
+    for portion in _portions(contents):
+        found = read({path: shape for record in portion for path, shape in record.named.items()})
+        if arrays is None:  # once something could be read
+            dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
+            arrays = contents.records.zeros(dtypes)
+        for record in portion:
+            leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+            arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
+    return arrays or {}, named
+
+
+def _portions(contents: Contents) -> list[list[Record]]:
+    """Runs of records, each about `AT_ONCE` of the state's bytes."""
+    total = sum(record.num_bytes for record in contents.each_record)
+    portions, room = [], 0.0
+    for record in contents.each_record:
+        if not portions or record.num_bytes > room:
+            portions.append([])
+            room = AT_ONCE * total
+        portions[-1].append(record)
+        room -= record.num_bytes
+    return portions
