@@ -1,6 +1,7 @@
 """Sphinx: how the documentation is built (`make docs`)."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -30,21 +31,20 @@ autoclass_content = "class"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-default_role = "code"  # docstrings write `names` as Markdown does
 
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of JAX, optax and Python have no pages here
 
 
 def as_restructured_text(app, what, name, obj, options, lines):
-    """Marks a docstring's indented examples as code, which Markdown does by the indentation alone."""
+    """Marks indented examples and `names` as code, as docstrings write them in the way of Markdown."""
     text = inspect.cleandoc("\n".join(lines)).splitlines()
     lines[:] = []
     for i, line in enumerate(text):
         begins = line.startswith("    ") and i >= 2 and not text[i - 1] and text[i - 2] and text[i - 2][0] != " "
         if begins:
             lines += [".. code-block:: python", ""]
-        lines.append(line)
+        lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", line))
 
 
 def setup(app):

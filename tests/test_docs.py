@@ -1,12 +1,13 @@
 """The documentation runs: every Python block of a page, in order, as one script, and it prints what is shown below it.
 
-Blocks marked `python` are run, those marked `py` are not: other libraries' code, and the five lines of the first screen.
-A `text` block that follows a Python block at once is what that one prints. The how-to pages go on from the lines that
-their index begins with.
+Blocks marked `python` are run, those marked `py` are not: other libraries' code, and the five lines of the first
+screen. A `text` block that follows a Python block at once is what that one prints. The how-to pages go on from the
+lines that their index begins with.
 """
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -45,11 +46,12 @@ def run(page, names, *, shown=True):
 @pytest.fixture
 def as_started(monkeypatch):
     """A script's surroundings: the usual dtype promotion, and settings that come too late here are left out."""
+    assert jax.device_count() == 8
     update = jax.config.update
     late = ("jax_num_cpu_devices", "jax_log_compiles")  # eight devices are simulated already
     monkeypatch.setattr(jax.config, "update", lambda name, value: None if name in late else update(name, value))
     monkeypatch.setattr(jpipe, "initialize", lambda: True)  # backends have started; tests/test_processes.py runs it
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # a page that sets it sets it for itself
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optax.contrib|.*is deprecated", category=DeprecationWarning)
         yield
