@@ -44,6 +44,8 @@ def as_restructured_text(app, what, name, obj, options, lines):
         begins = line.startswith("    ") and i >= 2 and not text[i - 1] and text[i - 2] and text[i - 2][0] != " "
         if begins:
             lines += [".. code-block:: python", ""]
+        if what == "property" and i == 0:
+            line = line.replace("`: ", "`, ")  # napoleon would take what is before a colon for a type
         lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", line))
 
 

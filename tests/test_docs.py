@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -25,6 +24,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
+SLOW = {DOCS / "howto" / "slow-step.md"}
 
 
 def blocks(page):
@@ -48,16 +48,21 @@ def as_started(monkeypatch):
     """A script's surroundings: the usual dtype promotion, and settings that come too late here are left out."""
     assert jax.device_count() == 8
     update = jax.config.update
-    late = ("jax_num_cpu_devices", "jax_log_compiles")  # eight devices are simulated already
-    monkeypatch.setattr(jax.config, "update", lambda name, value: None if name in late else update(name, value))
+    late = "jax_num_cpu_devices"  # eight are simulated already
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None if name == late else update(name, value))
     monkeypatch.setattr(jpipe, "initialize", lambda: True)  # backends have started; tests/test_processes.py runs it
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # a page that sets it sets it for itself
-    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="optax.contrib|.*is deprecated", category=DeprecationWarning)
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=[str(page.relative_to(DOCS)) for page in RUNNING])
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in RUNNING], ids=name
+)
 def test_a_page_runs_and_prints_what_it_shows(page, as_started):
     names = {"__name__": "page"}
     if page.parent.name == "howto" and page.name != "index.md":
@@ -72,7 +77,7 @@ def test_readme_and_start_have_the_same_example():
     assert loop in shown
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
 def test_links_lead_to_files_and_headings(page):
     for target in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)):
         if "://" not in target:
@@ -87,7 +92,7 @@ def headings(page):
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tests_and_scripts_that_are_named_are_there(page):
     text = page.read_text()
     for script in set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]+\.py\b", text)):
