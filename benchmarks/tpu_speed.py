@@ -112,7 +112,7 @@ TABLE = [
     *[Setting("v5p", 32, **LARGE, remat=remat) for remat in ("layer", "none")],
     *[Setting(unroll=1, microbatch=4, remat=remat) for remat in ("layer", "none")],
 ]
-"""What the README shows."""
+"""What docs/numbers.md shows."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _measure(setting: Setting) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of the README."
+    parser.epilog = "All combinations of what is given are compiled; if nothing is, the table of docs/numbers.md."
     for field in fields(Setting):
         parser.add_argument(f"--{field.name}", nargs="+", type=type(field.default), help=f"(default {field.default})")
     options = parser.parse_args()

@@ -1,0 +1,54 @@
+"""Sphinx: how the documentation is built (`make docs`)."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jpipe
+
+project = "jpipe"
+author = "the jpipe authors"
+version = release = jpipe.__version__
+html_title = f"jpipe {release}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["jpipe.css"]
+html_show_copyright = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autoclass_content = "class"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of JAX, optax and Python have no pages here
+
+
+def as_restructured_text(app, what, name, obj, options, lines):
+    """Marks indented examples and `names` as code, as docstrings write them in the way of Markdown."""
+    text = inspect.cleandoc("\n".join(lines)).splitlines()
+    lines[:] = []
+    for i, line in enumerate(text):
+        begins = line.startswith("    ") and i >= 2 and not text[i - 1] and text[i - 2] and text[i - 2][0] != " "
+        if begins:
+            lines += [".. code-block:: python", ""]
+        if what == "property" and i == 0:
+            line = line.replace("`: ", "`, ")  # napoleon would take what is before a colon for a type
+        lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", line))
+
+
+def setup(app):
+    """Before napoleon, which has the priority 500."""
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=400)

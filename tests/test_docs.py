@@ -1,0 +1,121 @@
+"""The documentation runs: every Python block of a page, in order, as one script, and it prints what is shown below it.
+
+Blocks marked `python` are run, those marked `py` are not: other libraries' code, and the five lines of the first
+screen. A `text` block that follows a Python block at once is what that one prints. The how-to pages go on from the
+lines that their index begins with.
+"""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jpipe
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
+SLOW = {DOCS / "howto" / "slow-step.md"}
+
+
+def blocks(page):
+    """The line, the code and the expected output (or "") of each Python block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, found.start(1)), *found.groups("")) for found in BLOCK.finditer(text)]
+
+
+def run(page, names, *, shown=True):
+    for line, code, wanted in blocks(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+        if wanted and shown:
+            lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+            assert lines == wanted.splitlines(), f"{page}, line {line}: it prints\n{printed.getvalue()}"
+
+
+@pytest.fixture
+def as_started(monkeypatch):
+    """A script's surroundings: the usual dtype promotion, and settings that come too late here are left out."""
+    assert jax.device_count() == 8
+    update = jax.config.update
+    late = "jax_num_cpu_devices"  # eight are simulated already
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None if name == late else update(name, value))
+    monkeypatch.setattr(jpipe, "initialize", lambda: True)  # backends have started; tests/test_processes.py runs it
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # a page that sets it sets it for itself
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in RUNNING], ids=name
+)
+def test_a_page_runs_and_prints_what_it_shows(page, as_started):
+    names = {"__name__": "page"}
+    if page.parent.name == "howto" and page.name != "index.md":
+        run(DOCS / "howto" / "index.md", names)
+    run(page, names)
+
+
+def test_readme_and_start_have_the_same_example():
+    (_, example, _), (_, loop, _) = blocks(DOCS / "start.md")[:2]
+    shown = (ROOT / "README.md").read_text()
+    assert example in shown
+    assert loop in shown
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
+def test_links_lead_to_files_and_headings(page):
+    for target in LINK.findall(re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)):
+        if "://" not in target:
+            path, _, heading = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.is_file(), f"{page.name} links to {target}"
+            assert not heading or heading in headings(file), f"{page.name} links to {target}"
+
+
+def headings(page):
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tests_and_scripts_that_are_named_are_there(page):
+    text = page.read_text()
+    for script in set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]+\.py\b", text)):
+        assert (ROOT / script).is_file(), script
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", text)):
+        assert f"def {name}(" in tests, name
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    exported = re.findall(r"import (\w+) as \1$", (ROOT / "jpipe" / "__init__.py").read_text(), re.MULTILINE)
+    shown = re.findall(r"auto(?:class|function):: (\w+)", (DOCS / "api.md").read_text())
+    assert sorted(shown) == sorted(exported)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+@pytest.mark.slow
+def test_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "index.html").is_file()
