@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: test test-all lint format docs demo clean
+.PHONY: test test-all lint format docs dist demo clean
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
@@ -25,6 +25,12 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# Wheel and sdist, tried from outside of the checkout.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(PYTEST) -n 0 -m "slow or not slow" tests/test_distribution.py
 
 demo: $(READY)
 	$(BIN)/python examples/lm.py
