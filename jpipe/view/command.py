@@ -75,3 +75,7 @@ def _open(address: str) -> bool:
         return webbrowser.open(address)
     except webbrowser.Error:
         return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -35,7 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
         if send_body:
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name is the base class's)
+    def log_message(self, format: str, *args: object) -> None:
         """Says nothing: a terminal that shows the address should go on showing it."""
 
 

@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
-).split()
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--remote-debugging-pipe",
+]
 # Chromium reads commands from file 3 and writes to file 4.
-LAUNCH = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+LAUNCH = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 WITHIN = 60.0  # seconds for any answer
 KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "PageUp": 33, "PageDown": 34, "Tab": 9}
 
@@ -116,7 +119,7 @@ class Page:
     def click(self, selector: str) -> None:
         """Clicks into the middle of an element."""
         at = self.get(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -145,7 +148,16 @@ def chromium(path: str) -> Iterator[Page]:
         os.close(file)
     reads, writes, answers_from, answers_to = ends
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [sys.executable, "-c", LAUNCH, str(reads), str(answers_to), path, *FLAGS, f"--user-data-dir={profile}"]
+        command = [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            str(reads),
+            str(answers_to),
+            path,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+        ]
         process = subprocess.Popen(
             command, pass_fds=(reads, answers_to), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
