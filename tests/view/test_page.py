@@ -146,7 +146,7 @@ def test_three_thousand_settings_have_the_numbers_of_simulate(page):
 
 @pytest.mark.slow
 def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(page):
-    settings = random_settings(6000, shapes=400, most=(32, 128, 8), seed=2)
+    settings = random_settings(1000, shapes=50, most=(32, 128, 8), seed=2)
     assert largest_difference(page, settings) <= CLOSE
 
 
@@ -209,12 +209,16 @@ def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
         ("#schedule=1f1b&K=8&M=64", "bubble", "9.9 %"),
         ("#schedule=interleaved&K=4&M=8&V=2", "bubble", "15.8 %"),
         ("#schedule=1f1b&K=8&M=16&remat=none", "speedup-naive", "5.57 x"),
+        ("#schedule=interleaved&K=4&M=8&V=2&remat=none&transfer=0.5", "bubble", "32.4 %"),
+        ("#schedule=1f1b&K=4&M=8&remat=none&transfer=0.5", "bubble", "33.3 %"),
         ("#schedule=naive&K=4&M=8", "speedup-naive", "1.00 x"),
         ("#schedule=1f1b&K=4&M=8&remat=layer", "speedup-one", "2.18 x"),  # 32/11 * (F+B)/(2F+B)
         ("#schedule=gpipe&K=4&M=32", "in-flight", "32"),
         ("#schedule=1f1b&K=4&M=32", "in-flight", "7"),
         ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fits", "yes"),
         ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fixed", "1.31 GB"),
+        ("#view=memory&K=1&M=1&remat=none&P=82&L=24&A=509.5&device=8", "total", "7.57 GB"),  # 1.31 and table 1's 6.26
+        ("#view=memory&K=2&M=8&P=557&L=24&A=509.5&device=8", "fits", "yes"),
         ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fits", "no"),
         ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fixed", "8.91 GB"),
         ("#view=memory&schedule=gpipe&K=1&M=1&remat=none&L=40&N=128", "kept", "5120"),
