@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "execution": {"jax_tools", "processes", "sharding", "layers", "schedules", "model", "memory", "planning"},
     "pictures": {"schedules", "planning", "execution"},
     "checkpoints": {"jax_tools", "processes", "model", "memory", "training", "execution", "pipeline", "checks"},
+    "view": set(),
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.trace"},

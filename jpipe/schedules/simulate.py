@@ -6,13 +6,14 @@ It reads the same tick table as the executor, so it times what will run, and not
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
-from jpipe.schedules.placement import Placement
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import crosses_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +43,7 @@ class Timeline:
       busy: K numbers, the time for which each stage works.
       peak_in_flight: K numbers, the most (micro-batch, chunk) pairs at once whose F has run on that stage and whose B
         has not yet; 0 in a forward-only schedule, which keeps nothing for a backward.
+      transfer: the time of a hop, as `simulate` was called with.
     """
 
     schedule: Schedule
@@ -49,6 +51,7 @@ class Timeline:
     makespan: float
     busy: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
+    transfer: float = 0.0
 
     @property
     def bubble_fraction(self) -> float:
@@ -59,9 +62,11 @@ class Timeline:
     def speedup_over_naive(self) -> float:
         """How many times as fast as naive model parallelism with the same K, M and times.
 
-        The naive order does one action at a time, so its makespan is the work of all stages together.
+        The naive order does one action at a time, so its makespan is the work of all stages together, and every hop of
+        every micro-batch through one chunk a stage.
         """
-        return sum(self.busy) / self.makespan
+        passes = self.schedule.num_microbatches * (2 if self.schedule.trains else 1)
+        return (sum(self.busy) + passes * (len(self.busy) - 1) * self.transfer) / self.makespan
 
     def in_flight(self, stage: int) -> list[tuple[float, int]]:
         """What a stage holds over time: each time from which it is another number, and the number, from (0.0, n) on.
@@ -122,6 +127,7 @@ def simulate(
     schedule: Schedule,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
+    transfer: float = 0.0,
     *,
     recompute: float | Sequence[float] = 0.0,
 ) -> Timeline:
@@ -130,20 +136,24 @@ def simulate(
     A stage runs its slots in order; an idle slot takes no time. After a slot come the `ppermute`s of the kinds that it
     admits, on all stages and in all ticks, so a stage starts its next slot when the slot just past has ended on itself,
     on the stage before (if that slot admits F) and on the stage after (if it admits B). The last stage counts as the
-    one before the first where V > 1. Sending takes no time, and a sender does not wait for its receiver.
+    one before the first where V > 1. What is sent is there `transfer` later. It crosses while the receiver works in its
+    next slot and is waited for after it; or before that slot, where it admits the same kind (`ticks.crosses_beside`).
+    A sender does not wait for its receiver, and what a stage sends to itself (K=1) takes no time.
 
-    GPipe then takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
+    Without transfer times GPipe takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
 
     Args:
       schedule: what to simulate.
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
       backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
-      recompute: the same for what a backward action computes anew before that (remat); 0 if nothing, or not apart.
+      transfer: time of a hop, from the end of a slot until what was sent in it is there.
+      recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if nothing, or
+        not apart.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
-      ValueError: a time is not positive (`recompute`: negative) or not finite, or there are not K of them.
+      ValueError: a time is not positive (`transfer`, `recompute`: negative) or not finite, or there are not K of them.
 
     >>> from jpipe.schedules.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
@@ -157,47 +167,60 @@ def simulate(
         "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
         "B": anew + _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
     }
+    hop = _hop_time(transfer)
     spans: list[Span] = []
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
-    for kinds, actions in _slots(schedule):
+    arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
+    for index, actions in _slots(schedule):
         for stage, action in actions:
             start = float(clocks[stage])
             clocks[stage] += times[action.kind][stage]
             recomputed = float(anew[stage]) if action.kind == "B" else 0.0
             spans.append(Span(stage, action, start, float(clocks[stage]), recomputed))
-        clocks = _after_hops(clocks, kinds, schedule.placement)
+        crossed = arriving
+        clocks, arriving = _after_hops(schedule, index, clocks, hop)
+        clocks = np.maximum(clocks, crossed)
     return Timeline(
         schedule=schedule,
         spans=tuple(spans),
         makespan=max(span.end for span in spans),
         busy=tuple(float(sum(times[action.kind][k] for action in order)) for k, order in enumerate(schedule.actions)),
         peak_in_flight=tuple(_peak_in_flight(spans, stage) for stage in range(schedule.num_stages)),
+        transfer=hop,
     )
 
 
-def _slots(schedule: Schedule) -> Iterator[tuple[str, list[Placed]]]:
-    """The slots in time, read from the tick table: the kinds that each admits, and the actions of the stages in it."""
+def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
+    """The slots in time, read from the tick table: the index in its tick, and the actions of the stages in it."""
     table = schedule.ticks
     for tick in range(table.num_ticks):
-        for slot in table.slots:
+        for index, slot in enumerate(table.slots):
             columns = slot.kind[tick].tolist(), slot.microbatch[tick].tolist(), slot.chunk[tick].tolist()
             by_stage = enumerate(zip(*columns, strict=True))
-            yield slot.kinds, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
+            yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-def _after_hops(ends: np.ndarray, kinds: str, placement: Placement) -> np.ndarray:
+def _after_hops(schedule: Schedule, index: int, ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
+      schedule: its slots, and who sends to whom.
+      index: which slot of its tick it is. Every stage sends at its end, whatever it did in it: hops are collective.
       ends: when each stage ended the slot, `[K]`.
-      kinds: the kinds that the slot admits. Every stage sends at its end, whatever it did in it: hops are collective.
-      placement: who sends to whom.
+      hop: how long what was sent is under way.
+
+    Returns:
+      That, and when each stage has what crosses to it beside its next slot, `[K]`.
     """
-    starts = ends.copy()
-    for flow in {ACTION_KINDS[kind].flow for kind in kinds} - {0}:
-        for sender, receiver in placement.hops(flow):
+    starts, arriving = ends.copy(), np.zeros_like(ends)
+    for kind in schedule.slots[index]:
+        beside = crosses_beside(schedule.slots, kind, index)
+        for sender, receiver in schedule.placement.hops(ACTION_KINDS[kind].flow):
             starts[receiver] = max(starts[receiver], ends[sender])
-    return starts
+            if sender != receiver:
+                waits = arriving if beside else starts
+                waits[receiver] = max(waits[receiver], ends[sender] + hop)
+    return starts, arriving
 
 
 def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:
@@ -224,3 +247,11 @@ def _stage_times(
             f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
         )
     return np.broadcast_to(array, (num_stages,))
+
+
+def _hop_time(transfer: float) -> float:
+    if isinstance(transfer, bool) or not isinstance(transfer, Real):
+        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
+    if not 0 <= float(transfer) < np.inf:
+        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
+    return float(transfer)

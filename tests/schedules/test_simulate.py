@@ -121,6 +121,52 @@ def test_timeline_of_two_unequal_stages():
     ]
 
 
+def test_timeline_with_transfers():
+    """A hop of 3 shows where nothing runs beside it: F1 is on its way to stage 1 while B0 runs there."""
+    timeline = simulate(make("1f1b", 2, 2), forward=1, backward=2, transfer=3)
+    assert [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans] == [
+        (0, "F0", 0.0, 1.0),
+        (0, "F1", 1.0, 2.0),
+        (1, "F0", 4.0, 5.0),
+        (1, "B0", 5.0, 7.0),
+        (1, "F1", 7.0, 8.0),
+        (0, "B0", 10.0, 12.0),
+        (1, "B1", 8.0, 10.0),
+        (0, "B1", 13.0, 15.0),
+    ]
+    assert timeline.speedup_over_naive == (2 * 2 * 3 + 4 * 3) / 15
+
+
+@given(
+    st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.integers(0, 20).map(float),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "forward"]),
+)
+def test_speedup_compares_with_the_naive_order_at_the_same_transfer_time(times, num_microbatches, transfer, name):
+    f, b = map(list, zip(*times, strict=True))
+    naive = simulate(make("naive", len(f), num_microbatches), f, b, transfer).makespan
+    assert naive == num_microbatches * (sum(f) + sum(b) + 2 * (len(f) - 1) * transfer)
+    if name == "forward":
+        naive = num_microbatches * (sum(f) + (len(f) - 1) * transfer)
+    timeline = simulate(make(name, len(f), num_microbatches), f, b, transfer)
+    assert timeline.speedup_over_naive == naive / timeline.makespan
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_short_transfers_of_1f1b_show_once_each_way(num_stages, num_microbatches):
+    """Those no longer than a forward cross beside work, but for K-1 hops while it fills and K-1 while it drains."""
+    schedule = make("1f1b", num_stages, num_microbatches)
+    shown = simulate(schedule, 1, 2, transfer=0.5).makespan - simulate(schedule, 1, 2).makespan
+    assert shown == 2 * (num_stages - 1) * 0.5
+
+
+def test_transfers_of_gpipe_show_in_every_other_tick():
+    """A tick of forwards alone has nothing beside which they, and the empty hops back, could cross."""
+    schedule = make("gpipe", 2, 8)
+    assert simulate(schedule, 1, 2, transfer=0.5).makespan - simulate(schedule, 1, 2).makespan == 0.5 * 8
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 16), (4, 4), (4, 2), (3, 7)])
 def test_peak_in_flight(num_stages, num_microbatches):
     def peak(schedule: Schedule) -> tuple[int, ...]:
@@ -151,6 +197,9 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
         ({"forward": [1.0, float("nan")]}, ValueError, "must be positive and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
         ({"recompute": -1.0}, ValueError, "recompute=-1.0 must be at least 0 and finite"),
+        ({"transfer": -1}, ValueError, "transfer=-1 must be finite and not negative"),
+        ({"transfer": float("inf")}, ValueError, "transfer=inf must be finite"),
+        ({"transfer": [1.0, 2.0]}, TypeError, "transfer=[1.0, 2.0] must be a number, the time of one hop"),
         ({"forward": "fast"}, TypeError, "forward='fast' must be a number or a sequence of 2 numbers"),
     ],
 )

@@ -1,0 +1,81 @@
+"""The command `jpipe`: what it takes, and what it tells whoever runs it."""
+
+import argparse
+import shutil
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from jpipe.view.server import PAGE, address_of, make_server
+
+PORT = 8427  # the same everywhere, so that a colleague's address works here
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status, 2 for wrong arguments.
+
+    Args:
+      arguments: in place of `sys.argv[1:]`.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        if options.save is not None:
+            _save(options.save)
+        else:
+            _serve(options.port, browser=options.browser)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"jpipe view: {error}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jpipe", description="Pipeline parallelism for Flax models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    view = commands.add_parser(
+        "view",
+        help="open a page that shows where a pipeline's time and memory go",
+        description="Opens a page with sliders for stages, micro-batches, schedule and memory. It is served to this "
+        "machine alone and needs no network.",
+    )
+    view.add_argument("--port", type=int, default=PORT, help=f"where to serve it (default {PORT}; 0: any that is free)")
+    view.add_argument("--no-browser", dest="browser", action="store_false", help="print the address, open nothing")
+    view.add_argument("--save", type=Path, metavar="FILE", help="write the page to FILE, for a site, and serve nothing")
+    return parser
+
+
+def _save(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"--save {path} is a folder; name a file in it, as {path / 'pipeline.html'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--save {path}: there is no folder {path.parent}; make it first")
+    shutil.copyfile(PAGE, path)
+    print(f"wrote {path}: one file, open it in any browser")
+
+
+def _serve(port: int, *, browser: bool) -> None:
+    with make_server(port) as server:
+        address = address_of(server)
+        print(f"jpipe view: {address} (Ctrl+C stops it)", flush=True)
+        if browser and not _open(address):
+            print(
+                "No browser could be opened. Open the address in one on this machine; from another machine first run "
+                f"`ssh -L {server.server_address[1]}:127.0.0.1:{server.server_address[1]} HOST` there, or take the "
+                "page along: `jpipe view --save FILE`.",
+                flush=True,
+            )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _open(address: str) -> bool:
+    try:
+        return webbrowser.open(address)
+    except webbrowser.Error:
+        return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,69 @@
+"""Serves the page to this machine alone, until it is told to stop.
+
+The page needs no server; this one gives it an address that colleagues can open under, with a setting in it.
+"""
+
+import errno
+import os
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+HOST = "127.0.0.1"
+PAGE = Path(__file__).with_name("page.html")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page at `/`, and with nothing elsewhere."""
+
+    def do_GET(self) -> None:
+        self._answer(send_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(send_body=False)
+
+    def _answer(self, *, send_body: bool) -> None:
+        if self.path.partition("?")[0] != "/":
+            self.send_error(HTTPStatus.NOT_FOUND, "the page is at /")
+            return
+        body = PAGE.read_bytes()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")  # another version of jpipe may be behind this port tomorrow
+        self.end_headers()
+        if send_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a terminal that shows the address should go on showing it."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = os.name != "nt"  # where it would let two servers have one port
+
+
+def make_server(port: int) -> ThreadingHTTPServer:
+    """A server of the page on this machine's loopback address; `serve_forever` runs it.
+
+    Args:
+      port: 0 for any that is free, or 1 to 65535.
+
+    Raises:
+      ValueError: there is no such port.
+      OSError: the port is in use, or needs rights that this user doesn't have; the message says what to do.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port {port} does not exist; use 1024 to 65535, or 0 for any that is free")
+    try:
+        return _Server((HOST, port), _Handler)
+    except OSError as error:
+        reasons = {errno.EADDRINUSE: "is in use", errno.EACCES: "may not be used by this user"}
+        reason = reasons.get(error.errno or 0, f"can't be used ({error.strerror})")
+        raise OSError(f"port {port} of {HOST} {reason}; choose another with --port, or any with --port 0") from error
+
+
+def address_of(server: ThreadingHTTPServer) -> str:
+    """Where a browser on this machine finds the page."""
+    return f"http://{HOST}:{server.server_address[1]}/"

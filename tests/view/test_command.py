@@ -1,0 +1,143 @@
+"""The command `jpipe view`: what it serves, to whom, and what it says when something is in its way."""
+
+import contextlib
+import http.client
+import re
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from jpipe.view import command
+from jpipe.view.server import HOST, PAGE, address_of, make_server
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def serving():
+    with make_server(0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "length"),
+    [
+        ("GET", "/", 200, PAGE.stat().st_size),
+        ("GET", "/?from=mail", 200, PAGE.stat().st_size),
+        ("HEAD", "/", 200, 0),
+        ("GET", "/page.html/../server.py", 404, None),
+        ("GET", "/etc/passwd", 404, None),
+        ("POST", "/", 501, None),
+    ],
+)
+def test_the_page_alone_is_served(method, path, status, length):
+    with serving() as server, contextlib.closing(http.client.HTTPConnection(HOST, server.server_address[1])) as client:
+        client.request(method, path)
+        answer = client.getresponse()
+        body = answer.read()
+        assert answer.status == status
+        assert length is None or len(body) == length
+        if status == 200:
+            assert answer.getheader("Content-Type") == "text/html; charset=utf-8"
+
+
+def test_it_listens_on_this_machine_alone():
+    with make_server(0) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        assert address_of(server) == f"http://127.0.0.1:{server.server_address[1]}/"
+
+
+def test_a_port_in_use_is_named(capsys):
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            command.main(["view", "--port", str(port), "--no-browser"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"jpipe view: port {port} of 127.0.0.1 is in use; choose another with --port, or any with --port 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["veiw"], "invalid choice: 'veiw'"),
+        (["view", "--port", "many"], "argument --port: invalid int value: 'many'"),
+        (["view", "--port", "70000"], "port 70000 does not exist; use 1024 to 65535, or 0 for any that is free"),
+        (["view", "--port", "-1"], "port -1 does not exist"),
+        (["view", "--save", "no/such/folder/page.html"], "there is no folder no/such/folder; make it first"),
+        (["view", "--save", "."], "--save . is a folder; name a file in it, as pipeline.html"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def stop_at_once(monkeypatch) -> None:
+    def interrupted(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("socketserver.BaseServer.serve_forever", interrupted)
+
+
+def test_the_browser_is_sent_to_the_address(monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    stop_at_once(monkeypatch)
+    assert command.main(["view", "--port", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert len(opened) == 1 and f"jpipe view: {opened[0]} (Ctrl+C stops it)" in printed
+    assert "No browser" not in printed
+    assert command.main(["view", "--port", "0", "--no-browser"]) == 0
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("how", ["false", "error"])
+def test_without_a_browser_it_says_what_to_do(how, monkeypatch, capsys):
+    def no_browser(_):
+        if how == "error":
+            raise webbrowser.Error("could not locate runnable browser")
+        return False
+
+    monkeypatch.setattr(webbrowser, "open", no_browser)
+    stop_at_once(monkeypatch)
+    assert command.main(["view", "--port", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "No browser could be opened. Open the address in one on this machine" in printed
+    assert re.search(r"ssh -L (\d+):127\.0\.0\.1:\1 HOST", printed) and "jpipe view --save FILE" in printed
+
+
+def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
+    assert command.main(["view", "--save", str(tmp_path / "pipeline.html")]) == 0
+    assert (tmp_path / "pipeline.html").read_bytes() == PAGE.read_bytes()
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'pipeline.html'}")
+
+
+def test_help_names_the_command_and_its_options():
+    found = subprocess.run(
+        [sys.executable, "-m", "jpipe.view.command", "view", "--help"], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    for option in ("--port", "--no-browser", "--save"):
+        assert option in found.stdout
+
+
+def test_the_command_is_installed_by_this_name():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"jpipe": "jpipe.view.command:main"}

@@ -1,0 +1,466 @@
+"""The page in a real browser: its numbers are `jpipe.simulate`'s, its sliders move, its address keeps the setting."""
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import simulate
+from jpipe.view.server import PAGE
+from view_chromium import Page, chromium, find
+
+NAMES = ("naive", "gpipe", "1f1b", "interleaved")
+CLOSE = 1e-9
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Page]:
+    path = find()
+    if path is None:
+        pytest.skip("needs Chromium or Chrome on PATH; on Debian: apt-get install -y chromium")
+    with chromium(path) as page:
+        yield page
+
+
+@pytest.fixture
+def tab(browser) -> Iterator[Page]:
+    """Wide and light; the test opens the page."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.appear(width=1280)
+    yield browser
+    assert not browser.problems, browser.problems
+
+
+@pytest.fixture
+def page(tab) -> Page:
+    """The page as it comes, without a setting in its address."""
+    open_at(tab, "")
+    return tab
+
+
+def open_at(page: Page, setting: str) -> None:
+    page.open(PAGE.as_uri() + setting)
+
+
+def shown(page: Page, name: str) -> float:
+    """The number on a card, in full."""
+    return float(page.get(f"document.getElementById('{name}').dataset.value"))
+
+
+def text(page: Page, name: str) -> str:
+    return page.get(f"document.getElementById('{name}').textContent").replace("\N{MULTIPLICATION SIGN}", "x")
+
+
+def focus(page: Page, name: str) -> None:
+    page.get(f"document.getElementById('{name}').focus()")
+
+
+def move(page: Page, name: str, value: float | str) -> None:
+    """Moves a slider as a pointer does: the value, then the event."""
+    page.get(
+        f"(() => {{ const e = document.getElementById('{name}'); e.value = {json.dumps(value)};"
+        "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input')); })()"
+    )
+
+
+def type_into(page: Page, name: str, value: str) -> None:
+    page.get(f"(() => {{ const e = document.getElementById('{name}-typed'); e.focus(); e.select(); }})()")
+    page.write(value)
+
+
+def address(page: Page) -> str:
+    """The address, once the page has written it."""
+    page.wait("location.hash === jpipe.address()")
+    return page.get("location.hash")
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def schedule_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def random_settings(count: int, *, shapes: int, most: tuple[int, int, int], seed: int) -> list[dict[str, Any]]:
+    """Settings of that many different schedules, each with times of its own, some equal, some transfers free."""
+    rng = random.Random(seed)
+
+    def shape() -> dict[str, Any]:
+        name = rng.choice(NAMES)
+        K, M, V = (rng.randint(1, size) for size in most)
+        V = V if name == "interleaved" else 1
+        return {"schedule": name, "num_stages": K, "num_microbatches": M, "num_chunks": V}
+
+    drawn = [shape() for _ in range(shapes)]
+
+    def times(num_stages: int) -> float | list[float]:
+        if rng.random() < 0.3:
+            return rng.choice([1.0, 2.0, rng.uniform(0.01, 10)])
+        return [rng.uniform(0.01, 10) for _ in range(num_stages)]
+
+    def setting(index: int) -> dict[str, Any]:
+        of = drawn[index % shapes]
+        K = of["num_stages"]
+        return {**of, "forward": times(K), "backward": times(K), "transfer": rng.choice([0.0, 1.0, rng.uniform(0, 5)])}
+
+    return [setting(i) for i in range(count)]
+
+
+def largest_difference(page: Page, settings: Sequence[dict[str, Any]]) -> float:
+    """Of any number of any setting, relative to the number where that is above 1."""
+    largest = 0.0
+    names = ("makespan", "bubble_fraction", "speedup_over_naive", "busy", "peak_in_flight")
+    for first in range(0, len(settings), 250):
+        batch = settings[first : first + 250]
+        found = page.get(
+            f"{json.dumps(batch)}.map((s) => {{ const t = jpipe.simulate(s);"
+            f"return [{', '.join(f't.{name}' for name in names)}, t.spans.length, t.spans.reduce("
+            "(a, s) => a + s.start * (1 + s.m) * (1 + s.v) * (s.kind === 'F' ? 1 : 2), 0)]; })"
+        )
+        for setting, numbers in zip(batch, found, strict=True):
+            shape = (setting[name] for name in ("schedule", "num_stages", "num_microbatches", "num_chunks"))
+            timeline = simulate(schedule_of(*shape), setting["forward"], setting["backward"], setting["transfer"])
+            weights = ((s.start, s.action) for s in timeline.spans)
+            places = sum(t * (1 + a.microbatch) * (1 + a.chunk) * (1 if a.kind == "F" else 2) for t, a in weights)
+            expected = [*(getattr(timeline, name) for name in names), len(timeline.spans), places]
+            for mine, theirs in zip(map(np.asarray, expected), map(np.asarray, numbers), strict=True):
+                assert mine.shape == theirs.shape, setting
+                difference = float(np.max(np.abs(mine - theirs) / np.maximum(1.0, np.abs(mine))))
+                assert difference <= CLOSE, (setting, expected, numbers)
+                largest = max(largest, difference)
+    return largest
+
+
+def test_three_thousand_settings_have_the_numbers_of_simulate(page):
+    settings = random_settings(3000, shapes=250, most=(8, 16, 4), seed=1)
+    assert largest_difference(page, settings) <= CLOSE
+
+
+@pytest.mark.slow
+def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(page):
+    settings = random_settings(1000, shapes=50, most=(32, 128, 8), seed=2)
+    assert largest_difference(page, settings) <= CLOSE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bars_are_the_spans_of_simulate(page, name):
+    """Every bar, in order: stage, kind, micro-batch, chunk, start and end."""
+    schedule = schedule_of(name, 3, 5, 2 if name == "interleaved" else 1)
+    setting = {"num_stages": 3, "num_microbatches": 5, "num_chunks": schedule.num_chunks, "schedule": name}
+    times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
+    spans = page.get(f"jpipe.simulate({json.dumps(setting | times)}).spans")
+    expected = [
+        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk}
+        for s in simulate(schedule, **times).spans
+    ]
+    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in spans] == expected
+    found = [[span["start"], span["end"]] for span in spans]
+    assert found == [[s.start, s.end] for s in simulate(schedule, **times).spans]
+
+
+def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
+    """What sliders say is what `simulate` is called with: slow stages, recomputation and transfers."""
+    rng = random.Random(3)
+    again = {"none": 0, "layer": 1, "stage": 1, "full": 2}
+    for _ in range(25):
+        K, M, V = rng.randint(1, 9), rng.randint(1, 20), rng.randint(1, 3)
+        name, remat = rng.choice(NAMES), rng.choice(list(again))
+        V = V if name == "interleaved" else 1
+        ratio, transfer = rng.randint(1, 50) / 10, rng.randint(0, 60) / 20
+        slowness, slow = rng.randint(10, 50) / 10, rng.randrange(K)
+        setting = f"#schedule={name}&K={K}&M={M}&V={V}&remat={remat}"
+        setting += f"&ratio={ratio}&transfer={transfer}&slowness={slowness}&slow={slow}"
+        page.get(f"location.hash = {json.dumps(setting)}")
+        page.wait(f"jpipe.state().ratio === {ratio} && jpipe.state().transfer === {transfer}")
+        forward = [slowness if k == slow else 1.0 for k in range(K)]
+        backward = [time * (ratio + again[remat]) for time in forward]
+        timeline = simulate(schedule_of(name, K, M, V), forward, backward, transfer)
+        one = simulate(schedule_of("naive", 1, M, 1), sum(forward), sum(time * ratio for time in forward)).makespan
+        expected = {
+            "makespan": timeline.makespan,
+            "bubble": timeline.bubble_fraction,
+            "utilisation": 1 - timeline.bubble_fraction,
+            "speedup-naive": timeline.speedup_over_naive,
+            "speedup-one": one / timeline.makespan,
+            "in-flight": max(timeline.peak_in_flight),
+        }
+        assert {key: shown(page, key) for key in expected} == pytest.approx(expected, rel=CLOSE, abs=CLOSE), setting
+        cells = page.get(
+            "[...document.querySelectorAll('#stages tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        assert [int(cell[3]) for cell in cells] == list(timeline.peak_in_flight)
+        assert [cell[2] for cell in cells] == [f"{100 * busy / timeline.makespan:.1f} %" for busy in timeline.busy]
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "expected"),
+    [
+        ("#schedule=gpipe&K=4&M=4", "bubble", "42.9 %"),
+        ("#schedule=gpipe&K=4&M=8", "bubble", "27.3 %"),
+        ("#schedule=1f1b&K=4&M=16", "bubble", "15.8 %"),
+        ("#schedule=1f1b&K=8&M=64", "bubble", "9.9 %"),
+        ("#schedule=interleaved&K=4&M=8&V=2", "bubble", "15.8 %"),
+        ("#schedule=1f1b&K=8&M=16&remat=none", "speedup-naive", "5.57 x"),
+        ("#schedule=interleaved&K=4&M=8&V=2&remat=none&transfer=0.5", "bubble", "32.4 %"),
+        ("#schedule=1f1b&K=4&M=8&remat=none&transfer=0.5", "bubble", "33.3 %"),
+        ("#schedule=naive&K=4&M=8", "speedup-naive", "1.00 x"),
+        ("#schedule=1f1b&K=4&M=8&remat=layer", "speedup-one", "2.18 x"),  # 32/11 * (F+B)/(2F+B)
+        ("#schedule=gpipe&K=4&M=32", "in-flight", "32"),
+        ("#schedule=1f1b&K=4&M=32", "in-flight", "7"),
+        ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fixed", "1.31 GB"),
+        ("#view=memory&K=1&M=1&remat=none&P=82&L=24&A=509.5&device=8", "total", "7.57 GB"),  # 1.31 and table 1's 6.26
+        ("#view=memory&K=2&M=8&P=557&L=24&A=509.5&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fits", "no"),
+        ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fixed", "8.91 GB"),
+        ("#view=memory&schedule=gpipe&K=1&M=1&remat=none&L=40&N=128", "kept", "5120"),
+        ("#view=memory&schedule=gpipe&K=4&M=8&remat=none&L=40&N=128", "kept", "1280"),
+        ("#view=memory&schedule=gpipe&K=1&M=8&remat=stage&L=40&N=128", "kept", "768"),
+        ("#view=memory&schedule=gpipe&K=4&M=8&remat=stage&L=40&N=128", "kept", "288"),
+        ("#view=memory&schedule=gpipe&K=4&M=8&remat=stage&L=40&N=128", "less", "17.8 x"),
+    ],
+)
+def test_figures_of_the_papers(tab, setting, name, expected):
+    """GPipe's formulas (arXiv 1811.06965, section 2.3), interleaved's (arXiv 2104.04473), and 16 bytes a parameter."""
+    open_at(tab, setting)
+    assert text(tab, name) == expected
+
+
+def test_every_example_says_what_it_shows(page):
+    """All links of both views are settings without a fault."""
+    links = page.get("[...document.querySelectorAll('.examples a')].map((a) => a.getAttribute('href'))")
+    assert len(links) >= 12
+    for link in links:
+        open_at(page, link)
+        assert not page.get("[...document.querySelectorAll('.wrong:not(dd)')].map((e) => e.textContent).join('')"), link
+        assert page.get("document.querySelectorAll('dd[data-value]').length") >= 6
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "precision", "remat"),
+    [
+        ("sgd", "float32", "none"),
+        ("momentum", "mixed", "layer"),
+        ("adam", "bfloat16", "stage"),
+        ("adam", "mixed", "full"),
+        ("rmsprop", "float32", "layer"),
+        ("momentum", "bfloat16", "none"),
+    ],
+)
+def test_parts_of_the_memory_add_up(tab, optimiser, precision, remat):
+    """By the formulas on the page, written a second time."""
+    setting = dict(K=4, M=16, V=2, P=5300, L=48, N=64, A=2097, R=12, device=16)
+    words = dict(view="memory", schedule="interleaved", optimiser=optimiser, precision=precision, remat=remat)
+    open_at(tab, "#" + "&".join(f"{key}={value}" for key, value in (setting | words).items()))
+    width = {"float32": 4, "mixed": 2, "bfloat16": 2}[precision]
+    stored = {"float32": 4, "mixed": 6, "bfloat16": 2}[precision]
+    state = {"sgd": 0, "momentum": 1, "adam": 2, "rmsprop": 2}[optimiser] * (2 if precision == "bfloat16" else 4)
+    params, n, chunk = 5300e6 / 4, 64 / 16, 48 / 8
+    for p, stage in zip(
+        simulate(schedule_of("interleaved", 4, 16, 2)).peak_in_flight,
+        tab.get("jpipe.memory(jpipe.state())"),
+        strict=True,
+    ):
+        waits = {"none": 0, "layer": 0, "stage": p * n, "full": p * n}[remat]
+        inside = {
+            "none": p * n * chunk * 12,
+            "layer": p * n * chunk + n * 11,
+            "stage": n * chunk * 12,
+            "full": n * chunk + n * 11,
+        }[remat]
+        expected = {
+            "parameters": params * stored,
+            "gradients": params * 4,
+            "optimiser": params * state,
+            "activations": inside * 2097e3 * width,
+            "boundaries": waits * 2097e3 * width,
+        }
+        assert stage["parts"] == pytest.approx(expected, rel=1e-12)
+        assert stage["total"] == pytest.approx(sum(expected.values()), rel=1e-12)
+    assert shown(tab, "total") == max(stage["total"] for stage in tab.get("jpipe.memory(jpipe.state())"))
+
+
+# --- sliders, keys and the address ------------------------------------------------------------------------------------
+
+
+def test_sliders_move_by_keys(page):
+    assert (shown(page, "makespan"), shown(page, "in-flight")) == (44, 7)
+    focus(page, "M")
+    page.press("ArrowRight", 2)
+    assert text(page, "time-title") == "1f1b: 4 stages, 10 micro-batches"
+    assert shown(page, "makespan") == 4 * 13
+    page.press("Home")
+    assert (text(page, "bubble"), shown(page, "in-flight")) == ("75.0 %", 1)
+    page.press("End")
+    assert page.get("jpipe.state().M") == 128
+    focus(page, "K")
+    page.press("ArrowLeft", 3)
+    assert (text(page, "bubble"), text(page, "speedup-one")) == ("0.0 %", "0.75 x")
+
+
+def test_tab_goes_from_view_to_sliders(page):
+    focus(page, "tab-time")
+    seen = []
+    for _ in range(9):
+        page.press("Tab")
+        seen.append(page.get("document.activeElement.id"))
+    assert seen == ["copy", "reset", "schedule", "K", "K-typed", "M", "M-typed", "remat", "ratio"]  # V is switched off
+
+
+def test_arrow_keys_change_the_view(page):
+    focus(page, "tab-time")
+    page.press("ArrowRight")
+    assert page.get("document.activeElement.id") == "tab-memory"
+    assert page.get("[getComputedStyle(document.getElementById('time')).display, jpipe.state().view]") == [
+        "none",
+        "memory",
+    ]
+    assert address(page).startswith("#view=memory&")
+    page.click("#tab-time")
+    assert page.get("jpipe.state().view") == "time"
+
+
+def test_sliders_move_by_events_and_the_address_keeps_all(page):
+    for name, value in {
+        "schedule": "interleaved", "K": 6, "M": 12, "V": 3, "remat": "none", "ratio": 1.5, "transfer": 0.25,
+        "slowness": 2, "slow": 4,
+    }.items():  # fmt: skip
+        move(page, name, value)
+    expected = simulate(
+        schedule_of("interleaved", 6, 12, 3), [1, 1, 1, 1, 2, 1], [1.5, 1.5, 1.5, 1.5, 3, 1.5], transfer=0.25
+    )
+    assert shown(page, "makespan") == pytest.approx(expected.makespan, rel=CLOSE)
+    kept, state, numbers = address(page), page.get("jpipe.state()"), shown(page, "speedup-naive")
+    open_at(page, "")
+    assert page.get("jpipe.state()") != state
+    open_at(page, kept)
+    assert (page.get("jpipe.state()"), shown(page, "speedup-naive")) == (state, numbers)
+
+
+def test_the_memory_view_keeps_its_setting_too(page):
+    page.click("#tab-memory")
+    for name, value in {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 64, "N": 256}.items():
+        move(page, name, value)
+    assert page.get("jpipe.state().P") == 316  # a logarithmic slider, three digits
+    type_into(page, "A", "1234.5")
+    kept, state = address(page), page.get("jpipe.state()")
+    assert "P=316&" in kept and "A=1234.5&" in kept
+    open_at(page, kept)
+    assert page.get("jpipe.state()") == state
+
+
+def test_back_to_the_defaults(page):
+    start = page.get("jpipe.state()")
+    move(page, "K", 9)
+    page.click("#reset")
+    assert page.get("jpipe.state()") == start
+
+
+# --- impossible values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("K", "0", "K=0 is impossible here; use 1 to 32 (stages, one device each)"),
+        ("M", "2.5", "M=2.5 must be a whole number from 1 to 128"),
+        ("M", "1000", "M=1000 is impossible here; use 1 to 128 (micro-batches of a step)"),
+        ("transfer", "-1", "transfer=-1 is impossible here; use 0 to 3 (time of a hop, in F)"),
+        ("ratio", "0", "ratio=0 is impossible here; use 0.1 to 5 (times F, without recomputation)"),
+        ("ratio", "", "ratio= is not a number; use 0.1 to 5"),
+    ],
+)
+def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
+    before = shown(page, "makespan")
+    type_into(page, name, value) if value else page.get(
+        f"Object.assign(document.getElementById('{name}-typed'), {{value: ''}}).dispatchEvent(new Event('input'))"
+    )
+    assert text(page, f"{name}-wrong") == message
+    assert page.get(f"document.getElementById('{name}-typed').getAttribute('aria-invalid')") == "true"
+    assert shown(page, "makespan") == before
+    move(page, name, 2)
+    assert text(page, f"{name}-wrong") == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "message"),
+    [
+        ("#K=99", "K-wrong", "K=99 is impossible here; use 1 to 32 (stages, one device each); 4 is shown"),
+        ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
+        ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved; "
+         "1f1b is shown"),
+        ("#schedule=gpipe&V=3", "V-wrong", "V=3, but gpipe has one chunk a stage; use interleaved or V=1"),
+        ("#K=3&slow=3&slowness=2", "slow-wrong", "stage 3 does not exist; with K=3 use 0 to 2"),
+        ("#view=memory&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("#view=memory&L=3", "L-wrong", "L=3 layers are too few for K·V=4 cuts; use more"),
+        ("#stages=4", "address-wrong", "The address has stages=4, which is no setting; there are view (time, memory), "
+         "schedule, K, M, V, remat, ratio, transfer, slowness, slow, P, optimiser, precision, device, L, N, A, R."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_address_is_named(tab, setting, name, message):
+    open_at(tab, setting)
+    assert text(tab, name) == message
+    if "shown" not in message and name != "address-wrong":
+        assert text(tab, "nothing") == f"No numbers for this: {message}."
+        assert tab.get("getComputedStyle(document.querySelector('.numbers')).display") == "none"
+
+
+# --- how it looks -----------------------------------------------------------------------------------------------------
+
+LOOKS = [
+    "#",
+    "#view=memory&schedule=gpipe&remat=stage",
+    "#K=32&M=128&schedule=interleaved&V=2",
+    "#view=memory&K=32&M=128&device=3",
+]
+
+
+@pytest.mark.parametrize("setting", LOOKS)
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_sticks_out_of_a_narrow_screen(tab, setting, dark, tmp_path):
+    tab.appear(width=360, height=740, dark=dark)
+    open_at(tab, setting)
+    assert tab.get("document.documentElement.scrollWidth") == 360
+    tab.picture(tmp_path / "narrow.png")
+    assert (tmp_path / "narrow.png").stat().st_size > 10_000
+
+
+def test_dark_mode_turns_the_page_dark(page):
+    colours = []
+    for dark in (False, True):
+        page.appear(width=1280, dark=dark)
+        colours.append(page.get("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
+
+
+def test_numbers_are_left_out_where_they_do_not_fit(page):
+    assert page.get("jpipe.drawn()") == 2 * 4 * 8
+    move(page, "M", 128)
+    assert page.get("jpipe.drawn()") == 0
+
+
+def test_pointing_at_a_bar_names_it(page):
+    box = page.get(
+        "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 12)
+    assert text(page, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 48)
+    assert text(page, "pointed").startswith("Stage 1 waits at ")
+
+
+def test_the_page_asks_for_nothing_but_itself(page):
+    open_at(page, "#view=memory")
+    assert {request.partition("#")[0] for request in page.requests} <= {PAGE.as_uri(), "about:blank", "data:,"}
+    assert "://" not in PAGE.read_text()
