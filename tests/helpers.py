@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jpipe
@@ -447,6 +448,12 @@ CUTS = [
     (4, 2, "1f1b", 1, "full"),
 ]
 """K, M, schedule, V and remat, one of each kind: for models that are more than a chain of layers."""
+
+
+def some_slow(cases: list) -> list:
+    """Some of `CUTS`, those marked as slow that differ from the others by their sizes alone."""
+    slow = (CUTS[0], CUTS[2], CUTS[4])
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 def cut(layers: list, loss_fn: Callable, case: tuple) -> jpipe.Pipeline:

@@ -662,7 +662,7 @@ def test_a_batch_that_does_not_say_what_its_inputs_are(key):
     make().init(key, FrozenDict(BATCH))
 
 
-@pytest.mark.parametrize("device", [0, 7])
+@pytest.mark.parametrize("device", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_a_batch_on_another_device(device):
     """A regression: "Received incompatible devices for jitted computation"."""
     pipe, there = make(), jax.devices()[device]

@@ -125,7 +125,14 @@ class NnxDrop(nnx.Module):
 DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
 
 
-@pytest.mark.parametrize(("impl", "remat"), [("rbg", "layer"), ("rbg", "none"), ("unsafe_rbg", "full")])
+@pytest.mark.parametrize(
+    ("impl", "remat"),
+    [
+        ("rbg", "layer"),
+        pytest.param("rbg", "none", marks=pytest.mark.slow),
+        pytest.param("unsafe_rbg", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_keys_of_another_implementation(impl, remat):
     """A regression: `init` passed, and the step failed in XLA's verifier: keys were traced as the default ones."""
     key = jax.random.key(0, impl=impl)
@@ -142,6 +149,7 @@ def test_keys_of_another_implementation(impl, remat):
     assert float(pipe.value_and_grad(state.variables, BATCH, jax.random.key(0))[0][0]) > 0
 
 
+@pytest.mark.slow
 def test_the_numbers_of_another_implementation_do_not_depend_on_the_stages():
     key, losses = jax.random.key(5, impl="rbg"), []
     for k in (1, 2, 4):

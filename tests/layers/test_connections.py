@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import CUTS, assert_close, cut
+from helpers import CUTS, assert_close, cut, some_slow
 from jpipe.layers.adapt import as_layers
 from jpipe.model.trace import trace_model
 
@@ -74,7 +74,7 @@ def check(pipe, by_hand):
     assert_close(pipe.evaluate(variables, BATCH), expected, "evaluation")
 
 
-@pytest.mark.parametrize("case", CUTS, ids=str)
+@pytest.mark.parametrize("case", some_slow(CUTS), ids=str)
 def test_equal_to_the_sequential_model(case):
     check(cut(connected(), loss_fn, case), sequential)
 

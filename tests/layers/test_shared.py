@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import CUTS, assert_close, assert_equal, cut
+from helpers import CUTS, assert_close, assert_equal, cut, some_slow
 
 VOCABULARY = 11
 RNG = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def sequential(trees, modules=MODULES):
 sequential_grads = jax.jit(jax.value_and_grad(sequential))  # compiled once for all cases
 
 
-@pytest.mark.parametrize("case", CUTS[:4], ids=str)
+@pytest.mark.parametrize("case", some_slow(CUTS[:4]), ids=str)
 def test_equal_to_the_sequential_model(case):
     pipe = cut(layers(), loss_fn, case)
     variables = pipe.init(jax.random.key(0), BATCH)

@@ -111,8 +111,8 @@ def sequential_step(layers, tx, m):
 @pytest.mark.parametrize(
     ("name", "k", "m", "mesh", "explicit"),
     [
-        ("adam", 4, 4, (4, 2), False),
-        ("behind a clipped norm", 3, 2, (3,), False),
+        pytest.param("adam", 4, 4, (4, 2), False, marks=pytest.mark.slow),
+        pytest.param("behind a clipped norm", 3, 2, (3,), False, marks=pytest.mark.slow),
         ("accumulated", 2, 2, (2, 2), True),
         ("by MultiSteps", 1, 2, (1,), False),
     ],
