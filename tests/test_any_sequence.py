@@ -126,8 +126,6 @@ def _wide():
 CASES = [
     ("ResNet", "1f1b", 3, 1, "layer"),
     ("tied", "1f1b", 4, 1, "none"),
-    pytest.param(("U-Net", "1f1b", 2, 1, "layer"), marks=pytest.mark.slow),
-    pytest.param(("translation", "gpipe", 2, 1, "layer"), marks=pytest.mark.slow),
 ]
 POLICY = jax.checkpoint_policies.dots_saveable
 
