@@ -6,8 +6,8 @@ import fuzz
 from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
-DEFAULT = range(20)
-SLOW = range(20, 320)
+DEFAULT = range(14)
+SLOW = range(14, 320)
 
 
 @pytest.fixture(scope="module")

@@ -361,7 +361,7 @@ def sequential_trajectory():
 @pytest.mark.parametrize(
     ("order", "k", "v", "remat"),
     [
-        ("1f1b", 3, 1, "none"),
+        pytest.param("1f1b", 3, 1, "none", marks=pytest.mark.slow),
         ("interleaved", 2, 3, "layer"),
         ("gpipe", 2, 1, "stage"),
         pytest.param("naive", 4, 1, "full", marks=pytest.mark.slow),
