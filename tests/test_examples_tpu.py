@@ -4,7 +4,6 @@ Layers, losses, optimisers and steps are the examples' own. What a CPU can't tel
 programs, what they hold on a chip, and which collectives are left when it is done.
 """
 
-import importlib.util
 import math
 import runpy
 import sys
@@ -25,7 +24,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from collectives import axes_of, by_the_executor, in_loop, intruders, read
-from tpu_program import compile_with_text, tpu_devices
+from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
@@ -35,9 +34,7 @@ from models import amoebanet, resnet, transformer_l, translation, unet
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
-    ),
+    needs_tpu_compiler,
     pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning"),  # small models, badly balanced
 ]
 

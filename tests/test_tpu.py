@@ -4,8 +4,6 @@ A CPU shows none of this: its layouts are all alike and its collectives block. T
 topology by the TPU's own compiler (libtpu, for Linux on x86-64), which needs no TPU.
 """
 
-import importlib.util
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,12 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpipe
-from tpu_program import Loop, compile_with_text, large_moves, read, tpu_devices, transfers
+from tpu_program import Loop, compile_with_text, large_moves, needs_tpu_compiler, read, tpu_devices, transfers
 
-# The `dev` extra, which `make test` installs, has the compiler where there is one: for Linux on x86-64.
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
-)
+pytestmark = needs_tpu_compiler
 
 STAGES, MICROBATCHES, EXAMPLES, LENGTH, WIDTH, HEADS = 4, 8, 4, 256, 256, 4
 ROW = EXAMPLES * LENGTH * WIDTH * 2

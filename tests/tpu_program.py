@@ -4,6 +4,7 @@ The TPU compiler notes `estimated_cycles` beside each operation, whether or not 
 those of one trip without the loops inside; how often each turns is in tables that only the caller knows.
 """
 
+import importlib.util
 import os
 import re
 import tempfile
@@ -11,6 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
+)
+"""The `dev` extra, which `make test` installs, has the compiler where there is one: for Linux on x86-64."""
 
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")

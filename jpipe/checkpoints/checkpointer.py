@@ -295,7 +295,9 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
 
 
 def _wait_at_exit(saved: Checkpointer) -> None:
-    """Has the program's end wait for what is being written, if nobody closed it: threads are stopped soon after."""
+    """Has the program's end wait for what is being written, if nobody closed it."""
+    # Not `atexit`: that comes after Python has stopped the threads that orbax writes with, and the checkpoint is lost.
+    # There is no public name for what comes before; `concurrent.futures` of the standard library uses this one.
     threading._register_atexit(saved.close)  # type: ignore[attr-defined]
 
 

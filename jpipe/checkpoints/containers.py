@@ -26,6 +26,7 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
     """
 
     def convert(path: tuple[str, ...], node: Any) -> Json:
+        """A part of the tree, and all below it; `path` leads to it."""
         if node is None:
             return {"none": True}
         children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
@@ -35,16 +36,20 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
         found = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
         if isinstance(node, list) or type(node) is tuple:
             return {"list" if isinstance(node, list) else "tuple": found}
-        names = [key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key) for key in keys]
-        strange = [name for name in names if type(name) not in (str, int, float, bool)]
-        if strange:
-            raise TypeError(
-                f"a dict at {'/'.join(path) or 'the root'} has the key {strange[0]!r}; in a checkpoint keys are "
-                "strings or numbers"
-            )
-        return {"dict": [list(pair) for pair in zip(names, found, strict=True)]}
+        return {"dict": [[_key_to_json(path, key), child] for key, child in zip(keys, found, strict=True)]}
 
     return convert((), tree)
+
+
+def _key_to_json(path: tuple[str, ...], key: Any) -> str | int | float | bool:
+    """A dict's key itself, of another container the name of its field; `path` leads to the container."""
+    found = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
+    if type(found) not in (str, int, float, bool):
+        raise TypeError(
+            f"a dict at {'/'.join(path) or 'the root'} has the key {found!r}; in a checkpoint keys are strings or "
+            "numbers"
+        )
+    return found
 
 
 def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Any]) -> Any:

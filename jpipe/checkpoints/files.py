@@ -114,8 +114,8 @@ def if_all_can(work: Callable[[], Any]) -> Any:
         raised = error
     mine = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
     worst = max(_of_all(mine))
-    if worst and mine == worst:
-        raise raised  # type: ignore[misc]
+    if raised is not None and mine == worst:
+        raise raised
     if worst:
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
     return found

@@ -99,5 +99,5 @@ def _within(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     """In one slice; axes of the mesh are axes of the network if they can be, else parts of them."""
     try:
         return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:
+    except NotImplementedError:  # JAX's word for: no whole axes of the network make up these sizes
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

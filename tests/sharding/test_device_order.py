@@ -1,6 +1,5 @@
 """Meshes whose axes lie along the links that suit them: stages across the slowest, other axes never across slices."""
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jpipe
-from tpu_program import tpu_devices
+from tpu_program import needs_tpu_compiler, tpu_devices
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def test_slices_go_before_processes(imagined):
     assert along(mesh, "data", "slice_index") == {1}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed")
+@needs_tpu_compiler
 @pytest.mark.parametrize(
     "topology, sizes",
     [("v5e:4x4", {"stage": 4, "data": 2, "model": 2}), ("v5p:2x2x4", {"stage": 4, "data": 2, "model": 2})],
@@ -97,7 +96,7 @@ def test_in_a_tpu_slice_the_last_axis_has_neighbours(topology, sizes):
         assert sum(abs(a - b) for a, b in zip(here.coords, there.coords, strict=True)) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed")
+@needs_tpu_compiler
 def test_two_slices_of_tpus():
     devices = tpu_devices("v5e:2x4", num_slices=2)
     mesh = jpipe.make_mesh(stage=2, data=4, model=2, devices=devices)
