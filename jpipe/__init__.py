@@ -12,6 +12,8 @@ from jpipe.pipeline import Pipeline as Pipeline
 from jpipe.planning.partition import Partition as Partition
 from jpipe.planning.partition import partition as partition
 from jpipe.processes.joining import initialize as initialize
+from jpipe.profiling.profile import Profile as Profile
+from jpipe.profiling.profile import profile as profile
 from jpipe.schedules.actions import Action as Action
 from jpipe.schedules.orders import make_schedule as make_schedule
 from jpipe.schedules.schedule import Schedule as Schedule

@@ -83,20 +83,21 @@ def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list
     return run
 
 
-def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any, key: Any) -> Any:
-    """`((loss, updates, metrics), grads)` of a batch `[B, ...]`."""
+def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any, key: Any, only: Any = None) -> Any:
+    """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `run_training`."""
     plan, step = planner.known_plan(), planner.step(batch, train=True, with_loss=True, key=key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
 
-    def body(variables: Any, batch: Any, key: Any) -> Any:
+    def body(variables: Any, batch: Any, key: Any, only: Any) -> Any:
         variables = local(variables)
         stage = _stage(plan, step, variables, batch, key)
-        sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True))
+        sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True), only)
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
         # sums are [loss_sum, W, then a sum and a weight for each metric].
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
-        grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
+        with jax.named_scope("reduce"):
+            grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
         return sums, stacked(updates), stacked(grads)
 
     specs = _specs(plan)
@@ -105,12 +106,12 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
     run = on_stages(
         body,
         mesh,
-        (specs, _microbatch_specs(plan, step), PartitionSpec()),
+        (specs, _microbatch_specs(plan, step), PartitionSpec(), PartitionSpec()),
         ([PartitionSpec()] * len(step.outputs), state_specs, specs["params"]),
-        before=lambda variables, batch, key: (variables, _split(step, batch), key),
+        before=lambda variables, batch, key, only: (variables, _split(step, batch), key, only),
     )
     run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
-    sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key)
+    sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key, only)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
     return (loss, updates, dict(zip(step.metrics, metrics, strict=True))), StageTree(grads, params)

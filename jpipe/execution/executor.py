@@ -116,13 +116,16 @@ def run_inference(step: Step, stage: Stage) -> list[jax.Array]:
     return _total_loss(step, results) if loses else list(map(_from_last_stage, results))
 
 
-def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
+def run_training(
+    step: Step, stage: Stage, gradients: Buffers, only: jax.Array | None = None
+) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
     """Forward and backward, on one device of a `shard_map`.
 
     Args:
       step: a step with backward actions.
       stage: this device.
       gradients: zero buffers to add up gradients in, not split over data axes (`Layout.zeros(at_work=True)`).
+      only: which actions to run, `[slots, T, K]` of 0 and 1, to measure what they take; the results then mean nothing.
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
@@ -138,7 +141,7 @@ def run_training(step: Step, stage: Stage, gradients: Buffers) -> tuple[list[jax
         backward=BackwardWork(cotangent, gradients, shared_gradients),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
     )
-    carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry)
+    carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry, only)
     gradients = sum_shared_gradients(step, stage, carry.backward)
     return _total_loss(step, carry.forward.loss), stage.merged_state(carry.forward.state), gradients
 
@@ -181,8 +184,13 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
 Action = Callable[[Step, Stage, Now, Carry], Carry]
 
 
-def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: Carry) -> Carry:
-    """The carry after all ticks, in which the kinds of actions are carried out by these functions."""
+def _run_ticks(
+    step: Step, stage: Stage, actions: Mapping[str, Action], carry: Carry, only: jax.Array | None = None
+) -> Carry:
+    """The carry after all ticks, in which the kinds of actions are carried out by these functions.
+
+    Where `only` is 0, stages idle (`run_training`).
+    """
     # With 1F1B, K=2 and M=3:
     #   tick       0       1       2       3       4
     #   slot     F   B   F   B   F   B   F   B   F   B
@@ -192,6 +200,8 @@ def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: C
     slots = step.table.slots
     kinds = [slot.kinds for slot in slots]
     table = jnp.asarray([[getattr(slot, name) for name in Now._fields] for slot in slots])  # [slots, columns, T, K]
+    if only is not None:
+        table = table.at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
     def tick(carry: Carry, row: jax.Array) -> tuple[Carry, None]:
@@ -205,8 +215,8 @@ def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: C
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 action = partial(_act, step, stage, actions[kind], now)
-                with jax.named_scope(kind):
-                    carry = when(_is_active(slot, kind, now), action, carry)
+                with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
+                    carry = when(_is_active(slot, kind, now, known=only is None), action, carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
             crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
@@ -219,10 +229,13 @@ def _run_ticks(step: Step, stage: Stage, actions: Mapping[str, Action], carry: C
         return jax.lax.scan(tick, carry, mine)[0]
 
 
-def _is_active(slot: SlotTable, kind: str, now: Now) -> Any:
-    """Whether this device does an action of a kind in this slot: a Python bool where that never changes."""
+def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> Any:
+    """Whether this device does an action of a kind in this slot: a Python bool where that never changes.
+
+    If `known` is false the table at work isn't that of the slot, so it may change.
+    """
     code = 1 + slot.kinds.index(kind)
-    if (slot.kind == code).all():
+    if known and (slot.kind == code).all():
         return True
     return now.kind == code
 

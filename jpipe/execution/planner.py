@@ -116,7 +116,7 @@ class Planner:
                 warn_of_moving_weight(model, self.loss_fn, shapes)
                 self._plan = make_plan(
                     model,
-                    lambda: self._layers_of(model, shapes),
+                    lambda: self.layers_of(model, shapes),
                     shapes,
                     balance=self.balance,
                     placement=self.schedule.placement,
@@ -192,7 +192,7 @@ class Planner:
                     traced.append(self._traced(function, shapes))
             return build_step(plan, model, spec, shapes, traced=traced, orders=orders)
 
-    def _layers_of(self, model: Model, shapes: Any) -> list[Layer]:
+    def layers_of(self, model: Model, shapes: Any) -> list[Layer]:
         """What the layers of each group compute in training, traced."""
         # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
         functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))

@@ -17,7 +17,7 @@ CALLS = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "c
 """Primitives that only call the jaxpr in their parameters."""
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
-"""From an equation to the one in its place; None to drop it, so that its operands stand for its results."""
+"""From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
@@ -69,6 +69,18 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
+def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr without what gives nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside of it too.
+
+    `dce_jaxpr` keeps those, and with them whatever they show.
+    """
+
+    def change(equation: JaxprEqn) -> JaxprEqn | None:
+        return equation.replace(effects=frozenset()) if equation.outvars else None
+
+    return ClosedJaxpr(changed(closed.jaxpr, change).replace(effects=frozenset()), closed.consts)
+
+
 def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
 
@@ -98,7 +110,8 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
     for equation in jaxpr.eqns:
         operands, new = list(map(resolve, equation.invars)), change(equation)
         if new is None:
-            standing_for.update(zip(equation.outvars, operands, strict=True))
+            if equation.outvars:
+                standing_for.update(zip(equation.outvars, operands, strict=True))
             continue
         params = new.params
         if new.primitive.name != "shard_map":

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.jaxprs import depends_on, uses, without_roundings
+from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
@@ -108,7 +108,8 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     sources, stored, remade = _sort_vjp_leaves(forward, num_results, len(params), num_arguments)
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
-    remake = dce_jaxpr(forward.jaxpr, wanted, instantiate=needed)[0]  # takes all parameters and nothing else
+    # It takes all parameters and nothing else.
+    remake = dce_jaxpr(without_prints(forward).jaxpr, wanted, instantiate=needed)[0]
     return TracedLayer(
         forward=forward,
         remake=ClosedJaxpr(remake, forward.consts),

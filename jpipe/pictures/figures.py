@@ -120,7 +120,7 @@ def _draw(
 
     panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
-    figure = _new_figure(path, (_width(timelines), sum(heights) + 0.2 * len(timelines) + 0.06 * len(panels) + 0.6))
+    figure = new_figure(path, (_width(timelines), sum(heights) + 0.2 * len(timelines) + 0.06 * len(panels) + 0.6))
     figure.get_layout_engine().set(h_pad=0.03, w_pad=0.04, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     column[0].set_xlim(0, max(timeline.makespan for timeline in timelines))
@@ -147,7 +147,7 @@ def _draw(
     return figure
 
 
-def _new_figure(path: str | os.PathLike[str] | None, size: tuple[float, float]) -> Figure:
+def new_figure(path: str | os.PathLike[str] | None, size: tuple[float, float]) -> Figure:
     """A figure of pyplot's, for a window or a notebook, unless it is to be saved."""
     if path is not None:
         from matplotlib.figure import Figure

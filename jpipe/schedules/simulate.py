@@ -185,7 +185,7 @@ def simulate(
         spans=tuple(spans),
         makespan=max(span.end for span in spans),
         busy=tuple(float(sum(times[action.kind][k] for action in order)) for k, order in enumerate(schedule.actions)),
-        peak_in_flight=tuple(_peak_in_flight(spans, stage) for stage in range(schedule.num_stages)),
+        peak_in_flight=peaks_in_flight(spans, schedule.num_stages),
         transfer=hop,
     )
 
@@ -221,6 +221,11 @@ def _after_hops(schedule: Schedule, index: int, ends: np.ndarray, hop: float) ->
                 waits = arriving if beside else starts
                 waits[receiver] = max(waits[receiver], ends[sender] + hop)
     return starts, arriving
+
+
+def peaks_in_flight(spans: Sequence[Span], num_stages: int) -> tuple[int, ...]:
+    """`Timeline.peak_in_flight` of spans in the order of time."""
+    return tuple(_peak_in_flight(spans, stage) for stage in range(num_stages))
 
 
 def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:

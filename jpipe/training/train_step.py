@@ -25,6 +25,14 @@ def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> t
     """(the state after one step, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
     (loss, updates, metrics), grads = value_and_grad(state.variables, batch, key)
+    with jax.named_scope("update"):
+        return apply_update(state, loss, updates, metrics, grads)
+
+
+def apply_update(
+    state: TrainState, loss: jax.Array, updates: dict[str, Any], metrics: dict[str, jax.Array], grads: Any
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The rest of a step: (the new state, all metrics), from what `ValueAndGrad` gives."""
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
     if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it

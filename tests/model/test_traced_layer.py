@@ -113,6 +113,31 @@ def test_a_layer_prints_once_in_its_forward(capfd):
     assert capfd.readouterr().out.count("ran") == 2, "once a micro-batch"
 
 
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+def test_a_layer_may_print_what_it_takes(remat, capfd):
+    """A regression: the residuals that are made again from parameters alone were made with the print, and its operand."""
+
+    def chatty(x):
+        jax.debug.print("x is {}", x[0, 0] * 0 + 7)
+        return jax.jit(told)(x)
+
+    def told(x):
+        jax.debug.print("and {}", x[0, 0] * 0 + 8)
+        return x * 2
+
+    arguments = {"num_stages": 1, "num_microbatches": 2, "remat": remat, "balance": "even"}
+    pipe = jpipe.Pipeline([nn.Dense(4), chatty, nn.Dense(4)], lambda y, _: jnp.mean(y), **arguments)
+    variables = pipe.init(jax.random.key(0), BATCH["inputs"])
+    (loss, _), grads = pipe.value_and_grad(variables, BATCH["inputs"])
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert printed.count("x is 7") >= 2 and printed.count("and 8") >= 2, "once a micro-batch at least"
+
+    quiet = jpipe.Pipeline([nn.Dense(4), lambda x: x * 2, nn.Dense(4)], lambda y, _: jnp.mean(y), **arguments)
+    (expected, _), other = quiet.value_and_grad(quiet.init(jax.random.key(0), BATCH["inputs"]), BATCH["inputs"])
+    assert_close((loss, dict(grads)), (expected, dict(other)))
+
+
 def stored(name, remat):
     functions, shapes = functions_of(MIDDLE[name], remat)
     return local_layer(functions[1], functions[1].shapes(shapes)).residuals

@@ -1,0 +1,148 @@
+"""What other settings would make of a step: another cut, another number of micro-batches, no recomputation.
+
+Each is predicted from what was measured: stages' times are shared among their layers as those take alone, and put
+together anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpipe.execution.batches import batch_size
+from jpipe.execution.planner import Planner
+from jpipe.planning.costs import Cost
+from jpipe.planning.partition import Partition, partition
+from jpipe.profiling.layer_times import LayerTimes, by_stage, layer_times, recomputed
+from jpipe.profiling.measure import Measured
+from jpipe.profiling.prediction import StageTimes, StepModel
+from jpipe.schedules.orders import SCHEDULES, make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.sharding.meshes import num_shards
+
+FACTORS = (0.25, 0.5, 2, 4)
+"""The numbers of micro-batches that are tried, times the one at hand, where the batch and the schedule allow them."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSize:
+    """A number of micro-batches, and what a step would take with it.
+
+    Attributes:
+      num_microbatches: M.
+      size: examples in one micro-batch, over all data axes.
+      sample_seconds: forward and backward of one example, in such a micro-batch, through all stages.
+      bubble: the share of stages' time in which they would wait if all took equally long.
+      step: seconds, measured for the M at hand, predicted for others.
+    """
+
+    num_microbatches: int
+    size: int
+    sample_seconds: float
+    bubble: float
+    step: float
+
+
+def split_backward(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
+    """The stages' times as measured, with recomputation apart from the rest of the backward."""
+    again = np.asarray(measured.backward) * recomputed(planner, times)
+    kept = np.asarray(measured.backward) - again
+    return StageTimes(measured.forward, tuple(kept.tolist()), tuple(again.tolist()))
+
+
+def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
+    """What the stages would take if residuals were kept, which takes time too."""
+    bounds = planner.partition.bounds
+    total = lambda costs: by_stage(planner, [cost.total for cost in costs], bounds)
+    return stages.scaled(total(times.kept) / total(times.here))
+
+
+def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
+    """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
+    bounds = planner.partition.bounds
+
+    def share(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, ...]:
+        sums = by_stage(planner, of, bounds)
+        shares = np.zeros(len(of))
+        for virtual_stage, (start, stop) in enumerate(bounds):
+            stage = planner.schedule.placement.stage_of(virtual_stage)
+            if sums[stage]:
+                shares[start:stop] = np.asarray(of[start:stop]) * seconds[stage] / sums[stage]
+        return tuple(shares.tolist())
+
+    forward = [cost.forward for cost in times.here]
+    backward = [cost.backward + cost.weight_gradient for cost in times.here]
+    return StageTimes(
+        share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
+    )
+
+
+def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
+    """The best cut for what layers take alone, and what the stages would take with it.
+
+    Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
+
+    Args:
+      planner: knows K, V and where virtual stages are.
+      times: of the layers.
+      stages: what the stages take as they are cut.
+    """
+    schedule = planner.schedule
+    seconds = [cost.total for cost in times.here]
+    cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
+    layers = layer_shares(planner, times, stages)
+    put = lambda values: tuple(by_stage(planner, values, cut.bounds).tolist())
+    return cut, StageTimes(put(layers.forward), put(layers.backward), put(layers.recompute))
+
+
+def microbatch_sizes(
+    planner: Planner, batch: Any, model: StepModel, times: LayerTimes, *, others: bool
+) -> tuple[MicrobatchSize, ...]:
+    """The number of micro-batches at hand and others, with what a step takes; in order.
+
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`.
+      model: what the step takes.
+      times: of the layers at the micro-batches at hand.
+      others: whether others are tried.
+    """
+    size, here = batch_size(batch), planner.schedule.num_microbatches
+    bounds = planner.partition.bounds
+    total = lambda found: by_stage(planner, [cost.total for cost in found], bounds)
+    rows = [_row(model.schedule, model.stages, size, model.step())]
+    for factor in FACTORS if others else ():
+        schedule = _with_microbatches(planner, here * factor, size)
+        if schedule is not None:
+            found: list[Cost] = layer_times(planner, batch, schedule.num_microbatches)
+            stages = model.stages.scaled(total(found) / total(times.here))
+            rows.append(_row(schedule, stages, size, model.step(stages, schedule)))
+    return tuple(sorted(rows, key=lambda row: row.num_microbatches))
+
+
+def _row(schedule: Schedule, stages: StageTimes, size: int, step: float) -> MicrobatchSize:
+    num_microbatches = schedule.num_microbatches
+    each = size // num_microbatches
+    bubble = stages.even.timeline(schedule).bubble_fraction
+    return MicrobatchSize(num_microbatches, each, sum(stages.total) / each, bubble, step)
+
+
+def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> Schedule | None:
+    """The schedule with another M, if it has a name and both it and a batch of this size allow M."""
+    given = planner.schedule
+    count = int(num_microbatches)
+    if (
+        given.name not in SCHEDULES
+        or count != num_microbatches
+        or count < 1
+        or size % (count * num_shards(planner.mesh))
+    ):
+        return None
+    sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
+    try:
+        return make_schedule(given.name, **sizes, num_microbatches=count)
+    except ValueError:  # such as an interleaved schedule, where K has to divide M
+        return None

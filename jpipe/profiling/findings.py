@@ -1,0 +1,157 @@
+"""What a profile means, in plain words, and which settings to try, each with what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jpipe.execution.planner import Planner
+from jpipe.model.remat import MODES
+from jpipe.planning.partition import Partition
+from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
+from jpipe.profiling.layer_times import LayerTimes, by_stage
+from jpipe.profiling.prediction import StepModel
+
+WORTH = 0.03
+"""The share of a step from which on a change is worth a word."""
+UNEVEN = 1.05
+"""How many times the mean the slowest stage has to take for a word about it."""
+CONTENDED = 1.25
+LARGE = 0.2
+"""The share of a step from which on what isn't the stages' work is worth a word."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a step that its owner should know.
+
+    Attributes:
+      text: in words.
+      change: arguments of `Pipeline` that would change it; empty if there are none.
+      promise: the predicted step with them over the measured one; None without a change.
+    """
+
+    text: str
+    change: dict[str, Any] = field(default_factory=dict)
+    promise: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def find(planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize]) -> tuple[Finding, ...]:
+    """All findings, those that promise the most first."""
+    found = [
+        *_balance(planner, model, times),
+        *_microbatches(model, sizes),
+        *_recomputation(planner, model, times),
+        *_around(model),
+    ]
+    return tuple(sorted(found, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
+
+
+def _percent(promise: float) -> str:
+    return f"{100 * (promise - 1):+.0f} %"
+
+
+def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+    total = np.asarray(model.stages.total)
+    slowest = int(total.argmax())
+    excess = float(total[slowest] / total.mean())
+    if excess <= UNEVEN:
+        return
+    cut, stages = best_cut(planner, times, model.stages)
+    promise = model.step(stages) / model.step()
+    begin = f"stage {slowest} takes {excess:.2f} times the mean of the stages"
+    if promise < 1 - WORTH and cut.counts != planner.partition.counts:
+        change = {"balance": list(cut.counts)}
+        moves = _moves(planner.partition, cut)
+        yield Finding(f"{begin}: {moves} (balance={change['balance']}), step {_percent(promise)}", change, promise)
+        return
+    layers = layer_shares(planner, times, model.stages).total
+    heaviest = int(np.argmax(layers))
+    yield Finding(
+        f"{begin}, and no other cut into as many is better: layer {heaviest} ({planner.layers[heaviest].name}) alone "
+        f"takes {layers[heaviest] / total.mean():.0%} of that mean; split it, or use fewer stages"
+    )
+
+
+def _moves(old: Partition, new: Partition) -> str:
+    """What to move where, from one stage to the next; the cut alone if that would be long."""
+    moved = [b - a for a, b in zip(old.cuts, new.cuts, strict=True)]
+    if new.num_chunks > 1 or sum(map(bool, moved)) > 2:
+        return "cut anew"
+    count = lambda number: f"{number} layer" + ("s" if number > 1 else "")
+    texts = []
+    for stage, number in enumerate(moved):
+        if number > 0:
+            texts.append(f"move {count(number)} from stage {stage + 1} to stage {stage}")
+        elif number < 0:
+            texts.append(f"move {count(-number)} from stage {stage} to stage {stage + 1}")
+    return " and ".join(texts)
+
+
+def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator[Finding]:
+    here = next(row for row in sizes if row.num_microbatches == model.schedule.num_microbatches)
+    others = [row for row in sizes if row is not here]
+    if not others:
+        return
+    best = min(others, key=lambda row: row.step)
+    larger = max(others, key=lambda row: row.num_microbatches)
+    shown = best if best.step < (1 - WORTH) * here.step or larger.num_microbatches < here.num_microbatches else larger
+    promise = shown.step / here.step
+    text = (
+        f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={shown.num_microbatches} of "
+        f"{shown.bubble:.1%}: step {_percent(promise)}"
+    )
+    is_better = promise < 1 - WORTH
+    if is_better or here.bubble > UNEVEN - 1:
+        yield Finding(
+            text, {"num_microbatches": shown.num_microbatches} if is_better else {}, promise if is_better else None
+        )
+    for small, large in pairwise(sorted(sizes, key=lambda row: row.size)):
+        ratio = small.sample_seconds / large.sample_seconds
+        if small is here and ratio > 1 + 2 * LARGE:
+            yield Finding(f"micro-batches of {small.size} take {ratio:.1f} times as long a sample as of {large.size}")
+
+
+def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+    promise = model.step(without_remat(planner, times, model.stages)) / model.step()
+    if planner.remat is MODES["none"] or promise > 1 - WORTH:
+        return
+    held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
+    bounds = planner.partition.bounds
+    of_one = by_stage(planner, [cost.residual_bytes for cost in times.kept], bounds)
+    kept = float((held * of_one).max())
+    yield Finding(
+        f'without recomputation (remat="none") a stage holds up to {kept / MIB:,.1f} MiB of residuals: step '
+        f"{_percent(promise)}",
+        {"remat": "none"},
+        promise,
+    )
+
+
+def _around(model: StepModel) -> Iterator[Finding]:
+    """About what isn't the stages' own work, and how far the measurement is to be trusted."""
+    slices, step = model.slices, model.step()
+    if model.contention > CONTENDED:
+        yield Finding(
+            f"stages take {model.contention:.1f} times as long together as each alone: the devices share something, "
+            "as simulated ones share a machine's cores; shares of the step hold here, and not on accelerators"
+        )
+    if slices["transfer and set-up"] > LARGE * step:
+        each = slices["transfer and set-up"] / model.schedule.ticks.num_ticks
+        yield Finding(
+            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step, {each * 1e3:.2g} ms in "
+            f"each of {model.schedule.ticks.num_ticks} ticks: larger micro-batches or fewer stages have less of them"
+        )
+    if slices["weight update"] > LARGE * step:
+        yield Finding(
+            f"the weight update takes {slices['weight update'] / step:.0%} of the step: it is done once a batch, so a "
+            "larger batch has less of it"
+        )

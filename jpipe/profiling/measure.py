@@ -1,0 +1,170 @@
+"""What a step takes, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
+
+The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
+its backwards. What such a run takes longer than the one without actions is those actions' time, inside of the real
+loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jpipe.execution import batches, entry_points
+from jpipe.schedules.ticks import TickTable
+from jpipe.training.state import TrainState
+from jpipe.training.train_step import apply_update
+
+if TYPE_CHECKING:
+    from jpipe.pipeline import Pipeline
+
+SHORTEST = 1e-9
+"""Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
+
+Seconds = dict[str, float]
+"""Of the runs "step", "update", "idle", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, as measured.
+
+    Attributes:
+      forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
+      backward: `[K]`, the same of its backward, with what remat computes again.
+      step: a training step.
+      update: the optimiser's update in it, compiled on its own.
+      idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    step: float
+    update: float
+    idle: float
+
+
+class Program:
+    """Loss and gradients of a step, compiled so that which of its actions run is an argument.
+
+    Args:
+      pipe: the pipeline.
+      state: its state; the step's key and the parameters are those of its next step.
+      batch: a batch `[B, ...]`.
+    """
+
+    def __init__(self, pipe: Pipeline, state: TrainState, batch: Any):
+        planner = pipe.planner
+        self.table: TickTable = planner.step(batch, train=True, with_loss=True, key=state.key).table
+        self._key = jax.jit(jax.random.fold_in)(state.key, state.step)
+        self._arguments = state.variables, batches.on_mesh(batch, pipe.mesh), self._key
+        run = jax.jit(partial(entry_points.value_and_grad, planner))
+        self._compiled = run.lower(*self._arguments, self.everything()).compile()
+
+    @cached_property
+    def text(self) -> str:
+        """The compiled program."""
+        return self._compiled.as_text() or ""
+
+    @property
+    def temporary_bytes(self) -> int:
+        """What it holds on a device while it runs, besides arguments and results, as its compiler says."""
+        found = self._compiled.memory_analysis()
+        return int(found.temp_size_in_bytes) if found else 0
+
+    def everything(self) -> np.ndarray:
+        """All actions, `[slots, T, K]`."""
+        return np.ones((len(self.table.slots), *self.table.slots[0].kind.shape), np.int32)
+
+    def only(self, kind: str, stage: int) -> np.ndarray:
+        """The actions of a kind on a stage, `[slots, T, K]`."""
+        chosen = np.zeros_like(self.everything())
+        for index, slot in enumerate(self.table.slots):
+            if kind in slot.kinds:
+                chosen[index, :, stage] = slot.kind[:, stage] == 1 + slot.kinds.index(kind)
+        return chosen
+
+    def run(self, only: np.ndarray) -> Any:
+        """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
+        return self._compiled(*self._arguments, only)
+
+
+def measure(pipe: Pipeline, program: Program, state: TrainState, batch: Any, rounds: int) -> Measured:
+    """Times the whole step and its parts.
+
+    Args:
+      pipe: the pipeline.
+      program: its program for this batch.
+      state: a state, which is copied: the caller's stays as it is.
+      batch: a batch `[B, ...]`.
+      rounds: how often each is run, besides once to warm up; the median counts.
+    """
+    num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
+    chosen = {f"{kind}{k}": program.only(kind, k) for kind in "FB" for k in range(num_stages)}
+    chosen["idle"] = np.zeros_like(program.everything())
+    runs: dict[str, Callable[[], Any]] = {
+        **_trained(pipe, program, state, batch),
+        **{name: partial(program.run, only) for name, only in chosen.items()},
+    }
+    seconds = _in_rounds(runs, rounds)
+    differences = {
+        name: [run - idle for run, idle in zip(seconds[name], seconds["idle"], strict=True)] for name in chosen
+    }
+    if jax.process_count() > 1:  # all have to find the same
+        seconds, differences = multihost_utils.broadcast_one_to_all((seconds, differences))
+    action = lambda kind, k: max(SHORTEST, _median(differences[f"{kind}{k}"]) / num_microbatches)
+    return Measured(
+        forward=tuple(action("F", k) for k in range(num_stages)),
+        backward=tuple(action("B", k) for k in range(num_stages)),
+        step=_median(seconds["step"]),
+        update=_median(seconds["update"]),
+        idle=_median(seconds["idle"]),
+    )
+
+
+def _median(values: list[float]) -> float:
+    return float(statistics.median(map(float, values)))
+
+
+def _in_rounds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """What each run takes in each round; the first round isn't counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(1 + rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def _trained(pipe: Pipeline, program: Program, state: TrainState, batch: Any) -> dict[str, Callable[[], Any]]:
+    """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
+    (loss, updates, metrics), grads = program.run(program.everything())
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
+    current = copied(state)
+
+    def run(step: Callable[[TrainState], tuple[TrainState, Any]]) -> Any:
+        nonlocal current
+        current, found = step(current)
+        return current, found
+
+    return {
+        "step": partial(run, lambda state: pipe.train_step(state, batch)),
+        "update": partial(run, lambda state: update(state, loss, updates, metrics, grads)),
+    }
+
+
+def copied(state: TrainState) -> TrainState:
+    """A copy in memory of its own: a step donates the state that it is given."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(state)

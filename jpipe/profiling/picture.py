@@ -1,0 +1,111 @@
+"""A profile as a picture: what the step goes into, what each stage takes, and the timeline, predicted and traced."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from jpipe.pictures import palette
+from jpipe.pictures.figures import new_figure
+from jpipe.pictures.gantt import draw_gantt, legend_entries
+from jpipe.pictures.palette import RGB
+from jpipe.profiling.prediction import MILLISECONDS, SLICES
+
+if TYPE_CHECKING:
+    from jpipe.profiling.profile import Profile
+
+COLOURS: dict[str, RGB] = {
+    "computation": palette.COLOURS["F"],
+    "recomputation": palette.COLOURS["R"],
+    "bubble": palette.BUBBLE,
+    "imbalance": (0.62, 0.62, 0.62),
+    "transfer and set-up": palette.MEMORY,
+    "weight update": palette.COLOURS["W"],
+}
+NARROWEST = 0.045
+"""The share of the step from which on a slice has its number in it."""
+
+
+def draw(profile: Profile, path: str | os.PathLike[str] | None) -> Figure:
+    """Draws it; see `Profile.plot`."""
+    timelines = {"predicted from the stages' times": profile.predicted}
+    if profile.traced is not None:
+        timelines["as it ran, traced"] = profile.traced
+    num_stages = profile.schedule.num_stages
+    line = max(0.16, 0.3 - 0.02 * num_stages)
+    heights = [0.85, line * num_stages + 0.25, *[line * num_stages + 0.25] * len(timelines)]
+    figure = new_figure(path, (9.0, sum(heights) + 0.55 * len(heights) + 0.3))
+    figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    _draw_slices(column[0], profile)
+    _draw_stages(column[1], profile)
+    longest = max(timeline.makespan for timeline in timelines.values())
+    for axes, (name, timeline) in zip(column[2:], timelines.items(), strict=True):
+        axes.set_xlim(0, longest)
+        draw_gantt(axes, timeline, font_size=6.5)
+        _title(axes, f"Timeline, {name}: {timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}")
+    column[-1].set_xlabel("ms", fontsize=8)
+    handles, labels, handlers = legend_entries([profile.predicted])
+    figure.legend(
+        handles, labels, handler_map=handlers, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5
+    )
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=9, fontweight="bold", loc="left", pad=4)
+    axes.tick_params(labelsize=7)
+
+
+def _draw_slices(axes: Axes, profile: Profile) -> None:
+    """One bar as long as the step, in its slices."""
+    left, handles = 0.0, []
+    for name in SLICES:
+        width = profile.slices[name] * MILLISECONDS
+        axes.barh(0, width, left=left, color=COLOURS[name], edgecolor="white", linewidth=0.6)
+        share = profile.slices[name] / profile.step
+        if share >= NARROWEST:
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5}
+            axes.text(left + width / 2, 0, f"{share:.0%}", color=palette.text_colour(COLOURS[name]), **look)
+        handles.append(Patch(facecolor=COLOURS[name], label=f"{name} {share:.1%}"))
+        left += width
+    _title(axes, f"A step of {profile.step * MILLISECONDS:.3g} ms, by what its time goes into")
+    axes.set_xlim(0, left)
+    axes.set_yticks([])
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=6, frameon=False, fontsize=7)
+
+
+def _draw_stages(axes: Axes, profile: Profile) -> None:
+    """A bar for each stage: forward, what is computed anew, backward; a line at the mean."""
+    stages, positions = profile.stages, np.arange(profile.schedule.num_stages)
+    left = np.zeros(len(positions))
+    for kind, times in (("F", stages.forward), ("R", stages.recompute), ("B", stages.backward)):
+        widths = np.asarray(times) * MILLISECONDS
+        hatch = palette.HATCH.get(kind)
+        axes.barh(positions, widths, left=left, color=palette.COLOURS[kind], hatch=hatch, edgecolor="white", lw=0.6)
+        left += widths
+    mean = float(left.mean())
+    axes.axvline(mean, color="black", linewidth=0.8, linestyle=":")
+    for stage, end in enumerate(left):
+        axes.annotate(
+            f"{end / mean:.2f} of the mean",
+            (end, stage),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center_baseline",
+            fontsize=7,
+        )
+    _title(axes, "Stages alone: ms for one micro-batch (dotted: the mean)")
+    axes.set_yticks(positions, [f"stage {stage}" for stage in positions])
+    axes.set_xlim(0, 1.15 * float(left.max()))
+    axes.invert_yaxis()
+    axes.tick_params(left=False)
+    axes.spines[["left", "right", "top"]].set_visible(False)

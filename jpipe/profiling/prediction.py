@@ -1,0 +1,132 @@
+"""What a step should take, from what its stages take: the simulator's time, and what is measured around it.
+
+K is the number of stages, M of micro-batches. A step is what stages do, one after the other as the schedule has it,
+what is done without any of them (transfers, set-up), and the optimiser's update:
+
+    step = contention * makespan + idle + update
+
+`makespan` is `simulate`'s, of stages that were timed alone. `contention` is what is left to explain the measured step:
+how many times as long stages take when all run at once. On accelerators of their own it is about 1; simulated devices
+share cores, so it is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import Timeline, simulate
+
+MILLISECONDS = 1e3
+"""Timelines are in milliseconds, as pictures and traces have them."""
+
+SLICES = (
+    "computation",
+    "recomputation",
+    "bubble",
+    "imbalance",
+    "transfer and set-up",
+    "weight update",
+)
+"""What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds for one micro-batch, `[K]` each, by stage, all its chunks together.
+
+    Attributes:
+      forward: of the forward.
+      backward: of the backward, but for what it computes anew.
+      recompute: of what the backward computes anew (remat).
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    recompute: tuple[float, ...]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        """Seconds by stage, forward and backward."""
+        return tuple(map(sum, zip(self.forward, self.backward, self.recompute, strict=True)))
+
+    @property
+    def even(self) -> StageTimes:
+        """The same work, shared equally among the stages."""
+        mean = lambda times: (float(np.mean(times)),) * len(times)
+        return StageTimes(mean(self.forward), mean(self.backward), mean(self.recompute))
+
+    def scaled(self, factors: Sequence[float] | np.ndarray) -> StageTimes:
+        """Times multiplied by a factor for each stage, `[K]`."""
+        by = lambda times: tuple(float(time * factor) for time, factor in zip(times, factors, strict=True))
+        return StageTimes(by(self.forward), by(self.backward), by(self.recompute))
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The schedule with these times, in milliseconds."""
+        unit = lambda times: [time * MILLISECONDS for time in times]
+        return simulate(schedule, unit(self.forward), unit(self.backward), recompute=unit(self.recompute))
+
+    def makespan(self, schedule: Schedule) -> float:
+        """Seconds that the schedule takes with these times."""
+        return self.timeline(schedule).makespan / MILLISECONDS
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step takes, by its parts; see the module.
+
+    Attributes:
+      schedule: the schedule it was measured under.
+      stages: what the stages take alone.
+      idle: seconds of a step without actions and without update.
+      update: seconds of the optimiser's update.
+      contention: how many times as long stages take when all run at once.
+    """
+
+    schedule: Schedule
+    stages: StageTimes
+    idle: float
+    update: float
+    contention: float
+
+    def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
+        """Seconds that a step would take with other times of stages, or another schedule of as many stages.
+
+        What a step takes without actions grows with the number of its ticks: most of it are transfers.
+        """
+        chosen, stages = schedule or self.schedule, stages or self.stages
+        idle = self.idle * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
+        return self.contention * stages.makespan(chosen) + idle + self.update
+
+    @property
+    def slices(self) -> dict[str, float]:
+        """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
+
+        The bubble is what stages wait where all take equally long, imbalance what they wait more, as they don't.
+        """
+        num_microbatches, stages = self.schedule.num_microbatches, self.stages
+        even = stages.even
+        computation = num_microbatches * (even.forward[0] + even.backward[0])
+        recomputation = num_microbatches * even.recompute[0]
+        balanced = even.makespan(self.schedule)
+        waits = balanced - computation - recomputation, stages.makespan(self.schedule) - balanced
+        by_stages = [self.contention * seconds for seconds in (computation, recomputation, *waits)]
+        return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
+
+
+def fit(schedule: Schedule, stages: StageTimes, *, idle: float, update: float, step: float) -> StepModel:
+    """The model that takes as long as the measured step.
+
+    Raises:
+      ValueError: the step took less than what was measured around the stages' work: it is too short to be taken apart.
+    """
+    contention = (step - update - idle) / stages.makespan(schedule)
+    if contention <= 0:
+        raise ValueError(
+            f"the step takes {step * 1e3:.3g} ms, what isn't work of stages {(idle + update) * 1e3:.3g} ms: "
+            "it is too short to be taken apart on this machine; use a larger batch or model, or more rounds"
+        )
+    return StepModel(schedule, stages, idle, update, contention)

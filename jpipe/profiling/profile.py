@@ -1,0 +1,185 @@
+"""`profile`: a training step measured, taken apart, and compared with what it should take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jpipe.checks import check_alive
+from jpipe.pictures.tables import Table
+from jpipe.planning.partition import Partition
+from jpipe.profiling import tables
+from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, split_backward
+from jpipe.profiling.findings import Finding, find
+from jpipe.profiling.layer_times import measure_layers
+from jpipe.profiling.measure import Program, measure
+from jpipe.profiling.memory import Memory, memory_of
+from jpipe.profiling.prediction import StageTimes, fit
+from jpipe.profiling.trace import record
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import Timeline
+from jpipe.training.state import TrainState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jpipe.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `jpipe.profile` found. Printed, or shown in a notebook, it is tables; `plot` draws it, `as_dict` is data.
+
+    Attributes:
+      schedule: the schedule.
+      partition: which layers each stage has.
+      stages: seconds of each stage for one micro-batch, alone: forward, backward, and what the backward computes anew.
+      step: seconds of a training step, measured.
+      predicted_step: seconds that it would take if stages took as long all together as each alone.
+      slices: the measured step's seconds by what they go into, of a stage on average; they add up to `step`.
+      contention: how many times as long stages take all together as alone.
+      sizes: other numbers of micro-batches, and what they promise.
+      memory: bytes on a device.
+      findings: in words, those first that promise the most.
+      predicted: the schedule with the stages' times, in milliseconds.
+      traced: the same as it ran, once, under the profiler; None if not asked for, or if the device's traces don't tell.
+    """
+
+    schedule: Schedule = field(repr=False)
+    partition: Partition = field(repr=False)
+    stages: StageTimes
+    step: float
+    predicted_step: float
+    slices: dict[str, float]
+    contention: float
+    sizes: tuple[MicrobatchSize, ...]
+    memory: Memory
+    findings: tuple[Finding, ...]
+    predicted: Timeline = field(repr=False)
+    traced: Timeline | None = field(repr=False)
+
+    def __str__(self) -> str:
+        findings = [f"- {finding.text}" for finding in self.findings] or ["none"]
+        return "\n\n".join([*(table.described() for table in self._tables()), "\n".join(["Findings", *findings])])
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{escape(finding.text)}</li>" for finding in self.findings) or "<li>none</li>"
+        return "<br>".join([*(table.html() for table in self._tables()), f"<b>Findings</b><ul>{items}</ul>"])
+
+    def _tables(self) -> list[Table]:
+        return [
+            tables.stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight),
+            tables.slice_table(self.slices, self.step, self.predicted_step),
+            tables.size_table(self.sizes, self.schedule.num_microbatches),
+            self.memory.table(),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
+        schedule = self.schedule
+        return {
+            "schedule": schedule.name,
+            "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "counts": list(self.partition.counts),
+            "stages": {name: list(times) for name, times in asdict(self.stages).items()},
+            "step": self.step,
+            "predicted_step": self.predicted_step,
+            "slices": dict(self.slices),
+            "contention": self.contention,
+            "sizes": [asdict(row) for row in self.sizes],
+            "memory": asdict(self.memory),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draws the stages' times, the step's slices, and the timeline as predicted (and, if there is one, as traced).
+
+        Args:
+          path: where to save the picture; None draws into a new pyplot figure.
+
+        Raises:
+          ImportError: matplotlib is not installed; `pip install 'jpipe[plot]'`.
+        """
+        from jpipe.pictures.figures import check_matplotlib
+
+        check_matplotlib()
+        from jpipe.profiling.picture import draw
+
+        return draw(self, path)
+
+
+def profile(
+    pipe: Pipeline,
+    state: TrainState,
+    batch: Any,
+    *,
+    rounds: int = 5,
+    other_sizes: bool = True,
+    trace_dir: str | os.PathLike[str] | None = None,
+) -> Profile:
+    """Measures a training step on the devices at hand, and says what its time goes into and what would shorten it.
+
+        profile = jpipe.profile(pipe, state, batch)
+        print(profile)
+        profile.plot("step.png")
+
+    Each stage is timed in the step's own program with all other stages idle (`jpipe.profiling.measure`); the slices are
+    those of the GPipe paper's breakdown (NeurIPS version, section 3). `state` stays as it is: a copy of it is trained,
+    which needs memory, as the gradients do. Compiles the step once more, and each distinct layer for each number of
+    micro-batches that is tried. In a cluster all processes call it.
+
+    Args:
+      pipe: a pipeline.
+      state: its training state.
+      batch: a batch `[B, ...]`, as for training.
+      rounds: how often everything is timed; medians count.
+      other_sizes: whether layers are timed in micro-batches of other sizes too.
+      trace_dir: if given, one step is also recorded there by `jax.profiler`, and read as `Profile.traced`.
+
+    Raises:
+      TypeError: `pipe` is no pipeline, or `state` no state.
+      ValueError: `rounds` is less than 1; or the step is too short to be taken apart.
+    """
+    _check(pipe, state, rounds)
+    planner = pipe.planner
+    with jax.debug_nans(False):  # with actions left out, what is computed means nothing
+        program = Program(pipe, state, batch)
+        measured = measure(pipe, program, state, batch, rounds)
+    times = measure_layers(planner, batch)
+    stages = split_backward(planner, times, measured)
+    model = fit(pipe.schedule, stages, idle=measured.idle, update=measured.update, step=measured.step)
+    sizes = microbatch_sizes(planner, batch, model, times, others=other_sizes)
+    return Profile(
+        schedule=pipe.schedule,
+        partition=pipe.partition,
+        stages=stages,
+        step=measured.step,
+        predicted_step=stages.makespan(pipe.schedule) + measured.idle + measured.update,
+        slices=model.slices,
+        contention=model.contention,
+        sizes=sizes,
+        memory=memory_of(program, state),
+        findings=find(planner, model, times, sizes),
+        predicted=stages.timeline(pipe.schedule),
+        traced=None if trace_dir is None else record(program, pipe.schedule, pipe.mesh, os.fspath(trace_dir)),
+    )
+
+
+def _check(pipe: Any, state: Any, rounds: Any) -> None:
+    from jpipe.pipeline import Pipeline
+
+    if not isinstance(pipe, Pipeline):
+        raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
+    check_alive("state", state)
+    if isinstance(rounds, bool) or not isinstance(rounds, int):
+        raise TypeError(f"rounds={rounds!r} is no integer; give how often everything is timed")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}; everything has to be timed at least once")

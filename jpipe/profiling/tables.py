@@ -1,0 +1,72 @@
+"""The tables of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpipe.pictures.tables import Table
+from jpipe.planning.partition import Partition
+from jpipe.profiling.changes import MicrobatchSize
+from jpipe.profiling.prediction import StageTimes
+from jpipe.schedules.schedule import Schedule
+
+
+def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_flight: Sequence[int]) -> Table:
+    """A row for each stage: its layers, and its milliseconds for one micro-batch."""
+    total, rows = np.asarray(stages.total), []
+    for stage in range(schedule.num_stages):
+        ranges = [
+            f"{start}-{stop - 1}" if stop - start > 1 else str(start)
+            for virtual_stage, (start, stop) in enumerate(cut.bounds)
+            if schedule.placement.stage_of(virtual_stage) == stage
+        ]
+        times = (stages.forward[stage], stages.backward[stage], stages.recompute[stage], total[stage])
+        rows.append(
+            (
+                str(stage),
+                ", ".join(ranges),
+                *(_milliseconds(seconds) for seconds in times),
+                f"{total[stage] / total.mean():.2f}",
+                str(in_flight[stage]),
+            )
+        )
+    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "in flight")
+    marks = {int(total.argmax()): "slowest"} if total.max() > 1.02 * total.mean() else {}
+    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
+
+
+def slice_table(slices: dict[str, float], step: float, predicted: float) -> Table:
+    """A row for each slice of the step."""
+    rows = [(name, _milliseconds(seconds), f"{seconds / step:.1%}") for name, seconds in slices.items()]
+    note = f"predicted from stages alone: {_milliseconds(predicted)} ms, measured {step / predicted:.2f} times that"
+    return Table(
+        "A training step, by what its time goes into",
+        ("slice", "ms", "share"),
+        [*rows, ("step", _milliseconds(step), f"{1:.1%}")],
+        {},
+        [note],
+    )
+
+
+def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
+    """A row for each number of micro-batches."""
+    header = ("M", "examples", "ms an example", "bubble", "step ms")
+    rows, marks = [], {}
+    for index, row in enumerate(sizes):
+        rows.append(
+            (
+                str(row.num_microbatches),
+                str(row.size),
+                _milliseconds(row.sample_seconds),
+                f"{row.bubble:.1%}",
+                _milliseconds(row.step),
+            )
+        )
+        marks[index] = "measured" if row.num_microbatches == num_microbatches else "predicted"
+    return Table("Numbers of micro-batches of the same batch", header, rows, marks)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"

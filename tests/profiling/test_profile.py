@@ -1,0 +1,231 @@
+"""`jpipe.profile`: stages timed with the others idle, slices that add up, findings, and a step read from a trace."""
+
+import json
+import re
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_equal
+
+import jpipe
+from jpipe.profiling.measure import Program
+from jpipe.profiling.picture import draw
+
+WIDTH = 128
+ROWS = 32
+
+
+class Wide(nn.Module):
+    """A layer of some work: width to the same by way of eight times as much."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(8 * WIDTH)(x)))
+
+
+def loss_fn(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def make(num_stages=2, num_microbatches=4, **options):
+    """Seven layers, all but the first two of some work, unevenly cut where there are two stages; and a batch."""
+    layers = [nn.relu, nn.Dense(WIDTH), *[Wide() for _ in range(4)], nn.Dense(1)]
+    options = {"balance": [2, 5] if num_stages == 2 else "even"} | options
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    keys = jax.random.split(jax.random.key(1))
+    batch = {"inputs": jax.random.normal(keys[0], (ROWS, WIDTH)), "targets": jax.random.normal(keys[1], (ROWS, 1))}
+    return pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1, momentum=0.9)), batch
+
+
+@pytest.fixture(scope="module")
+def unbalanced():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def found(unbalanced, tmp_path_factory):
+    """A profile with a trace."""
+    pipe, state, batch = unbalanced
+    return jpipe.profile(pipe, state, batch, rounds=2, trace_dir=tmp_path_factory.mktemp("trace"))
+
+
+# --- which actions run ---
+
+
+def counted(calls, index, x):
+    """x, and a note for each call of a layer that it was called."""
+    jax.debug.callback(lambda _: calls.append(index), x[0, 0])
+    return x
+
+
+def test_a_program_runs_the_actions_that_it_is_told_to():
+    """Each layer tells when it is called; the backward's `jax.checkpoint` calls those again that move something."""
+    calls = []
+    layers = [lambda x, i=i: counted(calls, i, x) for i in range(4)]
+    batch = {"inputs": np.ones((6, 3), np.float32)}
+    pipe = jpipe.Pipeline(
+        layers, lambda y, b: y.mean(), num_stages=2, num_microbatches=3, balance=[1, 3], remat="none", schedule="gpipe"
+    )
+    program = Program(pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1)), batch)
+
+    def called(only):
+        calls.clear()
+        jax.block_until_ready(program.run(only))
+        jax.effects_barrier()
+        return {index: calls.count(index) for index in set(calls)}
+
+    assert called(program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
+    assert called(np.zeros_like(program.everything())) == {}
+    assert called(program.only("F", 0)) == {0: 3}
+    assert called(program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.only("B", 0)) == {}
+    assert called(program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
+
+
+def test_a_program_of_all_actions_computes_what_the_pipeline_does(unbalanced):
+    pipe, state, batch = unbalanced
+    program = Program(pipe, state, batch)
+    (loss, updates, _), grads = program.run(program.everything())
+    key = jax.random.fold_in(state.key, state.step)
+    (expected, other_updates), other = pipe.value_and_grad(state.variables, batch, key)
+    assert_equal((loss, updates, grads), (expected, other_updates, other))
+
+
+# --- the profile ---
+
+
+def test_the_state_stays_as_it_is(unbalanced, found):
+    pipe, state, batch = unbalanced
+    assert_equal(state.variables, pipe.create_state(jax.random.key(0), batch, state.tx).variables)
+
+
+def test_the_stage_with_the_work_is_the_slowest(found):
+    first, second = found.stages.total
+    assert second > 3 * first  # four wide layers against one of an eighth of their work
+
+
+def test_slices_add_up_to_the_step(found):
+    assert list(found.slices) == [
+        "computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update",
+    ]  # fmt: skip
+    assert sum(found.slices.values()) == pytest.approx(found.step, rel=1e-9)
+    assert all(seconds >= 0 for seconds in found.slices.values())
+
+
+def test_it_finds_the_layers_to_move(found):
+    balance = [finding for finding in found.findings if "balance" in finding.change]
+    assert len(balance) == 1
+    assert "stage 1 takes" in balance[0].text and "from stage 1 to stage 0" in balance[0].text
+    assert sum(balance[0].change["balance"]) == 7 and balance[0].change["balance"][0] in (3, 4)
+    assert 0.4 < balance[0].promise < 0.97
+
+
+def test_other_numbers_of_micro_batches(found):
+    rows = {row.num_microbatches: row for row in found.sizes}
+    assert sorted(rows) == [1, 2, 4, 8, 16]
+    assert [rows[m].size for m in (1, 4, 16)] == [32, 8, 2]
+    # (K-1)/(M+K-1), GPipe, section 2.3
+    assert [rows[m].bubble for m in rows] == pytest.approx([1 / (m + 1) for m in rows])
+    assert rows[4].step == pytest.approx(found.step, rel=1e-9)
+
+
+def test_memory_is_that_of_the_arrays(unbalanced, found):
+    _, state, _ = unbalanced
+    device = state.step.devices().pop()
+    size = lambda tree: sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+    memory = found.memory
+    assert memory.parameters == memory.gradients == size(state.variables["params"])
+    assert memory.optimizer == size(state.opt_state)
+    assert memory.temporaries > 0
+    assert memory.total == sum(map(getattr, [memory] * 5, vars(memory)))
+
+
+def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
+    """Every action once; none begins before what it waits for ended, on its own stage or on a neighbour."""
+    spans = {(span.stage, str(span.action)): span for span in found.traced.spans}
+    assert sorted(spans) == sorted((k, f"{kind}{m}") for k in range(2) for kind in "FB" for m in range(4))
+    for m in range(4):
+        assert spans[0, f"F{m}"].end <= spans[1, f"F{m}"].start
+        assert spans[1, f"F{m}"].end <= spans[1, f"B{m}"].start
+        assert spans[1, f"B{m}"].end <= spans[0, f"B{m}"].start
+    for stage in range(2):
+        own = [span for span in found.traced.spans if span.stage == stage]
+        assert [str(span.action) for span in own] == list(map(str, found.schedule.actions[stage]))
+        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+    assert found.traced.peak_in_flight == found.predicted.peak_in_flight
+
+
+def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
+    text = str(found)
+    for word in ("stage", "slowest", "computation", "weight update", "predicted", "optimizer", "Findings"):
+        assert word in text, word
+    assert found.findings[0].text in text
+    html = found._repr_html_()
+    assert html.count("<table>") == 4 and "<li>" in html
+    assert json.loads(json.dumps(found.as_dict()))["slices"] == pytest.approx(found.slices)
+    found.plot(tmp_path / "profile.png")
+    assert (tmp_path / "profile.png").stat().st_size > 20_000
+    titles = [axes.get_title(loc="left") for axes in draw(found, tmp_path / "again.png").axes]
+    assert len(titles) == 4 and "as it ran" in titles[3]
+    assert len(draw(replace(found, traced=None), tmp_path / "untraced.png").axes) == 3
+
+
+def test_the_compiled_step_names_ticks_slots_actions_layers_and_the_update(unbalanced):
+    pipe, _, batch = unbalanced
+    step = jax.jit(pipe.train_step, donate_argnums=0)
+    text = step.lower(pipe.abstract_state(batch, optax.sgd(0.1, momentum=0.9)), batch).compile().as_text()
+    scopes = set(re.findall(r'op_name="([^"]*)"', text))
+    for scope in ("/ticks/while/body/", "/slot0/F/while", "/slot1/B/while", "/F/while/body/Wide.2", "/update/"):
+        assert any(scope in name for name in scopes), scope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_stages": 1},
+        {"num_stages": 3, "schedule": "gpipe", "remat": "stage"},
+        {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved", "balance": "flops"},
+        {"mesh": (2, 2), "remat": "none"},
+        {"num_stages": 3, "schedule": "naive", "remat": "full"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_pipeline_can_be_profiled(options, tmp_path):
+    if "mesh" in options:
+        options = options | {"mesh": jax.make_mesh(options["mesh"], ("stage", "data"))}
+    pipe, state, batch = make(**options)
+    profile = jpipe.profile(pipe, state, batch, rounds=2, trace_dir=tmp_path)
+    assert sum(profile.slices.values()) == pytest.approx(profile.step, rel=1e-9)
+    assert len(profile.stages.total) == pipe.schedule.num_stages
+    assert profile.traced is not None
+    count = 2 * pipe.schedule.num_stages * pipe.schedule.num_microbatches * pipe.schedule.num_chunks
+    assert len(profile.traced.spans) == count
+    assert str(profile) and profile.plot(tmp_path / "profile.png")
+
+
+# --- wrong arguments ---
+
+
+def test_errors(unbalanced):
+    pipe, state, batch = unbalanced
+    with pytest.raises(TypeError, match=r"takes a jpipe\.Pipeline"):
+        jpipe.profile(state, pipe, batch)
+    with pytest.raises(TypeError, match="make it with pipe.create_state"):
+        jpipe.profile(pipe, state.variables, batch)
+    with pytest.raises(ValueError, match="rounds=0"):
+        jpipe.profile(pipe, state, batch, rounds=0)
+    with pytest.raises(TypeError, match="rounds=2.5"):
+        jpipe.profile(pipe, state, batch, rounds=2.5)
+    with pytest.raises(ValueError, match="batch size 30"):
+        jpipe.profile(pipe, state, jax.tree.map(lambda a: a[:30], batch))
