@@ -115,7 +115,7 @@ def test_a_layer_prints_once_in_its_forward(capfd):
 
 @pytest.mark.parametrize("remat", ["none", "layer", "full"])
 def test_a_layer_may_print_what_it_takes(remat, capfd):
-    """A regression: the residuals that are made again from parameters alone were made with the print, and its operand."""
+    """A regression: what is made again from parameters alone was made with the print, and its operand."""
 
     def chatty(x):
         jax.debug.print("x is {}", x[0, 0] * 0 + 7)

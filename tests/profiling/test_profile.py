@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import flax.linen as nn
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_equal
 
 import jpipe
+from helpers import assert_equal
 from jpipe.profiling.measure import Program
 from jpipe.profiling.picture import draw
 
@@ -161,7 +162,7 @@ def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
     for stage in range(2):
         own = [span for span in found.traced.spans if span.stage == stage]
         assert [str(span.action) for span in own] == list(map(str, found.schedule.actions[stage]))
-        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(own))
     assert found.traced.peak_in_flight == found.predicted.peak_in_flight
 
 
@@ -221,11 +222,11 @@ def test_errors(unbalanced):
     pipe, state, batch = unbalanced
     with pytest.raises(TypeError, match=r"takes a jpipe\.Pipeline"):
         jpipe.profile(state, pipe, batch)
-    with pytest.raises(TypeError, match="make it with pipe.create_state"):
+    with pytest.raises(TypeError, match=r"make it with pipe\.create_state"):
         jpipe.profile(pipe, state.variables, batch)
     with pytest.raises(ValueError, match="rounds=0"):
         jpipe.profile(pipe, state, batch, rounds=0)
-    with pytest.raises(TypeError, match="rounds=2.5"):
+    with pytest.raises(TypeError, match=r"rounds=2\.5"):
         jpipe.profile(pipe, state, batch, rounds=2.5)
     with pytest.raises(ValueError, match="batch size 30"):
         jpipe.profile(pipe, state, jax.tree.map(lambda a: a[:30], batch))
