@@ -1,4 +1,4 @@
-"""The tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what docs/paper.md says."""
+"""Tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what docs/paper.md says."""
 
 import re
 import sys
