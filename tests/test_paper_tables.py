@@ -1,0 +1,94 @@
+"""Tables of the GPipe paper, what `benchmarks/paper_tables.py` predicts beside them, and what docs/paper.md says."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import paper_tables as tables
+
+PAGE = (Path(__file__).parents[1] / "docs" / "paper.md").read_text()
+TRANSFORMERS = ("Transformer-48",)
+
+
+def equal_stages(num_stages, forward=1.0, backward=2.0):
+    return tables.Times(*((time,) * num_stages for time in (forward, forward, backward)))
+
+
+def test_the_papers_figures():
+    assert tables.TABLE_2 == {
+        "AmoebaNet-D (18, 256)": {1: (1, 1.13, 1.38), 4: (1.07, 1.26, 1.72), 32: (1.21, 1.84, 3.48)},
+        "Transformer-48": {1: (1, 1.07, 1.3), 4: (1.7, 3.2, 4.8), 32: (1.8, 3.4, 6.3)},
+    }
+    assert tables.TABLE_3 == {"AmoebaNet-D (18, 128)": (1, 1.7, 2.7), "Transformer-24": (1, 1.8, 3.3)}
+    assert list(tables.BREAKDOWN.values()) == [65.6, 22.5, 4.1, 3.2, 2.9, 1.7]
+    assert sum(tables.BREAKDOWN.values()) == pytest.approx(100)
+    again = tables.BREAKDOWN["recomputation"]
+    assert again / (100 - again) == pytest.approx(0.29, abs=0.001)  # of the rest of the step
+    assert again / tables.BREAKDOWN["computation"] == pytest.approx(0.343, abs=0.001)  # F / (F + B)
+
+
+@pytest.mark.parametrize("k", [2, 4, 8])
+@pytest.mark.parametrize("m", [1, 4, 32])
+@pytest.mark.parametrize("backward", [1.0, 2.0])
+def test_equal_stages_follow_the_formula(k, m, backward):
+    stages = equal_stages(k, backward=backward)
+    assert tables.throughput(stages, m) == pytest.approx(k * m / (m + k - 1)) == tables.balanced(k, m)
+    share = tables.slices(stages, m)
+    assert share["bubble"] == pytest.approx(100 * (k - 1) / (m + k - 1))
+    assert share["load imbalance"] == pytest.approx(0, abs=1e-9)
+    assert share["recomputation"] / share["computation"] == pytest.approx(1 / (1 + backward))
+
+
+def test_four_micro_batches_give_less_than_the_paper_has():
+    assert [round(tables.throughput(equal_stages(k), 4), 2) for k in (2, 4, 8)] == [1.6, 2.29, 2.91]
+    assert all(paper > tables.balanced(k, 4) for k, paper in zip((2, 4, 8), (1.7, 3.2, 4.8), strict=True))
+
+
+@pytest.mark.parametrize("m", [1, 4, 32])
+def test_unequal_stages_follow_the_formula(m):
+    work = [3.0, 1.0, 2.0, 2.0]
+    times = tables.Times(*(tuple(part * w for w in work) for part in (0.25, 0.25, 0.5)))
+    assert tables.throughput(times, m) == pytest.approx(m * 8 / (8 + (m - 1) * 3))
+    if m > 1:
+        assert tables.imbalance_for(4, m, tables.throughput(times, m)) == pytest.approx(1.5)
+    share = tables.slices(times, m)
+    assert sum(share.values()) == pytest.approx(100)
+    assert share["load imbalance"] == pytest.approx(100 * (m - 1) / (8 + (m - 1) * 3))
+
+
+def test_a_stage_computes_its_forward_once_more():
+    for stage, none in zip(*(tables.costs_of("Transformer-24", remat) for remat in ("stage", "none")), strict=True):
+        assert stage.total - none.total == pytest.approx(stage.forward)
+
+
+def test_the_page_shows_what_is_predicted_for_transformers():
+    shown = PAGE.splitlines()
+    for make in (tables.table_2, tables.own_table, tables.breakdown):
+        assert set(make(TRANSFORMERS).markdown()) <= set(shown)
+    assert set(tables.table_3(("Transformer-24",)).markdown()) <= set(shown)
+
+
+def test_the_pages_figures_follow_from_its_imbalances():
+    """For all models, AmoebaNet among them, whose tracing takes longer."""
+    rows = re.findall(
+        r"^\| ([^|]+), K=(\d) \| [\d ]+ \| ([\d.]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE
+    )
+    assert len(rows) == 6
+    for model, k, imbalance, *cells in rows:
+        for cell, (m, paper) in zip(cells, tables.TABLE_2[model].items(), strict=True):
+            predicted, given, residual = map(float, re.fullmatch(r"(.*) / (.*) = ([\d.]+)\*?", cell).groups())
+            assert given == paper[tables.STAGES.index(int(k))]
+            assert predicted == pytest.approx(int(k) * m / (int(k) + (m - 1) * float(imbalance)), abs=0.0065)
+            assert residual == pytest.approx(predicted / given, abs=0.0101)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_script_prints(capsys, monkeypatch):
+    monkeypatch.setattr(tables, "on_cpu", lambda: None)  # it is one already
+    tables.main(["--markdown"])
+    *printed, cuts = capsys.readouterr().out.strip().splitlines()
+    assert [line for line in printed if line not in ("", *PAGE.splitlines())] == []
+    assert cuts.endswith("the same stages")
