@@ -30,6 +30,17 @@ MAY_IMPORT = {
     "execution": {"jax_tools", "processes", "sharding", "layers", "schedules", "model", "memory", "planning"},
     "pictures": {"schedules", "planning", "execution"},
     "checkpoints": {"jax_tools", "processes", "model", "memory", "training", "execution", "pipeline", "checks"},
+    "profiling": {
+        "sharding",
+        "schedules",
+        "model",
+        "planning",
+        "training",
+        "execution",
+        "pictures",
+        "pipeline",
+        "checks",
+    },
     "view": set(),
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types

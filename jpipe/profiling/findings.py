@@ -16,7 +16,7 @@ from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, with
 from jpipe.profiling.layer_times import LayerTimes, by_stage
 from jpipe.profiling.prediction import StepModel
 
-WORTH = 0.03
+WORTH = 0.05
 """The share of a step from which on a change is worth a word."""
 UNEVEN = 1.05
 """How many times the mean the slowest stage has to take for a word about it."""
@@ -107,7 +107,8 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
     promise = shown.step / here.step
     text = (
         f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={shown.num_microbatches} of "
-        f"{shown.bubble:.1%}: step {_percent(promise)}"
+        f"{shown.bubble:.1%}, and in its micro-batches of {shown.size} an example takes "
+        f"{shown.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
     )
     is_better = promise < 1 - WORTH
     if is_better or here.bubble > UNEVEN - 1:

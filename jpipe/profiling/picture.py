@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,10 +15,8 @@ from jpipe.pictures import palette
 from jpipe.pictures.figures import new_figure
 from jpipe.pictures.gantt import draw_gantt, legend_entries
 from jpipe.pictures.palette import RGB
-from jpipe.profiling.prediction import MILLISECONDS, SLICES
-
-if TYPE_CHECKING:
-    from jpipe.profiling.profile import Profile
+from jpipe.profiling.prediction import MILLISECONDS, SLICES, StageTimes
+from jpipe.schedules.simulate import Timeline
 
 COLOURS: dict[str, RGB] = {
     "computation": palette.COLOURS["F"],
@@ -31,26 +30,35 @@ NARROWEST = 0.045
 """The share of the step from which on a slice has its number in it."""
 
 
-def draw(profile: Profile, path: str | os.PathLike[str] | None) -> Figure:
-    """Draws it; see `Profile.plot`."""
-    timelines = {"predicted from the stages' times": profile.predicted}
-    if profile.traced is not None:
-        timelines["as it ran, traced"] = profile.traced
-    num_stages = profile.schedule.num_stages
+def draw(
+    slices: Mapping[str, float],
+    stages: StageTimes,
+    timelines: Mapping[str, Timeline],
+    path: str | os.PathLike[str] | None,
+) -> Figure:
+    """Draws it; see `Profile.plot`.
+
+    Args:
+      slices: seconds of the step by `SLICES`.
+      stages: seconds of the stages.
+      timelines: by what they are; at least one.
+      path: where to save the picture; None draws into a new pyplot figure.
+    """
+    num_stages = len(stages.forward)
     line = max(0.16, 0.3 - 0.02 * num_stages)
     heights = [0.85, line * num_stages + 0.25, *[line * num_stages + 0.25] * len(timelines)]
     figure = new_figure(path, (9.0, sum(heights) + 0.55 * len(heights) + 0.3))
     figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    _draw_slices(column[0], profile)
-    _draw_stages(column[1], profile)
+    _draw_slices(column[0], slices)
+    _draw_stages(column[1], stages)
     longest = max(timeline.makespan for timeline in timelines.values())
     for axes, (name, timeline) in zip(column[2:], timelines.items(), strict=True):
         axes.set_xlim(0, longest)
         draw_gantt(axes, timeline, font_size=6.5)
         _title(axes, f"Timeline, {name}: {timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}")
     column[-1].set_xlabel("ms", fontsize=8)
-    handles, labels, handlers = legend_entries([profile.predicted])
+    handles, labels, handlers = legend_entries(list(timelines.values()))
     figure.legend(
         handles, labels, handler_map=handlers, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5
     )
@@ -64,28 +72,28 @@ def _title(axes: Axes, text: str) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _draw_slices(axes: Axes, profile: Profile) -> None:
+def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
     """One bar as long as the step, in its slices."""
-    left, handles = 0.0, []
+    left, handles, step = 0.0, [], sum(slices.values())
     for name in SLICES:
-        width = profile.slices[name] * MILLISECONDS
+        width = slices[name] * MILLISECONDS
         axes.barh(0, width, left=left, color=COLOURS[name], edgecolor="white", linewidth=0.6)
-        share = profile.slices[name] / profile.step
+        share = slices[name] / step
         if share >= NARROWEST:
             look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5}
             axes.text(left + width / 2, 0, f"{share:.0%}", color=palette.text_colour(COLOURS[name]), **look)
         handles.append(Patch(facecolor=COLOURS[name], label=f"{name} {share:.1%}"))
         left += width
-    _title(axes, f"A step of {profile.step * MILLISECONDS:.3g} ms, by what its time goes into")
+    _title(axes, f"A step of {step * MILLISECONDS:.3g} ms, by what its time goes into")
     axes.set_xlim(0, left)
     axes.set_yticks([])
     axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=6, frameon=False, fontsize=7)
 
 
-def _draw_stages(axes: Axes, profile: Profile) -> None:
+def _draw_stages(axes: Axes, stages: StageTimes) -> None:
     """A bar for each stage: forward, what is computed anew, backward; a line at the mean."""
-    stages, positions = profile.stages, np.arange(profile.schedule.num_stages)
+    positions = np.arange(len(stages.forward))
     left = np.zeros(len(positions))
     for kind, times in (("F", stages.forward), ("R", stages.recompute), ("B", stages.backward)):
         widths = np.asarray(times) * MILLISECONDS

@@ -111,7 +111,10 @@ class Profile:
         check_matplotlib()
         from jpipe.profiling.picture import draw
 
-        return draw(self, path)
+        timelines = {"predicted from the stages' times": self.predicted}
+        if self.traced is not None:
+            timelines["as it ran, traced"] = self.traced
+        return draw(self.slices, self.stages, timelines, path)
 
 
 def profile(

@@ -15,7 +15,6 @@ import pytest
 import jpipe
 from helpers import assert_equal
 from jpipe.profiling.measure import Program
-from jpipe.profiling.picture import draw
 
 WIDTH = 128
 ROWS = 32
@@ -176,9 +175,9 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
     assert json.loads(json.dumps(found.as_dict()))["slices"] == pytest.approx(found.slices)
     found.plot(tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 20_000
-    titles = [axes.get_title(loc="left") for axes in draw(found, tmp_path / "again.png").axes]
+    titles = [axes.get_title(loc="left") for axes in found.plot(tmp_path / "again.png").axes]
     assert len(titles) == 4 and "as it ran" in titles[3]
-    assert len(draw(replace(found, traced=None), tmp_path / "untraced.png").axes) == 3
+    assert len(replace(found, traced=None).plot(tmp_path / "untraced.png").axes) == 3
 
 
 def test_the_compiled_step_names_ticks_slots_actions_layers_and_the_update(unbalanced):
