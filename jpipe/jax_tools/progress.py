@@ -166,7 +166,8 @@ class _Display:
                 redirect_stdout=_is_terminal(sys.stdout),
                 redirect_stderr=sys.stderr is self._stream,
             )
-            # On a line of its own: another bar may have left the cursor at the end of one, and draws itself again.
+            # In place of the line that the cursor is on: a bar such as tqdm's, which draws itself again. What was
+            # printed without a newline is lost; rich would erase it as well, and leave the rest of a long line.
             self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
             self._live.start(refresh=True)
             self._console.show_cursor(True)  # a process that is killed could not bring it back
