@@ -137,7 +137,7 @@ class Pipeline:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
         check_enough_layers(len(self._layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
-        self._planner = Planner(
+        self.planner = Planner(
             layers=self._layers,
             loss_fn=loss_fn,
             read_inputs=inputs or batches.default_inputs,
@@ -149,12 +149,12 @@ class Pipeline:
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             options=Options(gather, cast, unroll),
         )
-        self.agreement = Agreement(self._planner)
+        self.agreement = Agreement(self.planner)
         self._arguments = ((layers, loss_fn), sizes | chosen)
-        value_and_grad = partial(entry_points.value_and_grad, self._planner)
+        value_and_grad = partial(entry_points.value_and_grad, self.planner)
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
         self._jit_value_and_grad = jax.jit(value_and_grad)
-        self._jit_forward = jax.jit(partial(entry_points.forward, self._planner), static_argnames=("with_loss", "bare"))
+        self._jit_forward = jax.jit(partial(entry_points.forward, self.planner), static_argnames=("with_loss", "bare"))
         self._jit_take_apart = jax.jit(take_apart)
 
     def __repr__(self) -> str:
@@ -166,10 +166,10 @@ class Pipeline:
         )
 
     def __str__(self) -> str:
-        return summarize(repr(self), self._planner).described()
+        return summarize(repr(self), self.planner).described()
 
     def _repr_html_(self) -> str:
-        return summarize(repr(self), self._planner).html()
+        return summarize(repr(self), self.planner).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""
@@ -182,12 +182,12 @@ class Pipeline:
         Raises:
           ValueError: the costs follow from shapes, and no batch was seen yet.
         """
-        return self._planner.partition
+        return self.planner.partition
 
     @property
     def plan(self) -> Plan:
         """The layers as traced, cuts and layouts, for tools; a ValueError if no batch was seen yet."""
-        return self._planner.known_plan()
+        return self.planner.known_plan()
 
     # --- batches ---
 
@@ -225,7 +225,7 @@ class Pipeline:
         Returns:
           The variables by collection, `{"params": ..., "batch_stats": ...}`.
         """
-        plan = self._planner.plan_for(batch)
+        plan = self.planner.plan_for(batch)
         key = as_key(key)
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
@@ -245,7 +245,7 @@ class Pipeline:
           the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the host
           where a process has only a part (`jax.device_get` where it has all).
         """
-        plan = self._planner.known_plan()
+        plan = self.planner.known_plan()
         check_variables(plan, variables)
         return as_items(plan.model, self._jit_take_apart(variables))
 
@@ -257,7 +257,7 @@ class Pipeline:
             On the host, or on devices of this mesh, of which this process may have some only.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self._planner.known_plan() if batch is None else self._planner.plan_for(batch)
+        plan = self.planner.known_plan() if batch is None else self.planner.plan_for(batch)
         if batch is not None:
             self.agreement.check(batch, "init")
         return put_together(plan.model, plan.layouts, trees)
@@ -283,7 +283,7 @@ class Pipeline:
           `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and
           typed like `variables["params"]`.
         """
-        check_training(self._planner, variables, batch, key)
+        check_training(self.planner, variables, batch, key)
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         arguments = self._placed(variables), *batches.on_mesh((batch, key), self.mesh)
@@ -299,10 +299,10 @@ class Pipeline:
           batch: a batch as for training, or the bare inputs.
         """
         check_is_variables(variables)
-        bare = batches.is_bare(batch, self._planner.plan_for(batch).batch, self._planner.read_inputs)
+        bare = batches.is_bare(batch, self.planner.plan_for(batch).batch, self.planner.read_inputs)
         if bare:
             check_reads_nothing(self._layers)
-        check_evaluation(self._planner, variables, batch, with_loss=False, bare=bare)
+        check_evaluation(self.planner, variables, batch, with_loss=False, bare=bare)
         self.agreement.check(batch, "bare" if bare else "apply")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
         with Call("the forward pass", arguments) as call:
@@ -310,8 +310,8 @@ class Pipeline:
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        check_same_structure("batch", batch, self._planner.plan_for(batch).batch)
-        check_evaluation(self._planner, variables, batch, with_loss=True)
+        check_same_structure("batch", batch, self.planner.plan_for(batch).batch)
+        check_evaluation(self.planner, variables, batch, with_loss=True)
         self.agreement.check(batch, "evaluate")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
         with Call("the loss", arguments) as call:
@@ -335,8 +335,8 @@ class Pipeline:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)
-        check_variables(self._planner.known_plan(), variables)
-        check_complete(self._planner.known_plan(), variables)
+        check_variables(self.planner.known_plan(), variables)
+        check_complete(self.planner.known_plan(), variables)
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
@@ -353,8 +353,8 @@ class Pipeline:
           tx: any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        variables = {name: layout.shapes for name, layout in self._planner.plan_for(batch).layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), self._planner.loss_shape(), self.mesh)
+        variables = {name: layout.shapes for name, layout in self.planner.plan_for(batch).layouts.items()}
+        return abstract_state(variables, tx, key_shape(key), self.planner.loss_shape(), self.mesh)
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -370,7 +370,7 @@ class Pipeline:
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
         check_alive("state", state)
-        check_training(self._planner, state.variables, batch, state.key)
+        check_training(self.planner, state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         with Call("the training step", (state, batch)) as call:
@@ -389,12 +389,12 @@ class Pipeline:
 
     def _placed(self, variables: Variables) -> Variables:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
-        layouts = self._planner.known_plan().layouts
+        layouts = self.planner.known_plan().layouts
         return {name: layouts[name].placed(tree) for name, tree in variables.items()}
 
     @cached_property
     def _jit_init(self) -> Callable:
-        plan = self._planner.known_plan()
+        plan = self.planner.known_plan()
         shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         return jax.jit(partial(entry_points.init_variables, plan), out_shardings=shardings)

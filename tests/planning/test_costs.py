@@ -119,7 +119,7 @@ def test_time_is_what_a_clock_shows(clock, remat, again, traced):
         jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     else:
         pipe.init(jax.random.key(0), BATCH)
-    found = [(cost.forward, cost.backward, cost.weight_gradient) for cost in pipe._planner.known_plan().costs]
+    found = [(cost.forward, cost.backward, cost.weight_gradient) for cost in pipe.planner.known_plan().costs]
     assert found == [(0, 0, 0), *[(1, 2 + again, 4)] * 2, (2, 8 + 2 * again, 9), (1, 2 + again, 4)]
     assert pipe.partition.layer_costs == tuple(map(sum, found))
     assert pipe.partition.cuts == (3,), "the long layer is on the second stage"
@@ -195,7 +195,7 @@ def test_a_cost_is_kept_in_its_parts(remat, again):
     layers = [lambda x: x, jpipe.Layer(square, product), jpipe.Layer(square, product), nn.relu]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
-    found, size = pipe._planner.known_plan().costs[2], 2 * 4 * 16 * 16
+    found, size = pipe.planner.known_plan().costs[2], 2 * 4 * 16 * 16
     parts = found.forward, found.backward, found.weight_gradient
     for part, products in zip(parts, (1, 1 + again, 1), strict=True):
         assert products * size <= part < products * size + 0.15 * size * (1 + again)
