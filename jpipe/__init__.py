@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jpipe.jax_tools.progress import show_progress as show_progress
 from jpipe.layers.base import Layer as Layer
 from jpipe.layers.connections import pop as pop
 from jpipe.layers.connections import reads as reads

@@ -26,10 +26,12 @@ from jpipe.checks import (
 from jpipe.execution import batches, entry_points, rows
 from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
+from jpipe.jax_tools.first_calls import Call
+from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
-from jpipe.memory.layer_trees import as_items, laid_out, put_together, take_apart
+from jpipe.memory.layer_trees import as_items, put_together, ready_values, take_apart
 from jpipe.memory.layout import StageTree
 from jpipe.model.remat import as_remat
 from jpipe.model.state import check_rules
@@ -228,7 +230,8 @@ class Pipeline:
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
             key = batches.on_all(key, self.mesh)
-        return self._jit_init(key, self._ready_values(plan))
+        with Call("the initialisation", key) as call:
+            return call.done(self._jit_init(key, ready_values(plan.layouts, self._layers)))
 
     def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
         """Each layer's own variables, in layer order.
@@ -283,8 +286,9 @@ class Pipeline:
         check_training(self.planner, variables, batch, key)
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
-        variables = self._placed(variables)
-        (loss, updates, _), grads = self._jit_value_and_grad(variables, *batches.on_mesh((batch, key), self.mesh))
+        arguments = self._placed(variables), *batches.on_mesh((batch, key), self.mesh)
+        with Call("loss and gradients", arguments) as call:
+            (loss, updates, _), grads = call.done(self._jit_value_and_grad(*arguments))
         return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Any) -> Any:
@@ -300,16 +304,18 @@ class Pipeline:
             check_reads_nothing(self._layers)
         check_evaluation(self.planner, variables, batch, with_loss=False, bare=bare)
         self.agreement.check(batch, "bare" if bare else "apply")
-        batch = batches.on_mesh(batch, self.mesh)
-        return self._jit_forward(self._placed(variables), batch, with_loss=False, bare=bare)
+        arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
+        with Call("the forward pass", arguments) as call:
+            return call.done(self._jit_forward(*arguments, with_loss=False, bare=bare))
 
     def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
         check_same_structure("batch", batch, self.planner.plan_for(batch).batch)
         check_evaluation(self.planner, variables, batch, with_loss=True)
         self.agreement.check(batch, "evaluate")
-        batch = batches.on_mesh(batch, self.mesh)
-        return self._jit_forward(self._placed(variables), batch, with_loss=True, bare=False)
+        arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
+        with Call("the loss", arguments) as call:
+            return call.done(self._jit_forward(*arguments, with_loss=True, bare=False))
 
     # --- training ---
 
@@ -331,7 +337,8 @@ class Pipeline:
             variables = self.init(key, batch)
         check_variables(self.planner.known_plan(), variables)
         check_complete(self.planner.known_plan(), variables)
-        opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
+        with task("initialising the optimiser's state"):
+            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, variables, opt_state, key, tx)
 
@@ -366,7 +373,8 @@ class Pipeline:
         check_training(self.planner, state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
-        new, metrics = step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh))
+        with Call("the training step", (state, batch)) as call:
+            new, metrics = call.done(step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
@@ -390,11 +398,3 @@ class Pipeline:
         shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
         return jax.jit(partial(entry_points.init_variables, plan), out_shardings=shardings)
-
-    def _ready_values(self, plan: Plan) -> dict[str, Any]:
-        """Buffers with the values of layers that come with their own."""
-        leaves: dict[str, dict[int, Any]] = {}
-        for index, layer in enumerate(self._layers):
-            for name, tree in (layer.ready or {}).items():
-                leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
-        return {name: dict(tree) for name, tree in laid_out(plan.layouts, leaves).items()}

@@ -29,6 +29,7 @@ from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.jax_tools.notices import warn_user
+from jpipe.jax_tools.progress import in_units, task
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
 from jpipe.training.state import TrainState
@@ -75,6 +76,7 @@ class Checkpointer:
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
         self._damaged: list[int] = []
+        self._waiting = "waiting for the last checkpoint"
         self._preemption, self._is_closed = Preemption(), False
         _wait_at_exit(self)
 
@@ -104,7 +106,7 @@ class Checkpointer:
         if self._is_closed:
             return
         self._is_closed = True
-        with self._with_what_is_left("waiting for the last checkpoint"):
+        with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
             self._manager.close()
 
     @property
@@ -120,7 +122,7 @@ class Checkpointer:
         """
         if self._is_closed:
             return
-        with self._with_what_is_left("waiting for the last checkpoint"):
+        with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
             self._manager.wait_until_finished()
 
     # --- saving ---
@@ -163,9 +165,13 @@ class Checkpointer:
             "position": encoded,
             **contents.description(),
         }
-        with self._with_what_is_left(f"saving step {step}"):
-            files.write(self._manager, step, take_all(contents), about)
+        what, size = f"saving step {step}", contents.num_bytes
+        with self._with_what_is_left(what), task(what, total=size, unit="bytes") as advance:
+            named = take_all(contents, advance)
+            with task(self._waiting):
+                files.write(self._manager, step, named, about)
         self._own.add(step)
+        self._waiting = f"waiting until step {step} ({in_units(size, 'bytes')}) is on disk"
 
     def _check(self, pipe: Any) -> None:
         """Checks that this can still be used, and with a pipeline.
@@ -288,7 +294,8 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     def read(step: int) -> list[Any]:
         about = files.read_about(path / str(step))
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == LAYERS}
-        found = files.read_arrays(path / str(step), wanted)
+        with task(f"reading the layers of step {step}"):
+            found = files.read_arrays(path / str(step), wanted)
         return [_item(layer["item"], found) for layer in about["layers"]]
 
     return _newest(path, steps if step is None else [step], read)[1]

@@ -80,6 +80,11 @@ class Contents:
         return {path: leaf for path, leaf in self._of_optimizer if not isinstance(leaf, StageTree) and not is_key(leaf)}
 
     @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of the arrays of all layers."""
+        return sum(record.num_bytes for record in self.each_record)
+
+    @cached_property
     def random_keys(self) -> Named:
         """The state's random key, as `(key,)`, and those in the optimiser's state."""
         return {("key",): self.state.key} | {path: leaf for path, leaf in self._of_optimizer if is_key(leaf)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from etils import epath
 
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents, Named, Record
+from jpipe.jax_tools.progress import task
 from jpipe.memory.records import Arrays
 
 AT_ONCE = 1 / 8
@@ -18,10 +21,14 @@ HOST_MEMORY = "pinned_host"
 """JAX's name for a host's memory that its devices reach."""
 
 
-def take_all(contents: Contents) -> Named:
+def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
     """Copies of all arrays by path, split over all devices, in their hosts' memory.
 
     Only `AT_ONCE` of the state is on the devices a second time, before it is there.
+
+    Args:
+      contents: of the state.
+      advance: is told how many bytes were copied.
     """
     named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
     arrays = contents.arrays
@@ -31,6 +38,7 @@ def take_all(contents: Contents) -> Named:
             for name, shapes in record.shapes.items():
                 named |= dict(zip(shapes, map(_to_host, taken[name]), strict=True))
         jax.block_until_ready([named[path] for record in portion for path in record.named])
+        advance(sum(record.num_bytes for record in portion))
     return named
 
 
@@ -45,21 +53,23 @@ def _to_host(leaf: jax.Array) -> jax.Array:
 def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
     """(new buffers with each layer's arrays, what belongs to no layer)."""
     read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
-    named, arrays = read(contents.without_layer), None
-    for portion in _portions(contents):
-        found = read({path: shape for record in portion for path, shape in record.named.items()})
-        if arrays is None:  # once something could be read
-            dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
-            arrays = contents.records.zeros(dtypes)
-        for record in portion:
-            leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
-            arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
+    with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
+        named, arrays = read(contents.without_layer), None
+        for portion in _portions(contents):
+            found = read({path: shape for record in portion for path, shape in record.named.items()})
+            if arrays is None:  # once something could be read
+                dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
+                arrays = contents.records.zeros(dtypes)
+            for record in portion:
+                leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+                arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
+            advance(sum(record.num_bytes for record in portion))
     return arrays or {}, named
 
 
 def _portions(contents: Contents) -> list[list[Record]]:
     """Runs of records, each about `AT_ONCE` of the state's bytes."""
-    total = sum(record.num_bytes for record in contents.each_record)
+    total = contents.num_bytes
     portions, room = [], 0.0
     for record in contents.each_record:
         if not portions or record.num_bytes > room:

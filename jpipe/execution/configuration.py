@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jpipe.execution.planner import Planner
 from jpipe.execution.rows import check_placed
+from jpipe.jax_tools.progress import task
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.processes.agreement import check_agreement
@@ -50,7 +51,8 @@ class Agreement:
         step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
         if step not in self._known:
             found = facts(self._planner, batch, values=what != "init", key=key)
-            check_agreement({"call": what, **found}, processes_of(mesh))
+            with task("comparing configurations with the other processes"):
+                check_agreement({"call": what, **found}, processes_of(mesh))
             self._known.add(step)
 
 

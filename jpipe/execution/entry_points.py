@@ -20,6 +20,7 @@ from jpipe.execution.shared import send_shared
 from jpipe.execution.stage import Gather, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.first_calls import compiles
 from jpipe.jax_tools.indexing import take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
@@ -44,6 +45,7 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
     """
     specs = _specs(plan)
     layouts, mesh, model = plan.layouts, plan.mesh, plan.model
+    compiles(model.described())
 
     def body(key: Any, ready: Any) -> Any:
         """One device's part: its buffers `[1, ...]` by collection."""

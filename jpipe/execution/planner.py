@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 from jpipe.execution.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
 from jpipe.execution.step import Step, StepSpec, build_step, layer_functions
 from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.first_calls import compiles
 from jpipe.jax_tools.memory_order import Order, result_orders
+from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import AnyLayer, describe
@@ -110,27 +112,32 @@ class Planner:
         check_context(self.mesh)
         if self._plan is None:
             shapes = self.shapes(batch)
-            model = self.model_with_loss(shapes)
-            check_collections(self.merge, model.groups)
-            with shapes_only(self.mesh):
-                warn_of_moving_weight(model, self.loss_fn, shapes)
-                self._plan = make_plan(
-                    model,
-                    lambda: self.layers_of(model, shapes),
-                    shapes,
-                    balance=self.balance,
-                    placement=self.schedule.placement,
-                    mesh=self.mesh,
-                    splits=self.splits,
-                    options=self.options,
-                )
+            with task(f"planning {len(self.layers)} layers"):
+                self._plan = self._planned(shapes)
         return self._plan
+
+    def _planned(self, shapes: Any) -> Plan:
+        """The plan for the shapes of a micro-batch."""
+        model = self.model_with_loss(shapes)
+        check_collections(self.merge, model.groups)
+        with shapes_only(self.mesh):
+            warn_of_moving_weight(model, self.loss_fn, shapes)
+            return make_plan(
+                model,
+                lambda: self.layers_of(model, shapes),
+                shapes,
+                balance=self.balance,
+                placement=self.schedule.placement,
+                mesh=self.mesh,
+                splits=self.splits,
+                options=self.options,
+            )
 
     def model(self, shapes: Any, bare: bool = False) -> Model:
         """The layers traced at the shapes of a micro-batch, or of its bare inputs; checked against the plan."""
         cache = (bare, *_as_key(shapes))
         if cache not in self._models:
-            with shapes_only(self.mesh):
+            with shapes_only(self.mesh), task(f"tracing {len(self.layers)} layers"):
                 read = _itself if bare else self.read_inputs
                 model = trace_model(self.layers, read, self._inputs(read, shapes), shapes, self.splits)
             if self._plan is not None:
@@ -186,17 +193,24 @@ class Planner:
 
         with shapes_only(self.mesh):
             model = plan.arranged(self.model(shapes, bare))
-            traced = []
-            if train:
-                for function in layer_functions(model, spec):
+            compiles(f"{model.described()}, {_described(schedule)}")
+            functions, traced = layer_functions(model, spec) if train else [], []
+            with task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance:
+                for function in functions:
                     traced.append(self._traced(function, shapes))
+                    advance()
             return build_step(plan, model, spec, shapes, traced=traced, orders=orders)
 
     def layers_of(self, model: Model, shapes: Any) -> list[Layer]:
         """What the layers of each group compute in training, traced."""
         # With keys of the default implementation, so that equal pipelines are cut alike whatever keys they meet.
         functions = layer_functions(model, self._spec(key_shape(), self.schedule, with_loss=True))
-        return [Layer(function, function.shapes(shapes), self._traced(function, shapes)) for function in functions]
+        found = []
+        with task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance:
+            for function in functions:
+                found.append(Layer(function, function.shapes(shapes), self._traced(function, shapes)))
+                advance()
+        return found
 
     def _traced(self, function: LayerFunction, shapes: Any) -> TracedLayer:
         """A group's forward and backward in training, traced once for these shapes of a micro-batch and its key."""
@@ -209,6 +223,11 @@ class Planner:
 def _as_key(shapes: Any) -> tuple:
     """What tells shapes apart, hashable."""
     return jax.tree.structure(shapes), tuple((a.shape, a.dtype) for a in jax.tree.leaves(shapes))
+
+
+def _described(schedule: Schedule) -> str:
+    chunks = f"V={schedule.num_chunks}, " * (schedule.num_chunks > 1)
+    return f"{schedule.name}, K={schedule.num_stages}, {chunks}M={schedule.num_microbatches}"
 
 
 def _itself(batch: Any) -> Any:

@@ -17,6 +17,7 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.tracing import no_mesh
 
 Order = tuple[int, ...]
@@ -72,7 +73,7 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
         found = run(*arguments)
         return [found[i] for i in results], found
 
-    with no_mesh():
+    with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
         formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.out_avals)
         alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
         compiled = alone.lower(*shapes).compile()

@@ -6,6 +6,7 @@ variables as its own library has them (linen, nnx, or bare parameters).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
-from jpipe.layers.base import LayerError
+from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.memory.layout import Layout, StageTree, local
 from jpipe.memory.records import Records, ScatteredLeaf, is_whole
 from jpipe.model.groups import Model
@@ -132,6 +133,15 @@ def laid_out(layouts: dict[str, Layout], leaves: dict[str, dict[int, list[Any]]]
         for index, own in found.items():
             taken.setdefault(index, {})[name] = own
     return put_together_on_devices({name: layouts[name] for name in leaves}, taken)
+
+
+def ready_values(layouts: dict[str, Layout], layers: Sequence[AnyLayer]) -> dict[str, dict[str, Any]]:
+    """Buffers by collection with the values of layers that come with their own."""
+    leaves: dict[str, dict[int, Any]] = {}
+    for index, layer in enumerate(layers):
+        for name, tree in (layer.ready or {}).items():
+            leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
+    return {name: dict(tree) for name, tree in laid_out(layouts, leaves).items()}
 
 
 def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:

@@ -105,6 +105,11 @@ class Model:
         """The index of the last layer's group."""
         return len(self.groups) - 1
 
+    def described(self) -> str:
+        """How much there is to compile, in words."""
+        count = len(self.groups)
+        return f"{count} group{'s' * (count > 1)} of layers"
+
     @property
     def outputs(self) -> Shapes:
         """The shapes of what the model returns for a micro-batch."""

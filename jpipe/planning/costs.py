@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
+from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.model.groups import Model
@@ -99,7 +100,11 @@ def layer_costs(
     """
     if unit == "time":
         device = _device_like(mesh)
-        actions = [list(_seconds(layer, device)) for layer in layers]
+        actions = []
+        with task("measuring costs", total=len(layers), unit="groups of layers") as advance:
+            for layer in layers:
+                actions.append(list(_seconds(layer, device)))
+                advance()
         if jax.process_count() > 1:  # all have to cut alike
             actions = multihost_utils.broadcast_one_to_all(np.asarray(actions)).tolist()
     else:
