@@ -241,8 +241,8 @@ def compile_large(options: argparse.Namespace) -> None:
 
 
 CAPTION = (
-    "Mesh: stage, fsdp, tp. GiB a chip; state: parameters and adamw in float32. s: seconds to\n"
-    "compile. {microbatches} micro-batches of {microbatch} x {sequence} tokens, 1f1b, remat layer, gather {gather}."
+    "Mesh: stage, fsdp, tp. GiB a chip, of which state: parameters and adamw in float32. s: seconds to compile. "
+    "{microbatches} micro-batches of {microbatch} x {sequence} tokens, 1f1b, remat layer, gather {gather}."
 )
 
 
