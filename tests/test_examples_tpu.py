@@ -167,8 +167,8 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
 }
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
-ELSEWHERE = {"__init__", "cluster", "llama"}
-"""What is no example, but used by some; and what `test_llama_example` compiles, where another package is installed."""
+ELSEWHERE = {"__init__", "cluster", "schedules", "llama"}
+"""What has no model: helpers, and a script for a picture; and what `test_llama_example` compiles, with its package."""
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
