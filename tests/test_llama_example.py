@@ -1,0 +1,87 @@
+"""`examples/llama.py`: google-tunix's Llama 3 in stages equals tunix's own model; see `tunix_llama`."""
+
+import importlib.util
+import re
+
+import pytest
+
+from timed import Worker
+from tpu_program import needs_tpu_compiler
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
+)
+LEAVES = 1 + 1 + 6 * 9 + 1 + 1
+"""The loss, and the parameters of embedding, six blocks, norm and head (the table once more where they are tied)."""
+
+QUICK = [
+    ((4, 1, 1), "float64", False, {}),
+    ((2, 2, 2), "float64", True, {"gather": "use"}),
+    ((2, 2, 2), "float32", False, {}),
+]
+GRID = [
+    ((3, 1, 1), "float64", True, {"remat": "none", "schedule": "gpipe"}),
+    ((2, 2, 2), "float64", False, {"schedule": "interleaved", "num_chunks": 2}),
+    ((2, 1, 2), "float64", False, {"remat": "full"}),
+    ((4, 2, 1), "float64", False, {}),
+    ((4, 2, 1), "float32", True, {}),
+    ((1, 2, 2), "float64", True, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(limit=600) as worker:
+        yield worker
+
+
+def call(worker, function, *arguments):
+    result = worker.call("tunix_llama", function, *arguments)
+    if result.outcome != "ok":
+        pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
+    return result.value
+
+
+@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), QUICK)
+def test_equals_tunix_own_model(worker, shape, dtype, tied, chosen):
+    assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), GRID)
+def test_equals_tunix_own_model_on_other_meshes(worker, shape, dtype, tied, chosen):
+    assert call(worker, "check", shape, dtype, tied, chosen) == LEAVES
+
+
+def test_trains_and_gives_the_weights_back(worker):
+    text = call(worker, "printed", "--steps", "20", "--layers", "2", "--stages", "2")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", text)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]
+    before, of_tunix = re.search(r"Loss ([\d.]+), of tunix's own model ([\d.]+)\.", text).groups()
+    assert float(before) == pytest.approx(float(of_tunix), abs=2e-6)
+    reached, put_back = re.search(r"held out: loss ([\d.]+); tunix's .*: ([\d.]+)\.", text).groups()
+    assert float(reached) == pytest.approx(float(put_back), abs=2e-4)
+    assert float(reached) < 0.7 * float(before)
+
+
+def test_the_8b_is_lowered_split_over_all_axes(worker):
+    stages, held = call(worker, "lowered", "--layers", "4")
+    assert stages == ["embed, 3 blocks", "1 block, norm, head"]
+    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    # Every stage has room for the table and for the head, as arrays have one shape on all stages; norms are pooled.
+    assert held == 4 * ((2 * 128256 * 4096 + 3 * block) // 4 + 3 * 2 * 4096 // 2)
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+def test_the_8b_compiles_for_a_v5p(worker):
+    text = call(worker, "printed", "--compile", "v5p:2x2x2", "--mesh", "2,2,2")
+    assert re.findall(r"embed, (\d+) blocks|(\d+) blocks, norm, head", text) == [("17", ""), ("", "15")]
+    row = re.search(r"([\d.]+)% +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │", text)
+    bubble, state, temporaries, both = map(float, row.groups())
+    assert 100 / 9 <= bubble < 15
+    needed = 8_030_261_248 * 3 * 4 / 8 / 2**30  # parameters and two moments
+    assert needed <= state < 1.25 * needed
+    assert state + temporaries == pytest.approx(both, abs=0.11)
+    assert both < 95  # of a v5p
