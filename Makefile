@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: test test-all lint format notebooks docs dist demo clean
+.PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
 test-all: $(READY)
 	$(PYTEST)
+
+test-notebooks: $(READY)
+	$(PYTEST) tests/test_notebooks.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,13 +12,15 @@ from tpu_program import needs_tpu_compiler
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-MARKS = {
-    "3_what_to_forget": pytest.mark.slow,
-    "6_pipeline_data_tensor": pytest.mark.slow,
-    "7_a_tpu_pod_that_you_dont_have": needs_tpu_compiler,
-}
+QUICK = {"2_bubble_and_schedules", "4_equal_counts_are_not_equal_work"}
+"""What `make test` runs; `make test-notebooks` runs all."""
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def marks(path):
+    needed = [needs_tpu_compiler] if path.stem.startswith("7") else []
+    return needed + [pytest.mark.slow] * (path.stem not in QUICK)
 
 
 def outputs(notebook):
@@ -42,7 +44,7 @@ def written(notebook):
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=MARKS.get(path.stem, ()), id=path.stem) for path in NOTEBOOKS]
+    "path", [pytest.param(path, marks=marks(path), id=path.stem) for path in NOTEBOOKS]
 )
 def test_runs_without_a_warning(path):
     stored, executed = nbformat.read(path, as_version=4), run(path)
