@@ -118,7 +118,7 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
     for small, large in pairwise(sorted(sizes, key=lambda row: row.size)):
         ratio = small.sample_seconds / large.sample_seconds
         if small is here and ratio > 1 + 2 * LARGE:
-            yield Finding(f"micro-batches of {small.size} take {ratio:.1f} times as long a sample as of {large.size}")
+            yield Finding(f"micro-batches of {small.size} take {ratio:.1f} times as long an example as of {large.size}")
 
 
 def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:

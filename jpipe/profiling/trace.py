@@ -12,6 +12,7 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,46 @@ def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str | None)
 
 
 def _scopes(text: str) -> dict[str, tuple[Loop, bool]]:
-    """Each operation of a compiled program that is part of an action: its name -> (whose, whether it is the loop)."""
-    found = re.findall(r"%?([\w.-]+) = [^\n]*op_name=\"[^\"]*/slot(\d+)/(\w)/while(/body/)?([^\"]*)\"", text)
-    return {
-        name: ((int(slot), kind), name.startswith("while") and not body and not rest)
-        for name, slot, kind, body, rest in found
-        if body or not rest
-    }
+    """Each operation of a compiled program that is part of an action: its name -> (whose, whether it is the loop).
+
+    A compiler takes operations out of an action's loop, and they keep its name: only those that the loop runs are it.
+    """
+    scope = re.compile(r"op_name=\"[^\"]*/slot(\d+)/(\w)/while(/body/)?([^\"]*)\"")
+    loops: dict[str, tuple[Loop, bool]] = {}
+    parts: dict[str, tuple[Loop, str]] = {}  # with the computation that each is in
+    bodies: dict[Loop, set[str]] = defaultdict(set)
+    calls: dict[str, set[str]] = defaultdict(set)
+    computation = ""
+    for line in text.splitlines():
+        if begun := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
+            computation = begun[1]
+        elif named := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
+            name, called, found = named[1], _called(line), scope.search(line)
+            calls[computation] |= called
+            if found:
+                loop = int(found[1]), found[2]
+                if name.startswith("while") and not found[3] and not found[4]:
+                    loops[name] = loop, True
+                    bodies[loop] |= called
+                elif found[3]:
+                    parts[name] = loop, computation
+    runs = {loop: _reached(begin, calls) for loop, begin in bodies.items()}
+    return loops | {name: (loop, False) for name, (loop, where) in parts.items() if where in runs.get(loop, ())}
+
+
+def _called(line: str) -> set[str]:
+    """The computations that an operation of a compiled program calls."""
+    named = re.findall(r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line)
+    return {name for names in named for name in re.findall(r"[\w.-]+", names)}
+
+
+def _reached(begin: set[str], calls: Mapping[str, set[str]]) -> set[str]:
+    """These computations, and those that they call, and so on."""
+    reached, new = set(), set(begin)
+    while new:
+        reached |= new
+        new = set().union(*(calls.get(name, set()) for name in new)) - reached
+    return reached
 
 
 def _events(path: Path, scopes: dict[str, tuple[Loop, bool]]) -> dict[tuple[int, Loop], Times]:

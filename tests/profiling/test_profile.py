@@ -15,6 +15,7 @@ import pytest
 import jpipe
 from helpers import assert_equal
 from jpipe.profiling.measure import Program
+from jpipe.profiling.trace import _scopes, record
 
 WIDTH = 128
 ROWS = 32
@@ -26,6 +27,16 @@ class Wide(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(8 * WIDTH)(x)))
+
+
+class Drawing(nn.Module):
+    """A layer with dropout."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return x + nn.Dropout(0.1)(nn.Dense(self.width)(x), deterministic=deterministic)
 
 
 def loss_fn(outputs, batch):
@@ -163,6 +174,58 @@ def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
         assert [str(span.action) for span in own] == list(map(str, found.schedule.actions[stage]))
         assert all(a.end <= b.start for a, b in pairwise(own))
     assert found.traced.peak_in_flight == found.predicted.peak_in_flight
+
+
+COMPILED = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/add"}
+}
+
+%inner (p: (f32[])) -> (f32[]) {
+  ROOT %deep = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while/body/mul"}
+}
+
+%run_F (p: (f32[])) -> (f32[]) {
+  %fused = f32[] fusion(%p), kind=kLoop, calls=%add, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block"}
+  %within = (f32[]) while(%p), condition=%test, body=%inner, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while"}
+  ROOT %unnamed = (f32[]) tuple(%fused)
+}
+
+%run_B (p: (f32[])) -> (f32[]) {
+  ROOT %back = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot1/B/while/body/Block/mul"}
+}
+
+%tick (p: (f32[])) -> (f32[]) {
+  %while.1 = (f32[]) while(%p), condition=%test, body=%run_F, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while"}
+  %while.2 = (f32[]) while(%while.1), condition=%test, body=%run_B, metadata={op_name="jit(f)/ticks/while/body/slot1/B/while"}
+  ROOT %taken_out = (f32[]) slice(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/slice"}
+}
+"""  # noqa: E501
+
+
+def test_an_operation_that_the_compiler_took_out_of_a_loop_is_no_part_of_it():
+    """Of a model with dropout a slice of the forward's key ran after the backward: the forward was drawn over it."""
+    assert _scopes(COMPILED) == {
+        "while.1": ((0, "F"), True),
+        "while.2": ((1, "B"), True),
+        "fused": ((0, "F"), False),
+        "within": ((0, "F"), False),
+        "deep": ((0, "F"), False),
+        "sum": ((0, "F"), False),
+        "back": ((1, "B"), False),
+    }
+
+
+def test_a_trace_of_layers_that_draw_keeps_the_order(tmp_path):
+    layers = [nn.Dense(WIDTH), *[Drawing(WIDTH) for _ in range(2)], nn.Dense(1)]
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, balance=[1, 3])
+    batch = {"inputs": np.ones((ROWS, WIDTH), np.float32), "targets": np.ones((ROWS, 1), np.float32)}
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    traced = record(Program(pipe, state, batch), pipe.schedule, pipe.mesh, str(tmp_path))
+    assert traced is not None
+    for stage in range(2):
+        own = [span for span in traced.spans if span.stage == stage]
+        assert all(a.end <= b.start for a, b in pairwise(own)), own
 
 
 def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):

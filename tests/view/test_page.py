@@ -458,6 +458,44 @@ def test_pointing_at_a_bar_names_it(page):
     assert text(page, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 48)
     assert text(page, "pointed").startswith("Stage 1 waits at ")
+    move(page, "K", 5)  # of another chart: nothing is said of it yet
+    assert text(page, "pointed").startswith("Point at a bar")
+
+
+def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
+    """It was named 1,300 pixels further down, where nobody who taps looks."""
+    tab.appear(width=390, height=844)
+    open_at(tab, "")
+    box = tab.get(
+        "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+    touched = [{"x": box[0] + 64, "y": box[1] + 12}]
+    tab.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=touched)
+    tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    assert text(tab, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
+    assert tab.get("document.getElementById('pointed').getBoundingClientRect().bottom") < 844
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_largest_number_is_seen_whole(tab, width):
+    """A million was shown as 100000."""
+    tab.appear(width=width)
+    open_at(tab, "#view=memory&P=1000000&A=1000000")
+    room = """(() => {
+      const field = document.getElementById("P-typed"), style = getComputedStyle(field);
+      const pen = document.createElement("canvas").getContext("2d");
+      pen.font = style.font;
+      const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+      return [field.clientWidth - padding, pen.measureText(field.value).width];
+    })()"""
+    has, needs = tab.get(room)
+    assert has >= needs + 18  # and the arrows that browsers show in the field
+
+
+def test_sliders_are_lighter_in_the_dark(page):
+    """Chromium draws the rest of a dark blue slider white on a dark page."""
+    page.appear(width=1280, dark=True)
+    assert page.get("getComputedStyle(document.getElementById('K')).accentColor") == "rgb(86, 180, 233)"
 
 
 def test_the_page_asks_for_nothing_but_itself(page):
