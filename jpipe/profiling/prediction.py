@@ -7,7 +7,7 @@ what is done without any of them (transfers, set-up), and the optimiser's update
 
 `makespan` is `simulate`'s, of stages that were timed alone. `contention` is what is left to explain the measured step:
 how many times as long stages take when all run at once. On accelerators of their own it is about 1; simulated devices
-share cores, so it is more.
+share cores, so it is more. A stage's V chunks count as equally long.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StepModel:
     def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
         """Seconds that a step would take with other times of stages, or another schedule of as many stages.
 
-        What a step takes without actions grows with the number of its ticks: most of it are transfers.
+        What a step takes without actions counts as if all of it were transfers, that take as long in every tick.
         """
         chosen, stages = schedule or self.schedule, stages or self.stages
         idle = self.idle * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
@@ -113,6 +113,7 @@ class StepModel:
         recomputation = num_microbatches * even.recompute[0]
         balanced = even.makespan(self.schedule)
         waits = balanced - computation - recomputation, stages.makespan(self.schedule) - balanced
+        waits = [max(0.0, seconds) for seconds in waits]  # where nobody waits they are 0 but for rounding
         by_stages = [self.contention * seconds for seconds in (computation, recomputation, *waits)]
         return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
 
