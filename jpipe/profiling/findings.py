@@ -17,6 +17,8 @@ from jpipe.profiling.prediction import StepModel
 
 WORTH = 0.05
 """The share of a step from which on a change, or a bubble, is worth a word."""
+ROUGHLY_WORTH = 0.1
+"""The same of another number of micro-batches, for which layers are timed alone and not in the step."""
 UNEVEN = 1.05
 """How many times the mean the slowest stage has to take for a word about it."""
 SMALL = 1.4
@@ -113,14 +115,15 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
         return
     best = min(others, key=lambda row: row.step)
     larger = max(others, key=lambda row: row.num_microbatches)
-    shown = best if best.step < (1 - WORTH) * here.step or larger.num_microbatches < here.num_microbatches else larger
+    is_enough = best.step < (1 - ROUGHLY_WORTH) * here.step
+    shown = best if is_enough or larger.num_microbatches < here.num_microbatches else larger
     promise = shown.step / here.step
     text = (
         f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={shown.num_microbatches} of "
         f"{shown.bubble:.1%}, and in its micro-batches of {shown.size} an example takes "
         f"{shown.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
     )
-    if promise < 1 - WORTH:
+    if is_enough:
         change = {"num_microbatches": shown.num_microbatches, "schedule": model.schedule.name}
         yield Finding(text, change, promise)
     elif here.bubble > WORTH:
@@ -165,11 +168,11 @@ def _around(model: StepModel) -> Iterator[Finding]:
             "as simulated ones share a machine's cores; shares of the step hold here, and not on accelerators"
         )
     if slices["transfer and set-up"] > LARGE * step:
-        each = slices["transfer and set-up"] / model.schedule.ticks.num_ticks
+        each = (model.idle - model.setup) / model.schedule.ticks.num_ticks
         yield Finding(
-            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step, at most "
-            f"{each * 1e3:.2g} ms in each of {model.schedule.ticks.num_ticks} ticks: fewer micro-batches or stages "
-            "have less of them"
+            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step: "
+            f"{model.setup * 1e3:.2g} ms once, of which a larger batch has less, and {each * 1e3:.2g} ms in each of "
+            f"{model.schedule.ticks.num_ticks} ticks, of which fewer micro-batches or stages have less"
         )
     if slices["weight update"] > LARGE * step:
         yield Finding(

@@ -32,7 +32,7 @@ SHORTEST = 1e-9
 """Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
 
 Seconds = dict[str, float]
-"""Of the runs "step", "update", "idle", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
+"""Of the runs "step", "update", "idle", "setup", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Measured:
       step: a training step, its batch on the devices before it begins.
       update: the optimiser's update in it, compiled on its own.
       idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
+      setup: the latter alone, without a tick.
     """
 
     forward: tuple[float, ...]
@@ -52,6 +53,7 @@ class Measured:
     step: float
     update: float
     idle: float
+    setup: float
 
 
 class Program:
@@ -76,6 +78,8 @@ class Program:
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(entry_points.value_and_grad, planner))
             self._compiled = run.lower(*self._arguments, self.everything()).compile()
+            self._no_ticks = self._placed(np.zeros(self._shape, np.int32)[:, :0])
+            self._set_up = run.lower(*self._arguments, self._no_ticks).compile()
 
     @cached_property
     def text(self) -> str:
@@ -115,6 +119,10 @@ class Program:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
         return self._compiled(*self._arguments, only)
 
+    def set_up(self) -> Any:
+        """The same without any tick."""
+        return self._set_up(*self._arguments, self._no_ticks)
+
 
 def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> Measured:
     """Times the whole step and its parts.
@@ -131,6 +139,7 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
     runs: dict[str, Callable[[], Any]] = {
         **_trained(pipe, program, state),
         **{name: partial(program.run, only) for name, only in chosen.items()},
+        "setup": program.set_up,
     }
     seconds = _in_rounds(runs, rounds)
     differences = {
@@ -145,6 +154,7 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         step=_median(seconds["step"]),
         update=_median(seconds["update"]),
         idle=_median(seconds["idle"]),
+        setup=min(_median(seconds["setup"]), _median(seconds["idle"])),
     )
 
 

@@ -136,7 +136,7 @@ def profile(
     Each stage is timed in the step's own program with all other stages idle (`jpipe.profiling.measure`); the slices are
     those of the GPipe paper's breakdown (NeurIPS version, section 3). `state` stays as it is: a copy of it is trained,
     which needs memory, as the gradients do. Compiles the step once more, and each distinct layer for each number of
-    micro-batches that is tried. In a cluster all processes call it.
+    micro-batches that is tried; a terminal shows how far it is. In a cluster all processes call it.
 
     Args:
       pipe: a pipeline.
@@ -172,7 +172,8 @@ def _profile(
     with task("timing layers alone"):
         times = measure_layers(planner, batch, list(others))
     stages = split_backward(planner, times, measured)
-    model = fit(pipe.schedule, stages, idle=measured.idle, update=measured.update, step=measured.step)
+    around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
+    model = fit(pipe.schedule, stages, **around, step=measured.step)
     sizes = microbatch_sizes(planner, batch, model, times, others)
     return Profile(
         schedule=pipe.schedule,

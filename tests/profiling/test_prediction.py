@@ -58,12 +58,12 @@ def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbat
 
 
 def test_another_number_of_micro_batches_has_other_ticks():
-    """Half as long micro-batches, twice as many of them; transfers grow with the ticks."""
+    """Half as long micro-batches, twice as many of them; transfers grow with the ticks, what is done once doesn't."""
     stages = StageTimes((2.0,) * 4, (4.0,) * 4, (0.0,) * 4)
-    model = fit(gpipe(), stages, idle=11.0, update=0.0, step=11.0 + 66.0)
+    model = fit(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, step=11.0 + 66.0)
     more = gpipe(num_microbatches=16)
     ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
-    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 11 * ticks)
+    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 4 + 7 * ticks)
 
 
 def test_a_step_too_short_to_be_taken_apart_is_an_error():
