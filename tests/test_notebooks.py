@@ -43,9 +43,7 @@ def written(notebook):
     return {name: "".join(output.text for output in streams if output.name == name) for name in ("stdout", "stderr")}
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=marks(path), id=path.stem) for path in NOTEBOOKS]
-)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=marks(path), id=path.stem) for path in NOTEBOOKS])
 def test_runs_without_a_warning(path):
     stored, executed = nbformat.read(path, as_version=4), run(path)
     assert written(executed)["stderr"] == ""

@@ -9,7 +9,6 @@ that write none for loops have no timeline here.
 from __future__ import annotations
 
 import re
-import tempfile
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
 from jax.sharding import Mesh
 
+from jpipe.jax_tools.progress import task
 from jpipe.profiling.measure import Program
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
@@ -37,25 +37,25 @@ Times = list[tuple[float, float]]
 """Starts and ends in nanoseconds."""
 
 
-def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str | None) -> Timeline | None:
+def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str) -> Timeline | None:
     """Runs all actions of a step once under the profiler; None if the trace has no loops.
 
     Args:
       program: the step.
       schedule: its schedule.
       mesh: its devices.
-      folder: where the trace stays, for TensorBoard and xprof; None for nowhere.
+      folder: where the trace stays, for TensorBoard and xprof.
 
     Returns:
       The timeline, in milliseconds from the first action's start. On several devices a stage: of the first of each.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        place = folder or temporary
-        with jax.profiler.trace(place, profiler_options=options):
-            jax.block_until_ready(program.run(program.everything()))
-        newest = max(Path(place).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    everything = program.everything()
+    with task("recording a trace"):
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(program.run(everything))
+        newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         events = _events(newest, _scopes(program.text))
     return _timeline(events, program, schedule, mesh)
 

@@ -14,6 +14,7 @@ import pytest
 
 import jpipe
 from helpers import assert_equal
+from jpipe.jax_tools import progress
 from jpipe.profiling.measure import Program
 from jpipe.profiling.trace import _scopes, record
 
@@ -84,18 +85,18 @@ def test_a_program_runs_the_actions_that_it_is_told_to():
     )
     program = Program(pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1)), batch)
 
-    def called(only):
+    def called(run, *only):
         calls.clear()
-        jax.block_until_ready(program.run(only))
+        jax.block_until_ready(run(*only))
         jax.effects_barrier()
         return {index: calls.count(index) for index in set(calls)}
 
-    assert called(program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
-    assert called(np.zeros_like(program.everything())) == {}
-    assert called(program.only("F", 0)) == {0: 3}
-    assert called(program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
-    assert called(program.only("B", 0)) == {}
-    assert called(program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.run, program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
+    assert called(program.run, program.nothing()) == called(program.set_up) == {}
+    assert called(program.run, program.only("F", 0)) == {0: 3}
+    assert called(program.run, program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.run, program.only("B", 0)) == {}
+    assert called(program.run, program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
 
 
 def test_a_program_of_all_actions_computes_what_the_pipeline_does(unbalanced):
@@ -277,6 +278,41 @@ def test_every_kind_of_pipeline_can_be_profiled(options, tmp_path):
     assert str(profile) and profile.plot(tmp_path / "profile.png")
 
 
+# --- under a user's own settings ---
+
+
+def halves_apart(x):
+    """Each half of a micro-batch less its own mean: one of a single example has no halves."""
+    parts = x.reshape(2, x.shape[0] // 2, WIDTH)
+    return (parts - parts.mean(1, keepdims=True)).reshape(x.shape)
+
+
+def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monkeypatch):
+    """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
+    shown, make_task = [], progress._Task
+    monkeypatch.setattr(progress, "_Task", lambda *given: shown.append(make_task(*given)) or shown[-1])
+    layers = [nn.Dense(WIDTH), halves_apart, nn.softplus, jnp.sqrt, Wide(), nn.Dense(1)]
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
+    made, pipe = (jpipe.Pipeline(layers, loss_fn, **options) for _ in range(2))
+    batch = {"inputs": np.ones((8, WIDTH), np.float32), "targets": np.ones((8, 1), np.float32)}
+    batch["inputs"][::2] = 2.0
+    state, batch = made.create_state(jax.random.key(0), batch, optax.sgd(0.01)), made.place(batch)
+    shown.clear()
+    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
+        found = jpipe.profile(pipe, state, batch, rounds=1)
+    assert [row.num_microbatches for row in found.sizes] == [1, 2, 4]  # a layer refuses 8 of 1, the batch 16
+    begun = [task.what for task in shown]
+    for what in (
+        "profiling a training step",
+        "compiling the measured step",
+        "timing the step and its parts",
+        "timing layers alone",
+        "measuring costs",
+    ):
+        assert what in begun, what
+    assert all(task.total in (None, task.done) for task in shown)
+
+
 # --- wrong arguments ---
 
 
@@ -292,3 +328,7 @@ def test_errors(unbalanced):
         jpipe.profile(pipe, state, batch, rounds=2.5)
     with pytest.raises(ValueError, match="batch size 30"):
         jpipe.profile(pipe, state, jax.tree.map(lambda a: a[:30], batch))
+    with pytest.raises(ValueError, match="structure"):
+        jpipe.profile(pipe, state, (batch["inputs"], batch["targets"]))
+    with pytest.raises(ValueError, match="laid out by another pipeline"):
+        jpipe.profile(pipe, make(balance=[3, 4])[1], batch)

@@ -400,6 +400,11 @@ def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
         ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
         ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved; "
          "1f1b is shown"),
+        ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
+         "interleaved; 1f1b is shown"),
+        ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
+         "memory), schedule, K, M, V, remat, ratio, transfer, slowness, slow, P, optimiser, precision, device, L, N, "
+         "A, R."),
         ("#schedule=gpipe&V=3", "V-wrong", "V=3, but gpipe has one chunk a stage; use interleaved or V=1"),
         ("#K=3&slow=3&slowness=2", "slow-wrong", "stage 3 does not exist; with K=3 use 0 to 2"),
         ("#view=memory&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128"),
