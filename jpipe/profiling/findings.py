@@ -25,6 +25,8 @@ SMALL = 1.4
 """How many times as long an example has to take in smaller micro-batches for a word about it."""
 CONTENDED = 1.25
 """How many times as long all stages together have to take as each alone for a word about it."""
+NOISY = 0.1
+"""By how much rounds of the step have to differ for a word about it."""
 LARGE = 0.2
 """The share of a step from which on what isn't the stages' work is worth a word."""
 MIB = 2**20
@@ -48,17 +50,37 @@ class Finding:
         return self.text
 
 
-def find(planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize]) -> tuple[Finding, ...]:
-    """All findings, those that promise the most first; none promises anything where stages work for a moment only."""
-    found = list(_around(model))
+def find(
+    planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize], noise: float = 0.0
+) -> tuple[Finding, ...]:
+    """All findings, those that promise the most first.
+
+    None promises less than the noise, nor anything where stages work for a moment only.
+
+    Args:
+      planner: the pipeline's.
+      model: what the step takes.
+      times: of the layers.
+      sizes: other numbers of micro-batches, and the one at hand.
+      noise: by how much the step differed from round to round, of itself.
+    """
+    found = [*_noise(noise), *_around(model)]
     if _works(model):
-        found = [
+        promises = [
             *_balance(planner, model, times),
             *_microbatches(model, sizes),
             *_recomputation(planner, model, times),
-            *found,
         ]
+        found = [finding for finding in promises if finding.promise is None or finding.promise < 1 - noise] + found
     return tuple(sorted(found, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
+
+
+def _noise(noise: float) -> Iterator[Finding]:
+    if noise > NOISY:
+        yield Finding(
+            f"the step took longer in one round and shorter in another, by {noise:.0%}: something else runs on this "
+            "machine; profile on a quiet one, or with more rounds, before you believe a promise"
+        )
 
 
 def _works(model: StepModel) -> bool:

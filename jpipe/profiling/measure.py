@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Measured:
       update: the optimiser's update in it, compiled on its own.
       idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
       setup: the latter alone, without a tick.
+      noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
     """
 
     forward: tuple[float, ...]
@@ -54,6 +55,7 @@ class Measured:
     update: float
     idle: float
     setup: float
+    noise: float
 
 
 class Program:
@@ -155,7 +157,18 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         update=_median(seconds["update"]),
         idle=_median(seconds["idle"]),
         setup=min(_median(seconds["setup"]), _median(seconds["idle"])),
+        noise=noise_of(seconds["step"]),
     )
+
+
+def noise_of(seconds: Sequence[float]) -> float:
+    """The distance between the quartiles of some times over their median.
+
+    >>> noise_of([10.0, 8.0, 9.0, 11.0, 30.0])
+    0.2
+    """
+    low, middle, high = np.percentile(np.asarray(seconds, np.float64), [25, 50, 75])
+    return float((high - low) / middle)
 
 
 def _median(values: list[float]) -> float:

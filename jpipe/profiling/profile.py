@@ -43,6 +43,7 @@ class Profile:
       predicted_step: seconds that it would take if stages took as long all together as each alone.
       slices: the measured step's seconds by what they go into, of a stage on average; they add up to `step`.
       contention: how many times as long stages take all together as alone.
+      noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
       sizes: the number of micro-batches at hand and others, and what a step takes with each.
       memory: bytes on a device.
       findings: in words, those first that promise the most.
@@ -57,6 +58,7 @@ class Profile:
     predicted_step: float
     slices: dict[str, float]
     contention: float
+    noise: float
     sizes: tuple[MicrobatchSize, ...]
     memory: Memory
     findings: tuple[Finding, ...]
@@ -74,7 +76,7 @@ class Profile:
     def _tables(self) -> list[Table]:
         return [
             tables.stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight),
-            tables.slice_table(self.slices, self.step, self.predicted_step),
+            tables.slice_table(self.slices, self.step, self.predicted_step, self.noise),
             tables.size_table(self.sizes, self.schedule.num_microbatches),
             self.memory.table(),
         ]
@@ -93,6 +95,7 @@ class Profile:
             "predicted_step": self.predicted_step,
             "slices": dict(self.slices),
             "contention": self.contention,
+            "noise": self.noise,
             "sizes": [asdict(row) for row in self.sizes],
             "memory": asdict(self.memory),
             "findings": [asdict(finding) for finding in self.findings],
@@ -183,9 +186,10 @@ def _profile(
         predicted_step=replace(model, contention=1.0).step(),
         slices=model.slices,
         contention=model.contention,
+        noise=measured.noise,
         sizes=sizes,
         memory=memory_of(program, state),
-        findings=find(planner, model, times, sizes),
+        findings=find(planner, model, times, sizes, measured.noise),
         predicted=stages.timeline(pipe.schedule),
         traced=None if trace_dir is None else record(program, pipe.schedule, pipe.mesh, trace_dir),
     )

@@ -37,7 +37,7 @@ def costs(of_layers, scale=1.0, residual_bytes=0):
     return [Cost(scale * t / 3, scale * t / 3, scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
 
 
-def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, others=None):
+def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, others=None, noise=0.0):
     """Findings where layers take these times in stages as alone.
 
     Args:
@@ -48,6 +48,7 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
       contention: how many times as long stages take together.
       kept: what layers take without recomputation, of what they take.
       others: by number of micro-batches, what layers take in its micro-batches, of what they take.
+      noise: by how much rounds differ.
     """
     schedule, total = pipe.schedule, np.zeros(pipe.schedule.num_stages)
     for virtual_stage, (start, stop) in enumerate(pipe.partition.bounds):
@@ -61,7 +62,7 @@ def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1
         {m: costs(of_layers, scale) for m, scale in (others or {}).items()},
     )
     sizes = microbatch_sizes(pipe.planner, BATCH, model, times, other_schedules(pipe.planner, BATCH))
-    return find(pipe.planner, model, times, sizes)
+    return find(pipe.planner, model, times, sizes, noise)
 
 
 def with_change(found):
@@ -175,3 +176,12 @@ def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():
         schedule = jpipe.Schedule(own, slots=("FB",), name=name)
         assert other_schedules(planned(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
     assert sorted(other_schedules(planned(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]
+
+
+def test_a_promise_is_more_than_the_noise():
+    pipe = planned(balance=[3, 5], schedule="gpipe")
+    (quiet,) = with_change(findings_of(pipe, [3.0] * LAYERS, noise=0.08))
+    assert quiet.change == {"balance": [4, 4]} and 0.8 < quiet.promise < 0.9
+    noisy = findings_of(pipe, [3.0] * LAYERS, noise=0.25)
+    assert not with_change(noisy)
+    assert [finding.text for finding in noisy if "by 25%: something else runs" in finding.text]
