@@ -130,9 +130,7 @@ def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
 
 
 def test_help_names_the_command_and_its_options():
-    found = subprocess.run(
-        [sys.executable, "-m", "jpipe.view.command", "view", "--help"], capture_output=True, text=True
-    )
+    found = subprocess.run([sys.executable, "-m", "jpipe", "view", "--help"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     for option in ("--port", "--no-browser", "--save"):
         assert option in found.stdout
