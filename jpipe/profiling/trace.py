@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from bisect import bisect_left
 from collections import defaultdict
 from itertools import pairwise
@@ -55,7 +56,10 @@ def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str | None)
         with jax.profiler.trace(place, profiler_options=options):
             jax.block_until_ready(program.run(program.everything()))
         newest = max(Path(place).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        events = _events(newest, _scopes(program.text))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a type of jaxlib's when the first event is read; as an error that ends the process.
+            warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+            events = _events(newest, _scopes(program.text))
     return _timeline(events, program, schedule, mesh)
 
 
