@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: test test-all lint format docs dist demo clean
+.PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
 test-all: $(READY)
 	$(PYTEST)
+
+test-notebooks: $(READY)
+	$(PYTEST) tests/test_notebooks.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -22,6 +25,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Runs the notebooks and stores their outputs.
+notebooks: $(READY)
+	$(BIN)/python tests/run_notebook.py notebooks/*.ipynb
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

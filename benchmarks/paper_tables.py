@@ -21,6 +21,7 @@ from common import on_cpu, show
 
 import jpipe
 from jpipe.planning.costs import Cost
+from jpipe.profiling.prediction import StageTimes, StepModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, transformer_l
@@ -42,7 +43,7 @@ BREAKDOWN = {  # of a step's time, in percent (NeurIPS version)
     "setup": 2.9,
     "weight update": 1.7,
 }
-COMPARED = ("computation", "recomputation", "bubble", "load imbalance")  # the others aren't simulated
+COMPARED = tuple(BREAKDOWN)[:4]  # the others aren't simulated
 
 
 @dataclass(frozen=True)
@@ -86,62 +87,30 @@ def cut(costs: Sequence[Cost], num_stages: int, objective: str = "max") -> jpipe
 # --- the prediction ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Times:
-    """What each stage takes for one micro-batch, `[K]` each, in FLOPs."""
-
-    forward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    backward: tuple[float, ...]
-
-    @classmethod
-    def of(cls, costs: Sequence[Cost], partition: jpipe.Partition) -> "Times":
-        """Of a model with the remat "stage", whose backward computes its forward once more."""
-        stages = [costs[start:stop] for start, stop in partition.bounds]
-        forward = tuple(sum(cost.forward for cost in stage) for stage in stages)
-        total = [sum(cost.total for cost in stage) for stage in stages]
-        return cls(forward, forward, tuple(t - 2 * f for t, f in zip(total, forward, strict=True)))
-
-    @property
-    def work(self) -> float:
-        """Of all stages, for one micro-batch."""
-        return sum(map(sum, (self.forward, self.recompute, self.backward)))
-
-    @property
-    def equal(self) -> "Times":
-        """The same work, shared out equally."""
-        mean = lambda times: (sum(times) / len(times),) * len(times)
-        return Times(mean(self.forward), mean(self.recompute), mean(self.backward))
-
-    def run(self, num_microbatches: int) -> jpipe.Timeline:
-        schedule = jpipe.make_schedule("gpipe", num_stages=len(self.forward), num_microbatches=num_microbatches)
-        return jpipe.simulate(schedule, self.forward, self.backward, recompute=self.recompute)
+def stage_times(costs: Sequence[Cost], partition: jpipe.Partition) -> StageTimes:
+    """FLOPs of each stage of a model with the remat "stage", whose backward computes its forward once more."""
+    stages = [costs[start:stop] for start, stop in partition.bounds]
+    forward = tuple(sum(cost.forward for cost in stage) for stage in stages)
+    total = [sum(cost.total for cost in stage) for stage in stages]
+    return StageTimes(forward, tuple(t - 2 * f for t, f in zip(total, forward, strict=True)), recompute=forward)
 
 
-def throughput(times: Times, num_microbatches: int) -> float:
+def gpipe(times: StageTimes, num_microbatches: int) -> jpipe.Schedule:
+    return jpipe.make_schedule("gpipe", num_stages=len(times.forward), num_microbatches=num_microbatches)
+
+
+def throughput(times: StageTimes, num_microbatches: int) -> float:
     """Micro-batches in the time that all stages' work on one of them takes.
 
     That is relative to M=1 with any K, where the stages work one after the other: K=2, M=1 in table 2.
     """
-    return num_microbatches * times.work / times.run(num_microbatches).makespan
+    return num_microbatches * sum(times.total) / times.makespan(gpipe(times, num_microbatches))
 
 
-def slices(times: Times, num_microbatches: int) -> dict[str, float]:
-    """Shares of the stages' time in a step, in percent.
-
-    Bubble: for which the stages would wait if they were equal. Load imbalance: what their being unequal adds.
-    """
-    timeline, equal = times.run(num_microbatches), times.equal.run(num_microbatches)
-    num_stages = len(times.forward)
-    recomputed = sum(span.recompute for span in timeline.spans)
-    work = sum(timeline.busy)
-    parts = {
-        "computation": work - recomputed,
-        "recomputation": recomputed,
-        "bubble": num_stages * equal.makespan - work,
-        "load imbalance": num_stages * (timeline.makespan - equal.makespan),
-    }
-    return {name: 100 * part / (num_stages * timeline.makespan) for name, part in parts.items()}
+def slices(times: StageTimes, num_microbatches: int) -> dict[str, float]:
+    """Shares of the stages' time in a step, in percent, as `jpipe.profile` has them where only stages take time."""
+    model = StepModel(gpipe(times, num_microbatches), times, idle=0.0, setup=0.0, update=0.0, contention=1.0)
+    return {name: 100 * seconds / model.step() for name, seconds in zip(COMPARED, model.slices.values(), strict=False)}
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -167,7 +136,7 @@ def table_2(models: Sequence[str] = tuple(TABLE_2)) -> Table:
     for model in models:
         for i, k in enumerate(STAGES):
             partition = cut(costs_of(model), k)
-            times = Times.of(costs_of(model), partition)
+            times = stage_times(costs_of(model), partition)
             counts = " ".join(map(str, partition.counts))
             cells = [beside(throughput(times, m), paper[i], balanced(k, m)) for m, paper in TABLE_2[model].items()]
             needed = f"{imbalance_for(k, 32, TABLE_2[model][32][i]):.2f}"
@@ -183,7 +152,7 @@ def table_2(models: Sequence[str] = tuple(TABLE_2)) -> Table:
 def table_3(models: Sequence[str] = tuple(TABLE_3)) -> Table:
     rows = []
     for model in models:
-        runs = [throughput(Times.of(costs_of(model), cut(costs_of(model), k)), 32) for k in STAGES]
+        runs = [throughput(stage_times(costs_of(model), cut(costs_of(model), k)), 32) for k in STAGES]
         rows.append((model, *(beside(run / runs[0], p) for run, p in zip(runs, TABLE_3[model], strict=True))))
     caption = "M=32, relative to K=2 (two GPUs, not one); predicted / paper = residual"
     return Table("Table 3: throughput", ("Table 3, P100", *(f"K={k}" for k in STAGES)), tuple(rows), caption)
@@ -194,7 +163,7 @@ def own_table(models: Sequence[str] = tuple(TABLE_2)) -> Table:
     rows = []
     for model in models:
         paper = TABLE_2[model]
-        found = [throughput(Times.of(costs_of(model), cut(costs_of(model), k)), 32) for k in STAGES]
+        found = [throughput(stage_times(costs_of(model), cut(costs_of(model), k)), 32) for k in STAGES]
         gains = [many / one for one, many in zip(paper[1], paper[32], strict=True)]
         rows.append((model, *(f"{f:.2f} / {g:.2f} = {f / g:.2f}" for f, g in zip(found, gains, strict=True))))
     caption = "Throughput of M=32 over M=1 with the same K, from table 2; predicted / paper = residual"
@@ -219,7 +188,7 @@ def breakdown(models: Sequence[str] = tuple(TABLE_2)) -> Table:
     for model in models:
         for k in STAGES:
             m = fitting_microbatches(k)
-            found = slices(Times.of(costs_of(model), cut(costs_of(model), k)), m)
+            found = slices(stage_times(costs_of(model), cut(costs_of(model), k)), m)
             cells = (f"{found[name]:.1f} % ({found[name] / paper[name]:.2f})" for name in COMPARED)
             rows.append((f"{model}, K={k}, M={m}", *cells))
     caption = "In brackets predicted / paper. M is chosen for the bubble, so that column isn't a prediction"

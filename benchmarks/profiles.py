@@ -61,7 +61,9 @@ def main() -> None:
     if options.picture:
         profile.plot(options.picture)
     changes = [(finding.change, finding.promise) for finding in profile.findings if finding.change]
-    rows = [(text, f"{promise:.2f}", f"{ratio(options, batch, text):.2f}") for text, promise in [({}, 1.0), *changes]]
+    rows = [
+        (change, f"{promise:.2f}", f"{ratio(options, batch, change):.2f}") for change, promise in [({}, 1.0), *changes]
+    ]
     caption = settings(jax.devices()[0], Size.of(options), f"{os.cpu_count()} cores", f"{options.rounds} rounds")
     show("A step with a change over one without", ["change", "promised", "measured"], rows, caption)
 

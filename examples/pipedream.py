@@ -200,7 +200,8 @@ COLUMNS = ("stage", "versions held", "updates late", "busy", "versions held, 1F1
 
 def rows(num_stages: int, num_microbatches: int) -> list[tuple[str, ...]]:
     """A row for each stage: PipeDream while its pipeline is full, then 1F1B in steps of M micro-batches."""
-    alone, flushed = pipedream(num_stages, 4 * num_microbatches), with_flush(num_stages, num_microbatches, 3)
+    enough = 4 * max(num_stages, num_microbatches)  # to fill the pipeline
+    alone, flushed = pipedream(num_stages, enough), with_flush(num_stages, num_microbatches, 3)
     busy = alone.busy(*alone.full()), flushed.busy(0, flushed.makespan)
     found = []
     for k in range(num_stages):

@@ -38,9 +38,11 @@ def check_variables(plan: Plan, variables: Any) -> None:
                 "use pipe.from_layer_variables(trees, batch)"
             )
         if tree.layout != plan.layouts[name]:
+            stages, here = tree.layout.num_stages, plan.layouts[name].num_stages
+            differs = f"num_stages={stages}, here {here}; layers, balance or mesh may differ too"
             raise ValueError(
-                f"variables[{name!r}] were laid out by another pipeline (num_stages={tree.layout.num_stages}, here "
-                f"{plan.layouts[name].num_stages}; layers, balance or mesh may differ too); translate them: "
+                f"variables[{name!r}] were laid out by another pipeline "
+                f"({differs if stages != here else 'its layers, balance or mesh differ'}); translate them: "
                 "pipe.from_layer_variables(other.layer_variables(variables), batch)"
             )
         check_same_structure(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
@@ -113,7 +115,8 @@ def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> No
     if num_stages * num_chunks > num_layers:
         raise ValueError(
             f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; "
-            "every stage and chunk needs at least one layer"
+            f"every stage and chunk needs at least one layer: use num_stages * num_chunks <= {num_layers}, or cut the "
+            "model into more layers"
         )
 
 

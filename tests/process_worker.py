@@ -139,6 +139,17 @@ def resumed() -> Any:
     return {"losses": losses, "position": position, "layers": whole(pipe.layer_variables(state.variables))}
 
 
+def profiled() -> Any:
+    """What a step's time goes into; the same times in all processes, though each has a clock of its own."""
+    truth = model("linen", "float32")
+    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "first"))
+    batch = pipe.place(own_rows(pipe, truth.batch))
+    with jax.numpy_dtype_promotion("standard"):
+        state = pipe.create_state(jax.random.key(3), batch, optax.adamw(1e-2))
+        profile = jpipe.profile(pipe, state, batch, rounds=2, other_sizes=False, trace_dir=OUT / "trace")
+    return {name: value for name, value in profile.as_dict().items() if name != "memory"}
+
+
 def error_of(function: Callable[[], Any]) -> str:
     """What a call raises, as text."""
     try:
@@ -199,6 +210,7 @@ CASES: dict[str, Case] = {
     "there and back": there_and_back,
     "ready modules": ready_modules,
     "resumed": resumed,
+    "profiled": profiled,
     "errors": errors,
     "late": late,
     "one raises": one_raises,

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "pictures": {"schedules", "planning", "execution"},
     "checkpoints": {"jax_tools", "processes", "model", "memory", "training", "execution", "pipeline", "checks"},
     "profiling": {
+        "jax_tools",
         "sharding",
         "schedules",
         "model",

@@ -54,6 +54,7 @@ def test_wheel_and_sdist_hold_what_they_should(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert package <= names
     assert {"README.md", "LICENSE", "CITATION.cff", "tests/helpers.py", "docs/index.md", "examples/lm.py"} <= names
+    assert {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= names
 
 
 @pytest.mark.slow

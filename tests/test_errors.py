@@ -56,7 +56,7 @@ def nothing_compiles(key):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_stages": 5}, ValueError, r"num_stages=5 .* 4 layers"),
+        ({"num_stages": 5}, ValueError, r"num_stages=5 .* 4 layers; .* use num_stages \* num_chunks <= 4"),
         ({"num_stages": 2, "num_chunks": 3, "schedule": "interleaved"}, ValueError, "num_chunks=3 .* 4 layers"),
         ({"layers": [dense() for _ in range(9)], "num_stages": 9}, ValueError, "num_stages=9 .* 8 cpu devices"),
         ({"num_stages": 0}, ValueError, "num_stages=0 must be 1 or more"),
@@ -274,6 +274,19 @@ class TestLayers:
             make(loss=loss).init(key, BATCH)
 
 
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        return nn.Dense(4)(x) * mask
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_layer_that_wants_more_than_one_argument(key):
+    for layers in ([Masked(), dense()], [dense(), Masked()]):
+        with pytest.raises(ValueError, match=r"Masked.*'mask'\. A layer before it can give a tuple.*jpipe\.reads"):
+            make(layers).init(key, BATCH)
+
+
 def test_python_number_at_a_boundary(key):
     with pytest.raises((TypeError, ValueError), match=r"layer 0 .*float.*\['scale'\]"):
         make([lambda x: {"x": x, "scale": 2.0}, lambda tree: tree["x"]]).init(key, BATCH)
@@ -307,6 +320,13 @@ def test_missing_key(key, layer, name):
         pipe.value_and_grad(variables, BATCH)
     assert count() == 0
     pipe.apply(variables, BATCH)
+
+
+def test_random_numbers_in_evaluation_too(key):
+    pipe = make([dense(), nn.Dropout(0.5, deterministic=False), dense()])
+    variables = pipe.init(key, BATCH)
+    with pytest.raises(ValueError, match=r"Dropout draws random .* by an argument `deterministic` or `train`"):
+        pipe.apply(variables, BATCH)
 
 
 @pytest.mark.usefixtures("nothing_compiles")
@@ -351,6 +371,19 @@ class TestVariables:
         with pytest.raises(ValueError, match=r"laid out by another pipeline \(num_stages=2, here 4"):
             other.train_step(state, BATCH)
 
+    def test_another_pipelines_of_as_many_stages(self, ready):
+        _, variables, _ = ready
+        other = make([dense() for _ in range(5)])
+        with pytest.raises(ValueError, match=r"another pipeline \(its layers, balance or mesh differ\)"):
+            other.apply(variables, BATCH)
+
+    def test_apply_is_given_no_inputs(self, ready):
+        # It was jaxlib's "__ne__(): incompatible function arguments", of a comparison with None.
+        pipe, variables, _ = ready
+        for wrong in ({"x": BATCH["inputs"]}, variables):
+            with pytest.raises(ValueError, match=r"neither that of a training batch.* nor that of the bare inputs"):
+                pipe.apply(variables, wrong)
+
     def test_another_shape(self, ready):
         pipe, variables, _ = ready
         bad = {"params": jax.tree.map(lambda a: np.zeros((*a.shape, 2), np.float32), variables["params"])}
@@ -381,8 +414,16 @@ class TestVariables:
         with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\).*\['bias'\] has the shape \(5,\), not \(4,\)"):
             pipe.from_layer_variables(trees)
         trees[2] = {}
-        with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\) lacks the collection 'params'"):
+        with pytest.raises(ValueError, match=r"trees\[2\] \(Dense\) lacks the collection 'params'; got \[\]$"):
             pipe.from_layer_variables(trees)
+
+    def test_a_tree_for_the_first_use_only_of_shared_parameters(self):
+        shared = jpipe.Shared(dense())
+        pipe = make([dense(), shared, dense(), shared])
+        pipe.abstract_state(BATCH, optax.sgd(0.1))
+        tree = {"params": {"kernel": np.zeros((4, 4), np.float32), "bias": np.zeros(4, np.float32)}}
+        with pytest.raises(ValueError, match=r"trees\[3\] .* lacks .* layer 1: give it the same tree as trees\[1\]"):
+            pipe.from_layer_variables([tree, tree, tree, {}])
 
     def test_variables_of_another_dtype(self, ready):
         pipe, variables, _ = ready

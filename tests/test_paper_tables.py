@@ -9,12 +9,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import paper_tables as tables
 
+from jpipe.profiling.prediction import StageTimes
+
 PAGE = (Path(__file__).parents[1] / "docs" / "paper.md").read_text()
 TRANSFORMERS = ("Transformer-48",)
 
 
 def equal_stages(num_stages, forward=1.0, backward=2.0):
-    return tables.Times(*((time,) * num_stages for time in (forward, forward, backward)))
+    return StageTimes(*((time,) * num_stages for time in (forward, backward, forward)))
 
 
 def test_the_papers_figures():
@@ -50,7 +52,7 @@ def test_four_micro_batches_give_less_than_the_paper_has():
 @pytest.mark.parametrize("m", [1, 4, 32])
 def test_unequal_stages_follow_the_formula(m):
     work = [3.0, 1.0, 2.0, 2.0]
-    times = tables.Times(*(tuple(part * w for w in work) for part in (0.25, 0.25, 0.5)))
+    times = StageTimes(*(tuple(part * w for w in work) for part in (0.25, 0.5, 0.25)))
     assert tables.throughput(times, m) == pytest.approx(m * 8 / (8 + (m - 1) * 3))
     if m > 1:
         assert tables.imbalance_for(4, m, tables.throughput(times, m)) == pytest.approx(1.5)

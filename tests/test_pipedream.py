@@ -73,6 +73,10 @@ def test_the_page_shows_what_is_simulated():
     assert set(markdown(pipedream.training_rows())) <= set(shown)
 
 
+def test_few_micro_batches_fill_many_stages_too():
+    assert [row[3] for row in pipedream.rows(8, 1)] == ["100.0 %"] * 8
+
+
 def test_draws(tmp_path):
     figure = pipedream.draw(str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").stat().st_size > 50_000

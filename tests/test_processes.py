@@ -132,6 +132,13 @@ def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
 
 
 @pytest.mark.slow
+def test_a_profile_is_the_same_in_all_processes(tmp_path):
+    first, second = run_all(tmp_path, 2, 2, ["profiled"]).values()
+    assert first["profiled"] == second["profiled"]
+    assert sum(first["profiled"]["slices"].values()) == pytest.approx(first["profiled"]["step"], rel=1e-9)
+
+
+@pytest.mark.slow
 def test_the_language_model_runs_in_two_processes_and_the_first_prints(tmp_path):
     sizes = "--stages 4 --layers 4 --width 32 --seq 32 --steps 4 --length 4 --timeout 60 --processes 2"
     example = [sys.executable, str(WORKER.parents[1] / "examples" / "lm.py"), *sizes.split()]

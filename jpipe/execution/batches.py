@@ -54,7 +54,7 @@ def is_bare(batch: Any, expected: Any, read_inputs: Callable[[Any], Any]) -> boo
         found = jax.tree.structure(jax.eval_shape(read_inputs, batch))
     except Exception:
         found = None
-    if found != inputs:
+    if found is None or found != inputs:  # a PyTreeDef can't be compared with None
         raise ValueError(
             f"the batch has the structure {structure}: neither that of a training batch, "
             f"{jax.tree.structure(expected)}, nor that of the bare inputs, {inputs}"

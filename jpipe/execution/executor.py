@@ -125,7 +125,8 @@ def run_training(
       step: a step with backward actions.
       stage: this device.
       gradients: zero buffers to add up gradients in, not split over data axes (`Layout.zeros(at_work=True)`).
-      only: which actions to run, `[slots, T, K]` of 0 and 1, to measure what they take; the results then mean nothing.
+      only: which actions of the first T ticks to run, `[slots, T, K]` of 0 and 1, and no further ticks, to measure what
+        they take; the results then mean nothing.
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
@@ -142,6 +143,8 @@ def run_training(
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
     )
     carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry, only)
+    if only is not None:  # without ticks too, what is done with their results is done
+        carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(step, stage, carry.backward)
     return _total_loss(step, carry.forward.loss), stage.merged_state(carry.forward.state), gradients
 
@@ -189,7 +192,7 @@ def _run_ticks(
 ) -> Carry:
     """The carry after all ticks, in which the kinds of actions are carried out by these functions.
 
-    Where `only` is 0, stages idle (`run_training`).
+    Where `only` is 0, stages idle; there are as many ticks as it has (`run_training`).
     """
     # With 1F1B, K=2 and M=3:
     #   tick       0       1       2       3       4
@@ -201,7 +204,7 @@ def _run_ticks(
     kinds = [slot.kinds for slot in slots]
     table = jnp.asarray([[getattr(slot, name) for name in Now._fields] for slot in slots])  # [slots, columns, T, K]
     if only is not None:
-        table = table.at[:, Now._fields.index("kind")].multiply(only)
+        table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
     def tick(carry: Carry, row: jax.Array) -> tuple[Carry, None]:

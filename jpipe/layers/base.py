@@ -45,7 +45,8 @@ class MissingKeyError(ValueError):
 
     def __init__(self, name: str):
         super().__init__(
-            f"{name} draws random numbers in evaluation mode, where there is no key; make it deterministic there"
+            f"{name} draws random numbers in evaluation mode, where there is no key; make it deterministic there, by "
+            "an argument `deterministic` or `train`, which jpipe gives it"
         )
 
 

@@ -114,7 +114,7 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
             raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
         # There and back, so that both have the containers that `from_item` makes.
         expected = group.layer.from_item(group.layer.to_item(group.variables))
-        _check_item(f"trees[{index}] ({group.layer.name})", own, expected)
+        _check_item(f"trees[{index}] ({group.layer.name})", own, expected, remedy=_remedy(model, index))
         for name in group.variables:
             found[name][index] = jax.tree.leaves(own[name])
     _check_tied(model, found["params"])
@@ -144,7 +144,15 @@ def ready_values(layouts: dict[str, Layout], layers: Sequence[AnyLayer]) -> dict
     return {name: dict(tree) for name, tree in laid_out(layouts, leaves).items()}
 
 
-def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
+def _remedy(model: Model, index: int) -> str:
+    """What helps if a layer's variables are missing, where that isn't plain: it shares those of an earlier layer."""
+    first = next((users[0] for known in model.variable_sets for users in known.users if index in users), index)
+    if first == index:
+        return ""
+    return f"; it shares its parameters with layer {first}: give it the same tree as trees[{first}]"
+
+
+def _check_item(what: str, own: Any, expected: dict[str, Any], *, remedy: str) -> None:
     """Checks one layer's variables by collection against their shapes.
 
     Raises:
@@ -152,7 +160,7 @@ def _check_item(what: str, own: Any, expected: dict[str, Any]) -> None:
     """
     lacking = [name for name in expected if name not in own]
     if lacking:
-        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}")
+        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}{remedy}")
     for name, tree in expected.items():
         check_same_structure(f"{what}[{name!r}]", own[name], tree)
         check_same_shapes(f"{what}[{name!r}]", own[name], tree)

@@ -271,4 +271,10 @@ def _mismatch(place: _Place, variables: Any, error: Exception) -> str:
     layers, index, called_with = place.layers, place.index, place.called_with
     source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
     own = f"; parameters of {place}: {describe(variables['params'])}" if variables and "params" in variables else ""
-    return f"{place} can't take what {source}: {describe(called_with)}{own}. It raised {type(error).__name__}: {error}"
+    raised = f"It raised {type(error).__name__}: {error}"
+    if isinstance(error, TypeError) and "required positional argument" in str(error):
+        raised += (
+            ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
+            'read by jpipe.reads(layer, lambda batch: batch["mask"])'
+        )
+    return f"{place} can't take what {source}: {describe(called_with)}{own}. {raised}"

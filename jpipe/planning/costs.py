@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -118,18 +119,37 @@ def layer_costs(
       ValueError: unit is "time", and there is no device like those of the mesh.
     """
     if unit == "time":
-        device = _device_like(mesh)
-        actions = []
-        with task("measuring costs", total=len(layers), unit="groups of layers") as advance:
-            for layer in layers:
-                actions.append(list(_seconds(layer, device)))
-                advance()
-        if jax.process_count() > 1:  # all have to cut alike
-            actions = multihost_utils.broadcast_one_to_all(np.asarray(actions)).tolist()
-    else:
-        counts = [_flops(layer) for layer in layers]
-        _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
-        actions = [[part.flops for part in parts] for parts in counts]
+        return timed_costs([(model, layers)], mesh)[0]
+    counts = [_flops(layer) for layer in layers]
+    _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
+    return _by_layer(model, layers, [[part.flops for part in parts] for parts in counts])
+
+
+def timed_costs(variants: Sequence[tuple[Model, Sequence[Layer]]], mesh: Mesh) -> list[list[Cost]]:
+    """The seconds of each layer, `[N]`, of variants of one model: for micro-batches of other sizes, or another remat.
+
+    A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
+
+    Args:
+      variants: of each the traced layers, and the same of their groups as for `layer_costs`.
+      mesh: the devices; times are taken on one of them, or on another of the same kind.
+
+    Raises:
+      ValueError: there is no device like those of the mesh.
+    """
+    device, seconds = _device_like(mesh), []
+    with task("measuring costs", total=len(variants[0][1]), unit="groups of layers") as advance:
+        for same in zip(*(layers for _, layers in variants), strict=True):
+            seconds.append(_seconds(same, device))
+            advance()
+    if jax.process_count() > 1:  # all have to cut alike
+        seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
+    by_variant = zip(*seconds, strict=True)
+    return [_by_layer(*variant, list(actions)) for variant, actions in zip(variants, by_variant, strict=True)]
+
+
+def _by_layer(model: Model, layers: Sequence[Layer], actions: Sequence[Sequence[float]]) -> list[Cost]:
+    """`[N]`, from what forward, backward and gradients of parameters take in each group."""
     by_group = [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(actions, layers, strict=True)]
     return [by_group[g] for g in model.group_of]
 
@@ -193,37 +213,62 @@ def _device_like(mesh: Mesh) -> Any:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(layer: Layer, device: Any) -> tuple[float, float, float]:
-    """Of the forward, of the backward but for gradients of parameters, and of those, on a device."""
+def _seconds(variants: Sequence[Layer], device: Any) -> list[list[float]]:
+    """Of each variant of a layer: of the forward, of the backward but for gradients of parameters, and of those."""
+    # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
+    with (
+        no_mesh(),
+        jax.ensure_compile_time_eval(),
+        jax.default_device(device),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        example = cache(_example)  # the variants share what they have in common, such as parameters
+        times = iter(_median_seconds([run for layer in variants for run in _runs(layer, example)]))
+    found = []
+    for layer in variants:
+        forward, again, backward, without = (next(times) for _ in range(4))
+        without = min(without, backward)
+        found.append([forward, without + again * layer.function.remat.keep_inputs, backward - without])
+    return found
+
+
+Run = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A jitted function, and what to call it with."""
+
+
+def _runs(layer: Layer, example: Callable[[int, Any], jax.Array]) -> list[Run]:
+    """The forward, that with its residuals, the backward, and that without gradients of parameters."""
     function, shapes, traced = layer
-    # On one device, whatever the mesh, and for real even if the caller is being traced.
-    with no_mesh(), jax.ensure_compile_time_eval(), jax.default_device(device):
-        local = partition_layer(traced, function.shardings(shapes, WHOLE))
-        arguments, x, cotangents = jax.tree.map(_example, (shapes, list(local.activation), list(local.outputs)))
-        forward, backward = jax.jit(local.forward), jax.jit(local.backward)
-        inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
-        residuals = forward(arguments, x)[1]
-        first = again = _median_seconds(lambda: forward(arguments, x))
-        if function.remat.keep_inputs:
-            alone = jax.jit(local_forward(function, shapes))
-            first = _median_seconds(lambda: alone(arguments, x))
-        seconds = _median_seconds(lambda: backward(arguments, residuals, cotangents))
-        without = min(seconds, _median_seconds(lambda: inputs_only(arguments, residuals, cotangents)))
-        return first, without + again * function.remat.keep_inputs, seconds - without
+    local = partition_layer(traced, function.shardings(shapes, WHOLE))
+    leaves, structure = jax.tree.flatten((shapes, list(local.activation), list(local.outputs)))
+    arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
+    kept = jax.jit(local.forward)
+    alone = jax.jit(local_forward(function, shapes)) if function.remat.keep_inputs else kept
+    given = arguments, kept(arguments, x)[1], cotangents
+    inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
+    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given), (inputs_only, given)]
 
 
-def _median_seconds(run: Callable[[], Any]) -> float:
-    jax.block_until_ready(run())
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < 0.02 and len(times) < 50):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def _median_seconds(runs: Sequence[Run]) -> list[float]:
+    """Of each run, all of them by turns."""
+    for function, arguments in runs:
+        jax.block_until_ready(function(*arguments))
+    times: list[list[float]] = [[] for _ in runs]
+    while len(times[0]) < 5 or (sum(map(sum, times)) < 0.02 * len(runs) and len(times[0]) < 50):
+        for (function, arguments), own in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(function(*arguments))
+            own.append(time.perf_counter() - start)
+    return list(map(statistics.median, times))
 
 
-def _example(leaf: Any) -> Any:
-    """Values of a type: random numbers, since zeros may take less time; zeros where they may be indices."""
+def _example(index: int, leaf: Any) -> jax.Array:
+    """Values of a type, an array of its own for each index.
+
+    Random numbers, since zeros may take less time; zeros where they may be indices.
+    """
+    del index
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return example_key(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

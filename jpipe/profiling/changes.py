@@ -6,7 +6,7 @@ together anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ import numpy as np
 
 from jpipe.execution.batches import batch_size
 from jpipe.execution.planner import Planner
-from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
-from jpipe.profiling.layer_times import LayerTimes, by_stage, layer_times, recomputed
+from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
 from jpipe.schedules.orders import SCHEDULES, make_schedule
@@ -24,7 +23,7 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.sharding.meshes import num_shards
 
 FACTORS = (0.25, 0.5, 2, 4)
-"""The numbers of micro-batches that are tried, times the one at hand, where the batch and the schedule allow them."""
+"""The numbers of micro-batches that are tried, by the one at hand."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,15 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
     return cut, StageTimes(put(layers.forward), put(layers.backward), put(layers.recompute))
 
 
+def other_schedules(planner: Planner, batch: Any) -> dict[int, Schedule]:
+    """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
+    size, here = batch_size(batch), planner.schedule.num_microbatches
+    tried = [_with_microbatches(planner, here * factor, size) for factor in FACTORS]
+    return {schedule.num_microbatches: schedule for schedule in tried if schedule is not None}
+
+
 def microbatch_sizes(
-    planner: Planner, batch: Any, model: StepModel, times: LayerTimes, *, others: bool
+    planner: Planner, batch: Any, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
 ) -> tuple[MicrobatchSize, ...]:
     """The number of micro-batches at hand and others, with what a step takes; in order.
 
@@ -107,19 +113,15 @@ def microbatch_sizes(
       planner: the pipeline's.
       batch: a batch `[B, ...]`.
       model: what the step takes.
-      times: of the layers at the micro-batches at hand.
-      others: whether others are tried.
+      times: of the layers, at the micro-batches at hand and at others.
+      others: schedules with other numbers of micro-batches; those count that layers were timed for.
     """
-    size, here = batch_size(batch), planner.schedule.num_microbatches
-    bounds = planner.partition.bounds
-    total = lambda found: by_stage(planner, [cost.total for cost in found], bounds)
+    size, bounds = batch_size(batch), planner.partition.bounds
+    total = lambda costs: by_stage(planner, [cost.total for cost in costs], bounds)
     rows = [_row(model.schedule, model.stages, size, model.step())]
-    for factor in FACTORS if others else ():
-        schedule = _with_microbatches(planner, here * factor, size)
-        if schedule is not None:
-            found: list[Cost] = layer_times(planner, batch, schedule.num_microbatches)
-            stages = model.stages.scaled(total(found) / total(times.here))
-            rows.append(_row(schedule, stages, size, model.step(stages, schedule)))
+    for num_microbatches, costs in times.others.items():
+        schedule, stages = others[num_microbatches], model.stages.scaled(total(costs) / total(times.here))
+        rows.append(_row(schedule, stages, size, model.step(stages, schedule)))
     return tuple(sorted(rows, key=lambda row: row.num_microbatches))
 
 
@@ -131,18 +133,16 @@ def _row(schedule: Schedule, stages: StageTimes, size: int, step: float) -> Micr
 
 
 def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> Schedule | None:
-    """The schedule with another M, if it has a name and both it and a batch of this size allow M."""
+    """The schedule with another M, if it is one that has a name, and both it and a batch of this size allow M."""
     given = planner.schedule
     count = int(num_microbatches)
-    if (
-        given.name not in SCHEDULES
-        or count != num_microbatches
-        or count < 1
-        or size % (count * num_shards(planner.mesh))
-    ):
+    if count != num_microbatches or count < 1 or size % (count * num_shards(planner.mesh)):
         return None
     sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
+    if given.name not in SCHEDULES:
+        return None
     try:
-        return make_schedule(given.name, **sizes, num_microbatches=count)
-    except ValueError:  # such as an interleaved schedule, where K has to divide M
+        known = make_schedule(given.name, **sizes, num_microbatches=given.num_microbatches)
+        return make_schedule(given.name, **sizes, num_microbatches=count) if known == given else None
+    except ValueError:  # a custom schedule may be called what it isn't
         return None

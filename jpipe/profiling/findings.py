@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,17 @@ from jpipe.profiling.layer_times import LayerTimes, by_stage
 from jpipe.profiling.prediction import StepModel
 
 WORTH = 0.05
-"""The share of a step from which on a change is worth a word."""
+"""The share of a step from which on a change, or a bubble, is worth a word."""
+ROUGHLY_WORTH = 0.1
+"""The same of another number of micro-batches, for which layers are timed alone and not in the step."""
 UNEVEN = 1.05
 """How many times the mean the slowest stage has to take for a word about it."""
+SMALL = 1.4
+"""How many times as long an example has to take in smaller micro-batches for a word about it."""
 CONTENDED = 1.25
+"""How many times as long all stages together have to take as each alone for a word about it."""
+NOISY = 0.1
+"""By how much rounds of the step have to differ for a word about it."""
 LARGE = 0.2
 """The share of a step from which on what isn't the stages' work is worth a word."""
 MIB = 2**20
@@ -44,15 +50,42 @@ class Finding:
         return self.text
 
 
-def find(planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize]) -> tuple[Finding, ...]:
-    """All findings, those that promise the most first."""
-    found = [
-        *_balance(planner, model, times),
-        *_microbatches(model, sizes),
-        *_recomputation(planner, model, times),
-        *_around(model),
-    ]
+def find(
+    planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize], noise: float = 0.0
+) -> tuple[Finding, ...]:
+    """All findings, those that promise the most first.
+
+    None promises less than the noise, nor anything where stages work for a moment only.
+
+    Args:
+      planner: the pipeline's.
+      model: what the step takes.
+      times: of the layers.
+      sizes: other numbers of micro-batches, and the one at hand.
+      noise: by how much the step differed from round to round, of itself.
+    """
+    found = [*_noise(noise), *_around(model)]
+    if _works(model):
+        promises = [
+            *_balance(planner, model, times),
+            *_microbatches(model, sizes),
+            *_recomputation(planner, model, times),
+        ]
+        found = [finding for finding in promises if finding.promise is None or finding.promise < 1 - noise] + found
     return tuple(sorted(found, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
+
+
+def _noise(noise: float) -> Iterator[Finding]:
+    if noise > NOISY:
+        yield Finding(
+            f"the step took longer in one round and shorter in another, by {noise:.0%}: something else runs on this "
+            "machine; profile on a quiet one, or with more rounds, before you believe a promise"
+        )
+
+
+def _works(model: StepModel) -> bool:
+    """Whether the stages' work, timed alone, takes longer than what is around it."""
+    return model.stages.makespan(model.schedule) > model.idle + model.update
 
 
 def _percent(promise: float) -> str:
@@ -76,8 +109,9 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[
     layers = layer_shares(planner, times, model.stages).total
     heaviest = int(np.argmax(layers))
     yield Finding(
-        f"{begin}, and no other cut into as many is better: layer {heaviest} ({planner.layers[heaviest].name}) alone "
-        f"takes {layers[heaviest] / total.mean():.0%} of that mean; split it, or use fewer stages"
+        f"{begin}, and no other cut into as many promises {WORTH:.0%} less: layer {heaviest} "
+        f"({planner.layers[heaviest].name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; split it, "
+        "or use fewer stages"
     )
 
 
@@ -103,27 +137,32 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
         return
     best = min(others, key=lambda row: row.step)
     larger = max(others, key=lambda row: row.num_microbatches)
-    shown = best if best.step < (1 - WORTH) * here.step or larger.num_microbatches < here.num_microbatches else larger
+    is_enough = best.step < (1 - ROUGHLY_WORTH) * here.step
+    shown = best if is_enough or larger.num_microbatches < here.num_microbatches else larger
     promise = shown.step / here.step
     text = (
         f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={shown.num_microbatches} of "
         f"{shown.bubble:.1%}, and in its micro-batches of {shown.size} an example takes "
         f"{shown.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
     )
-    is_better = promise < 1 - WORTH
-    if is_better or here.bubble > UNEVEN - 1:
+    if is_enough:
+        change = {"num_microbatches": shown.num_microbatches, "schedule": model.schedule.name}
+        yield Finding(text, change, promise)
+    elif here.bubble > WORTH:
+        yield Finding(text)
+    larger_size = min((row for row in others if row.size > here.size), key=lambda row: row.size, default=here)
+    if (ratio := here.sample_seconds / larger_size.sample_seconds) > SMALL:
         yield Finding(
-            text, {"num_microbatches": shown.num_microbatches} if is_better else {}, promise if is_better else None
+            f"an example takes {ratio:.1f} times as long in micro-batches of {here.size} as of {larger_size.size}: "
+            "they are too small to keep a device busy"
         )
-    for small, large in pairwise(sorted(sizes, key=lambda row: row.size)):
-        ratio = small.sample_seconds / large.sample_seconds
-        if small is here and ratio > 1 + 2 * LARGE:
-            yield Finding(f"micro-batches of {small.size} take {ratio:.1f} times as long a sample as of {large.size}")
 
 
 def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+    if planner.remat is MODES["none"]:
+        return
     promise = model.step(without_remat(planner, times, model.stages)) / model.step()
-    if planner.remat is MODES["none"] or promise > 1 - WORTH:
+    if promise > 1 - WORTH:
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
     bounds = planner.partition.bounds
@@ -140,16 +179,22 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
 def _around(model: StepModel) -> Iterator[Finding]:
     """About what isn't the stages' own work, and how far the measurement is to be trusted."""
     slices, step = model.slices, model.step()
-    if model.contention > CONTENDED:
+    if not _works(model):
+        yield Finding(
+            f"stages alone work for {model.stages.makespan(model.schedule) / step:.0%} of the step, which is less than "
+            "what is around their work takes: too little to promise anything; use a larger batch or model"
+        )
+    elif model.contention > CONTENDED:
         yield Finding(
             f"stages take {model.contention:.1f} times as long together as each alone: the devices share something, "
             "as simulated ones share a machine's cores; shares of the step hold here, and not on accelerators"
         )
     if slices["transfer and set-up"] > LARGE * step:
-        each = slices["transfer and set-up"] / model.schedule.ticks.num_ticks
+        each = (model.idle - model.setup) / model.schedule.ticks.num_ticks
         yield Finding(
-            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step, {each * 1e3:.2g} ms in "
-            f"each of {model.schedule.ticks.num_ticks} ticks: larger micro-batches or fewer stages have less of them"
+            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step: "
+            f"{model.setup * 1e3:.2g} ms once, of which a larger batch has less, and {each * 1e3:.2g} ms in each of "
+            f"{model.schedule.ticks.num_ticks} ticks, of which fewer micro-batches or stages have less"
         )
     if slices["weight update"] > LARGE * step:
         yield Finding(

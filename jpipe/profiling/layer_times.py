@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jpipe.execution.batches import microbatch_shapes
 from jpipe.execution.planner import Planner
+from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import Cost, Layer, layer_costs
+from jpipe.planning.costs import Cost, Layer, timed_costs
 from jpipe.sharding.meshes import num_shards, shapes_only
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of each layer alone for one micro-batch, `[N]`, on one device.
+    """Seconds of each layer alone for one micro-batch, `[N]`, on one device, all timed by turns.
+
+    On a mesh with data axes: for the examples that one device has of a micro-batch.
 
     Attributes:
       here: as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
+      others: by number of micro-batches, what `here` would be with it.
     """
 
     here: list[Cost]
     kept: list[Cost]
+    others: Mapping[int, list[Cost]] = field(default_factory=dict)
 
 
-def layer_times(planner: Planner, batch: Any, num_microbatches: int) -> list[Cost]:
-    """Seconds of each layer alone, `[N]`, for one micro-batch of a batch cut into `num_microbatches`.
+def measure_layers(planner: Planner, batch: Any, others: Sequence[int] = ()) -> LayerTimes:
+    """Times of layers.
 
-    On a mesh with data axes: for the examples that one device has of it.
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`.
+      others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
+        all of them if no device has memory for them.
     """
-    model, layers = _layers(planner, batch, num_microbatches)
-    return layer_costs(model, layers, "time", mesh=planner.mesh, warn=_quiet)
+    model, layers = _layers(planner, batch, planner.schedule.num_microbatches)
+    variants = [(model, layers)]
+    if planner.remat is not MODES["none"]:
+        with shapes_only(planner.mesh):
+            variants.append((model, list(map(_without_remat, layers))))
+    tried = {}
+    for num_microbatches in others:
+        with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
+            tried[num_microbatches] = _layers(planner, batch, num_microbatches)
+    try:
+        found = timed_costs([*variants, *tried.values()], planner.mesh)
+    except jax.errors.JaxRuntimeError:
+        tried, found = {}, timed_costs(variants, planner.mesh)
+    kept = found[len(variants) - 1]
+    return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Any, num_microbatches: int) -> tuple[Any, list[Layer]]:
+def _layers(planner: Planner, batch: Any, num_microbatches: int) -> tuple[Model, list[Layer]]:
     shapes = microbatch_shapes(batch, num_microbatches * num_shards(planner.mesh))
     with shapes_only(planner.mesh):
         model = planner.model(shapes)
         return model, planner.layers_of(model, shapes)
-
-
-def measure_layers(planner: Planner, batch: Any) -> LayerTimes:
-    """Times of layers at the micro-batches of the pipeline."""
-    model, layers = _layers(planner, batch, planner.schedule.num_microbatches)
-    here = layer_costs(model, layers, "time", mesh=planner.mesh, warn=_quiet)
-    if planner.remat is MODES["none"]:
-        return LayerTimes(here, here)
-    with shapes_only(planner.mesh):
-        without = [_without_remat(layer) for layer in layers]
-    return LayerTimes(here, layer_costs(model, without, "time", mesh=planner.mesh, warn=_quiet))
 
 
 def _without_remat(layer: Layer) -> Layer:
@@ -81,8 +94,3 @@ def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[i
     for virtual_stage, (start, stop) in enumerate(bounds):
         sums[planner.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
     return sums
-
-
-def _quiet(message: str) -> None:
-    """Costs warn of what has no FLOPs; here they are times."""
-    del message

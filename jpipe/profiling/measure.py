@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe.execution import batches, entry_points
+from jpipe.jax_tools.progress import task
 from jpipe.schedules.ticks import TickTable
 from jpipe.training.state import TrainState
 from jpipe.training.train_step import apply_update
@@ -31,7 +32,7 @@ SHORTEST = 1e-9
 """Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
 
 Seconds = dict[str, float]
-"""Of the runs "step", "update", "idle", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
+"""Of the runs "step", "update", "idle", "setup", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ class Measured:
     Attributes:
       forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
       backward: `[K]`, the same of its backward, with what remat computes again.
-      step: a training step.
+      step: a training step, its batch on the devices before it begins.
       update: the optimiser's update in it, compiled on its own.
       idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
+      setup: the latter alone, without a tick.
+      noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
     """
 
     forward: tuple[float, ...]
@@ -51,6 +54,8 @@ class Measured:
     step: float
     update: float
     idle: float
+    setup: float
+    noise: float
 
 
 class Program:
@@ -60,15 +65,23 @@ class Program:
       pipe: the pipeline.
       state: its state; the step's key and the parameters are those of its next step.
       batch: a batch `[B, ...]`.
+
+    Attributes:
+      table: the ticks.
+      batch: the batch on the devices, so that no run has to bring it there.
     """
 
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Any):
         planner = pipe.planner
-        self.table: TickTable = planner.step(batch, train=True, with_loss=True, key=state.key).table
-        self._key = jax.jit(jax.random.fold_in)(state.key, state.step)
-        self._arguments = state.variables, batches.on_mesh(batch, pipe.mesh), self._key
-        run = jax.jit(partial(entry_points.value_and_grad, planner))
-        self._compiled = run.lower(*self._arguments, self.everything()).compile()
+        with task("compiling the measured step"):
+            self.table: TickTable = planner.step(batch, train=True, with_loss=True, key=state.key).table
+            self.batch = batches.on_mesh(batch, pipe.mesh)
+            self._mesh = pipe.mesh
+            self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
+            run = jax.jit(partial(entry_points.value_and_grad, planner))
+            self._compiled = run.lower(*self._arguments, self.everything()).compile()
+            self._no_ticks = self._placed(np.zeros(self._shape, np.int32)[:, :0])
+            self._set_up = run.lower(*self._arguments, self._no_ticks).compile()
 
     @cached_property
     def text(self) -> str:
@@ -81,39 +94,54 @@ class Program:
         found = self._compiled.memory_analysis()
         return int(found.temp_size_in_bytes) if found else 0
 
-    def everything(self) -> np.ndarray:
-        """All actions, `[slots, T, K]`."""
-        return np.ones((len(self.table.slots), *self.table.slots[0].kind.shape), np.int32)
+    def everything(self) -> jax.Array:
+        """All actions, `[slots, T, K]` of 1 on the devices."""
+        return self._placed(np.ones(self._shape, np.int32))
 
-    def only(self, kind: str, stage: int) -> np.ndarray:
-        """The actions of a kind on a stage, `[slots, T, K]`."""
-        chosen = np.zeros_like(self.everything())
+    def nothing(self) -> jax.Array:
+        """No action."""
+        return self._placed(np.zeros(self._shape, np.int32))
+
+    def only(self, kind: str, stage: int) -> jax.Array:
+        """The actions of a kind on a stage."""
+        chosen = np.zeros(self._shape, np.int32)
         for index, slot in enumerate(self.table.slots):
             if kind in slot.kinds:
                 chosen[index, :, stage] = slot.kind[:, stage] == 1 + slot.kinds.index(kind)
-        return chosen
+        return self._placed(chosen)
 
-    def run(self, only: np.ndarray) -> Any:
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return len(self.table.slots), *self.table.slots[0].kind.shape
+
+    def _placed(self, chosen: np.ndarray) -> jax.Array:
+        return batches.on_all(chosen, self._mesh)
+
+    def run(self, only: jax.Array) -> Any:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
         return self._compiled(*self._arguments, only)
 
+    def set_up(self) -> Any:
+        """The same without any tick."""
+        return self._set_up(*self._arguments, self._no_ticks)
 
-def measure(pipe: Pipeline, program: Program, state: TrainState, batch: Any, rounds: int) -> Measured:
+
+def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> Measured:
     """Times the whole step and its parts.
 
     Args:
       pipe: the pipeline.
-      program: its program for this batch.
+      program: its program for a batch.
       state: a state, which is copied: the caller's stays as it is.
-      batch: a batch `[B, ...]`.
       rounds: how often each is run, besides once to warm up; the median counts.
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
     chosen = {f"{kind}{k}": program.only(kind, k) for kind in "FB" for k in range(num_stages)}
-    chosen["idle"] = np.zeros_like(program.everything())
+    chosen["idle"] = program.nothing()
     runs: dict[str, Callable[[], Any]] = {
-        **_trained(pipe, program, state, batch),
+        **_trained(pipe, program, state),
         **{name: partial(program.run, only) for name, only in chosen.items()},
+        "setup": program.set_up,
     }
     seconds = _in_rounds(runs, rounds)
     differences = {
@@ -128,7 +156,19 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, batch: Any, rou
         step=_median(seconds["step"]),
         update=_median(seconds["update"]),
         idle=_median(seconds["idle"]),
+        setup=min(_median(seconds["setup"]), _median(seconds["idle"])),
+        noise=noise_of(seconds["step"]),
     )
+
+
+def noise_of(seconds: Sequence[float]) -> float:
+    """The distance between the quartiles of some times over their median.
+
+    >>> noise_of([10.0, 8.0, 9.0, 11.0, 30.0])
+    0.2
+    """
+    low, middle, high = np.percentile(np.asarray(seconds, np.float64), [25, 50, 75])
+    return float((high - low) / middle)
 
 
 def _median(values: list[float]) -> float:
@@ -138,15 +178,17 @@ def _median(values: list[float]) -> float:
 def _in_rounds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """What each run takes in each round; the first round isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(1 + rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
+    with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
+        for _ in range(1 + rounds):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                seconds[name].append(time.perf_counter() - start)
+            advance()
     return {name: times[1:] for name, times in seconds.items()}
 
 
-def _trained(pipe: Pipeline, program: Program, state: TrainState, batch: Any) -> dict[str, Callable[[], Any]]:
+def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], Any]]:
     """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
     (loss, updates, metrics), grads = program.run(program.everything())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -159,7 +201,7 @@ def _trained(pipe: Pipeline, program: Program, state: TrainState, batch: Any) ->
         return current, found
 
     return {
-        "step": partial(run, lambda state: pipe.train_step(state, batch)),
+        "step": partial(run, lambda state: pipe.train_step(state, program.batch)),
         "update": partial(run, lambda state: update(state, loss, updates, metrics, grads)),
     }
 

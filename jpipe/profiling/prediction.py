@@ -7,7 +7,7 @@ what is done without any of them (transfers, set-up), and the optimiser's update
 
 `makespan` is `simulate`'s, of stages that were timed alone. `contention` is what is left to explain the measured step:
 how many times as long stages take when all run at once. On accelerators of their own it is about 1; simulated devices
-share cores, so it is more.
+share cores, so it is more. A stage's V chunks count as equally long.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class StepModel:
       schedule: the schedule it was measured under.
       stages: what the stages take alone.
       idle: seconds of a step without actions and without update.
+      setup: those of them that it takes without ticks too.
       update: seconds of the optimiser's update.
       contention: how many times as long stages take when all run at once.
     """
@@ -89,17 +90,18 @@ class StepModel:
     schedule: Schedule
     stages: StageTimes
     idle: float
+    setup: float
     update: float
     contention: float
 
     def step(self, stages: StageTimes | None = None, schedule: Schedule | None = None) -> float:
         """Seconds that a step would take with other times of stages, or another schedule of as many stages.
 
-        What a step takes without actions grows with the number of its ticks: most of it are transfers.
+        A tick without actions takes as long in any of them, whatever the size of what is sent.
         """
         chosen, stages = schedule or self.schedule, stages or self.stages
-        idle = self.idle * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
-        return self.contention * stages.makespan(chosen) + idle + self.update
+        ticks = (self.idle - self.setup) * chosen.ticks.num_ticks / self.schedule.ticks.num_ticks
+        return self.contention * stages.makespan(chosen) + self.setup + ticks + self.update
 
     @property
     def slices(self) -> dict[str, float]:
@@ -113,11 +115,14 @@ class StepModel:
         recomputation = num_microbatches * even.recompute[0]
         balanced = even.makespan(self.schedule)
         waits = balanced - computation - recomputation, stages.makespan(self.schedule) - balanced
+        waits = [max(0.0, seconds) for seconds in waits]  # where nobody waits they are 0 but for rounding
         by_stages = [self.contention * seconds for seconds in (computation, recomputation, *waits)]
         return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
 
 
-def fit(schedule: Schedule, stages: StageTimes, *, idle: float, update: float, step: float) -> StepModel:
+def fit(
+    schedule: Schedule, stages: StageTimes, *, idle: float, setup: float = 0.0, update: float, step: float
+) -> StepModel:
     """The model that takes as long as the measured step.
 
     Raises:
@@ -129,4 +134,4 @@ def fit(schedule: Schedule, stages: StageTimes, *, idle: float, update: float, s
             f"the step takes {step * 1e3:.3g} ms, what isn't work of stages {(idle + update) * 1e3:.3g} ms: "
             "it is too short to be taken apart on this machine; use a larger batch or model, or more rounds"
         )
-    return StepModel(schedule, stages, idle, update, contention)
+    return StepModel(schedule, stages, idle, setup, update, contention)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jpipe.checks import check_alive
+from jpipe.checks import check_alive, check_training
+from jpipe.jax_tools.progress import task
 from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling import tables
-from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, split_backward
+from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, split_backward
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.layer_times import measure_layers
 from jpipe.profiling.measure import Program, measure
@@ -42,7 +43,8 @@ class Profile:
       predicted_step: seconds that it would take if stages took as long all together as each alone.
       slices: the measured step's seconds by what they go into, of a stage on average; they add up to `step`.
       contention: how many times as long stages take all together as alone.
-      sizes: other numbers of micro-batches, and what they promise.
+      noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
+      sizes: the number of micro-batches at hand and others, and what a step takes with each.
       memory: bytes on a device.
       findings: in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
@@ -56,6 +58,7 @@ class Profile:
     predicted_step: float
     slices: dict[str, float]
     contention: float
+    noise: float
     sizes: tuple[MicrobatchSize, ...]
     memory: Memory
     findings: tuple[Finding, ...]
@@ -73,7 +76,7 @@ class Profile:
     def _tables(self) -> list[Table]:
         return [
             tables.stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight),
-            tables.slice_table(self.slices, self.step, self.predicted_step),
+            tables.slice_table(self.slices, self.step, self.predicted_step, self.noise),
             tables.size_table(self.sizes, self.schedule.num_microbatches),
             self.memory.table(),
         ]
@@ -92,6 +95,7 @@ class Profile:
             "predicted_step": self.predicted_step,
             "slices": dict(self.slices),
             "contention": self.contention,
+            "noise": self.noise,
             "sizes": [asdict(row) for row in self.sizes],
             "memory": asdict(self.memory),
             "findings": [asdict(finding) for finding in self.findings],
@@ -135,46 +139,63 @@ def profile(
     Each stage is timed in the step's own program with all other stages idle (`jpipe.profiling.measure`); the slices are
     those of the GPipe paper's breakdown (NeurIPS version, section 3). `state` stays as it is: a copy of it is trained,
     which needs memory, as the gradients do. Compiles the step once more, and each distinct layer for each number of
-    micro-batches that is tried. In a cluster all processes call it.
+    micro-batches that is tried; a terminal shows how far it is. In a cluster all processes call it.
 
     Args:
       pipe: a pipeline.
       state: its training state.
-      batch: a batch `[B, ...]`, as for training.
+      batch: a batch `[B, ...]`, as for training. It is brought to the devices once; the step doesn't count that.
       rounds: how often everything is timed; medians count.
-      other_sizes: whether layers are timed in micro-batches of other sizes too.
+      other_sizes: whether layers are timed in micro-batches of other sizes too, as far as the model takes them.
       trace_dir: if given, one step is also recorded there by `jax.profiler`, and read as `Profile.traced`.
 
     Raises:
       TypeError: `pipe` is no pipeline, or `state` no state.
-      ValueError: `rounds` is less than 1; or the step is too short to be taken apart.
+      ValueError: `rounds` is less than 1; state or batch aren't the pipeline's, as for `train_step`; or the step is too
+        short to be taken apart.
     """
-    _check(pipe, state, rounds)
+    _check(pipe, state, batch, rounds)
+    # With actions left out, and in layers alone on random numbers, what is computed means nothing.
+    with (
+        task("profiling a training step"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+    ):
+        return _profile(pipe, state, batch, rounds, other_sizes, None if trace_dir is None else os.fspath(trace_dir))
+
+
+def _profile(
+    pipe: Pipeline, state: TrainState, batch: Any, rounds: int, other_sizes: bool, trace_dir: str | None
+) -> Profile:
     planner = pipe.planner
-    with jax.debug_nans(False):  # with actions left out, what is computed means nothing
-        program = Program(pipe, state, batch)
-        measured = measure(pipe, program, state, batch, rounds)
-    times = measure_layers(planner, batch)
+    program = Program(pipe, state, batch)
+    measured = measure(pipe, program, state, rounds)
+    others = other_schedules(planner, batch) if other_sizes else {}
+    with task("timing layers alone"):
+        times = measure_layers(planner, batch, list(others))
     stages = split_backward(planner, times, measured)
-    model = fit(pipe.schedule, stages, idle=measured.idle, update=measured.update, step=measured.step)
-    sizes = microbatch_sizes(planner, batch, model, times, others=other_sizes)
+    around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
+    model = fit(pipe.schedule, stages, **around, step=measured.step)
+    sizes = microbatch_sizes(planner, batch, model, times, others)
     return Profile(
         schedule=pipe.schedule,
         partition=pipe.partition,
         stages=stages,
         step=measured.step,
-        predicted_step=stages.makespan(pipe.schedule) + measured.idle + measured.update,
+        predicted_step=replace(model, contention=1.0).step(),
         slices=model.slices,
         contention=model.contention,
+        noise=measured.noise,
         sizes=sizes,
         memory=memory_of(program, state),
-        findings=find(planner, model, times, sizes),
+        findings=find(planner, model, times, sizes, measured.noise),
         predicted=stages.timeline(pipe.schedule),
-        traced=None if trace_dir is None else record(program, pipe.schedule, pipe.mesh, os.fspath(trace_dir)),
+        traced=None if trace_dir is None else record(program, pipe.schedule, pipe.mesh, trace_dir),
     )
 
 
-def _check(pipe: Any, state: Any, rounds: Any) -> None:
+def _check(pipe: Any, state: Any, batch: Any, rounds: Any) -> None:
     from jpipe.pipeline import Pipeline
 
     if not isinstance(pipe, Pipeline):
@@ -186,3 +207,4 @@ def _check(pipe: Any, state: Any, rounds: Any) -> None:
         raise TypeError(f"rounds={rounds!r} is no integer; give how often everything is timed")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}; everything has to be timed at least once")
+    check_training(pipe.planner, state.variables, batch, state.key)

@@ -37,10 +37,13 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_fligh
     return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
 
 
-def slice_table(slices: dict[str, float], step: float, predicted: float) -> Table:
+def slice_table(slices: dict[str, float], step: float, predicted: float, noise: float) -> Table:
     """A row for each slice of the step."""
     rows = [(name, _milliseconds(seconds), f"{seconds / step:.1%}") for name, seconds in slices.items()]
-    note = f"predicted from stages alone: {_milliseconds(predicted)} ms, measured {step / predicted:.2f} times that"
+    note = (
+        f"predicted from stages alone: {_milliseconds(predicted)} ms, measured {step / predicted:.2f} times that; "
+        f"rounds differ by {noise:.0%}"
+    )
     return Table(
         "A training step, by what its time goes into",
         ("slice", "ms", "share"),

@@ -9,10 +9,10 @@ that write none for loops have no timeline here.
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
 from jax.sharding import Mesh
 
+from jpipe.jax_tools.progress import task
 from jpipe.profiling.measure import Program
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
@@ -37,25 +38,25 @@ Times = list[tuple[float, float]]
 """Starts and ends in nanoseconds."""
 
 
-def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str | None) -> Timeline | None:
+def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str) -> Timeline | None:
     """Runs all actions of a step once under the profiler; None if the trace has no loops.
 
     Args:
       program: the step.
       schedule: its schedule.
       mesh: its devices.
-      folder: where the trace stays, for TensorBoard and xprof; None for nowhere.
+      folder: where the trace stays, for TensorBoard and xprof.
 
     Returns:
       The timeline, in milliseconds from the first action's start. On several devices a stage: of the first of each.
     """
     options = ProfileOptions()
     options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        place = folder or temporary
-        with jax.profiler.trace(place, profiler_options=options):
-            jax.block_until_ready(program.run(program.everything()))
-        newest = max(Path(place).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    everything = program.everything()
+    with task("recording a trace"):
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(program.run(everything))
+        newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
         with warnings.catch_warnings():
             # Python 3.12 warns of a type of jaxlib's when the first event is read; as an error that ends the process.
             warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
@@ -64,13 +65,46 @@ def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str | None)
 
 
 def _scopes(text: str) -> dict[str, tuple[Loop, bool]]:
-    """Each operation of a compiled program that is part of an action: its name -> (whose, whether it is the loop)."""
-    found = re.findall(r"%?([\w.-]+) = [^\n]*op_name=\"[^\"]*/slot(\d+)/(\w)/while(/body/)?([^\"]*)\"", text)
-    return {
-        name: ((int(slot), kind), name.startswith("while") and not body and not rest)
-        for name, slot, kind, body, rest in found
-        if body or not rest
-    }
+    """Each operation of a compiled program that is part of an action: its name -> (whose, whether it is the loop).
+
+    A compiler takes operations out of an action's loop, and they keep its name: only those that the loop runs are it.
+    """
+    scope = re.compile(r"op_name=\"[^\"]*/slot(\d+)/(\w)/while(/body/)?([^\"]*)\"")
+    loops: dict[str, tuple[Loop, bool]] = {}
+    parts: dict[str, tuple[Loop, str]] = {}  # with the computation that each is in
+    bodies: dict[Loop, set[str]] = defaultdict(set)
+    calls: dict[str, set[str]] = defaultdict(set)
+    computation = ""
+    for line in text.splitlines():
+        if begun := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
+            computation = begun[1]
+        elif named := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
+            name, called, found = named[1], _called(line), scope.search(line)
+            calls[computation] |= called
+            if found:
+                loop = int(found[1]), found[2]
+                if name.startswith("while") and not found[3] and not found[4]:
+                    loops[name] = loop, True
+                    bodies[loop] |= called
+                elif found[3]:
+                    parts[name] = loop, computation
+    runs = {loop: _reached(begin, calls) for loop, begin in bodies.items()}
+    return loops | {name: (loop, False) for name, (loop, where) in parts.items() if where in runs.get(loop, ())}
+
+
+def _called(line: str) -> set[str]:
+    """The computations that an operation of a compiled program calls."""
+    named = re.findall(r"\b(?:body|condition|calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line)
+    return {name for names in named for name in re.findall(r"[\w.-]+", names)}
+
+
+def _reached(begin: set[str], calls: Mapping[str, set[str]]) -> set[str]:
+    """These computations, and those that they call, and so on."""
+    reached, new = set(), set(begin)
+    while new:
+        reached |= new
+        new = set().union(*(calls.get(name, set()) for name in new)) - reached
+    return reached
 
 
 def _events(path: Path, scopes: dict[str, tuple[Loop, bool]]) -> dict[tuple[int, Loop], Times]:

@@ -53,6 +53,19 @@ class Timeline:
     peak_in_flight: tuple[int, ...]
     transfer: float = 0.0
 
+    def __str__(self) -> str:
+        """Its time, bubble and micro-batches in flight in a line; the schedule itself prints as a grid.
+
+        >>> from jpipe.schedules.orders import make_schedule
+        >>> print(simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8)))
+        1f1b: K=4, M=8, V=1; time 33, bubble 27.3 %, peak in flight 7, 5, 3, 1
+        """
+        schedule = self.schedule
+        sizes = f"K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}"
+        peaks = ", ".join(map(str, self.peak_in_flight))
+        times = f"time {self.makespan:.4g}, bubble {100 * self.bubble_fraction:.1f} %"
+        return f"{schedule.name}: {sizes}; {times}, peak in flight {peaks}"
+
     @property
     def bubble_fraction(self) -> float:
         """The share of the stages' time in which they idle (GPipe, section 2.3)."""

@@ -141,8 +141,23 @@ def test_a_time_is_the_median_of_several_runs(clock, seconds, runs, median):
         clock.now += seconds[count % len(seconds)]
         count += 1
 
-    assert costs_module._median_seconds(run) == pytest.approx(median, rel=1e-9)
+    assert costs_module._median_seconds([(run, ())]) == pytest.approx([median], rel=1e-9)
     assert count == 1 + runs
+
+
+def test_runs_are_timed_by_turns(clock):
+    calls = []
+    runs = [(calls.append, (name,)) for name in "ab"]
+    costs_module._median_seconds(runs)
+    assert "".join(calls) == "ab" * 51
+
+
+def test_layers_are_timed_on_random_numbers_whatever_comes_of_them():
+    with jax.debug_nans(True):
+        layers = [nn.softplus, jnp.sqrt, jnp.log1p, nn.tanh]
+        pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=2, balance="time")
+        jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+    assert len(pipe.plan.costs) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a step should take, against closed forms, and findings from times that are known."""
+"""What a step should take, against closed forms and against what each stage does at any moment."""
 
 import numpy as np
 import pytest
@@ -35,13 +35,35 @@ def test_unequal_stages_wait_more():
     assert sum(model.slices.values()) == pytest.approx(2.0 + 3 * total)
 
 
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)])
+def test_slices_are_what_stages_do_on_average(schedule, num_stages, num_microbatches):
+    """Sums over the timeline: work by kind, and what is left of each stage's time; waiting apart in equal stages."""
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    made = jpipe.make_schedule(schedule, **sizes, num_chunks=2 if schedule == "interleaved" else 1)
+    random = np.random.default_rng(num_stages * num_microbatches)
+    stages = StageTimes(*(tuple(random.uniform(0.1, 2.0, num_stages).tolist()) for _ in range(3)))
+    timeline = stages.timeline(made)  # in milliseconds
+    computed = sum(span.end - span.start - span.recompute for span in timeline.spans)
+    recomputed = sum(span.recompute for span in timeline.spans)
+    waited = sum(timeline.makespan - busy for busy in timeline.busy)
+    equal = stages.even.timeline(made)
+    waited_if_equal = sum(equal.makespan - busy for busy in equal.busy)
+    model = fit(made, stages, idle=0.5, update=0.25, step=0.75 + 2 * timeline.makespan / 1e3)
+    expected = [computed, recomputed, waited_if_equal, waited - waited_if_equal]
+    expected = [2 * each / num_stages / 1e3 for each in expected] + [0.5, 0.25]
+    assert list(model.slices.values()) == pytest.approx(expected, abs=1e-12)
+    assert sum(model.slices.values()) == pytest.approx(model.step())
+    assert all(seconds >= 0 for seconds in model.slices.values())
+
+
 def test_another_number_of_micro_batches_has_other_ticks():
-    """Half as long micro-batches, twice as many of them; transfers grow with the ticks."""
+    """Half as long micro-batches, twice as many of them; transfers grow with the ticks, what is done once doesn't."""
     stages = StageTimes((2.0,) * 4, (4.0,) * 4, (0.0,) * 4)
-    model = fit(gpipe(), stages, idle=11.0, update=0.0, step=11.0 + 66.0)
+    model = fit(gpipe(), stages, idle=11.0, setup=4.0, update=0.0, step=11.0 + 66.0)
     more = gpipe(num_microbatches=16)
     ticks = more.ticks.num_ticks / gpipe().ticks.num_ticks
-    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 11 * ticks)
+    assert model.step(stages.scaled([0.5] * 4), more) == pytest.approx(19 * 3 + 4 + 7 * ticks)
 
 
 def test_a_step_too_short_to_be_taken_apart_is_an_error():

@@ -14,7 +14,9 @@ import pytest
 
 import jpipe
 from helpers import assert_equal
+from jpipe.jax_tools import progress
 from jpipe.profiling.measure import Program
+from jpipe.profiling.trace import _scopes, record
 
 WIDTH = 128
 ROWS = 32
@@ -26,6 +28,16 @@ class Wide(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(8 * WIDTH)(x)))
+
+
+class Drawing(nn.Module):
+    """A layer with dropout."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, deterministic):
+        return x + nn.Dropout(0.1)(nn.Dense(self.width)(x), deterministic=deterministic)
 
 
 def loss_fn(outputs, batch):
@@ -73,18 +85,18 @@ def test_a_program_runs_the_actions_that_it_is_told_to():
     )
     program = Program(pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1)), batch)
 
-    def called(only):
+    def called(run, *only):
         calls.clear()
-        jax.block_until_ready(program.run(only))
+        jax.block_until_ready(run(*only))
         jax.effects_barrier()
         return {index: calls.count(index) for index in set(calls)}
 
-    assert called(program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
-    assert called(np.zeros_like(program.everything())) == {}
-    assert called(program.only("F", 0)) == {0: 3}
-    assert called(program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
-    assert called(program.only("B", 0)) == {}
-    assert called(program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.run, program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
+    assert called(program.run, program.nothing()) == called(program.set_up) == {}
+    assert called(program.run, program.only("F", 0)) == {0: 3}
+    assert called(program.run, program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
+    assert called(program.run, program.only("B", 0)) == {}
+    assert called(program.run, program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
 
 
 def test_a_program_of_all_actions_computes_what_the_pipeline_does(unbalanced):
@@ -136,7 +148,7 @@ def test_other_numbers_of_micro_batches(found):
 
 def test_memory_is_that_of_the_arrays(unbalanced, found):
     _, state, _ = unbalanced
-    device = state.step.devices().pop()
+    device = min(state.step.devices(), key=lambda device: device.id)
     size = lambda tree: sum(
         shard.data.nbytes
         for leaf in jax.tree.leaves(tree)
@@ -163,6 +175,58 @@ def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
         assert [str(span.action) for span in own] == list(map(str, found.schedule.actions[stage]))
         assert all(a.end <= b.start for a, b in pairwise(own))
     assert found.traced.peak_in_flight == found.predicted.peak_in_flight
+
+
+COMPILED = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/add"}
+}
+
+%inner (p: (f32[])) -> (f32[]) {
+  ROOT %deep = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while/body/mul"}
+}
+
+%run_F (p: (f32[])) -> (f32[]) {
+  %fused = f32[] fusion(%p), kind=kLoop, calls=%add, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block"}
+  %within = (f32[]) while(%p), condition=%test, body=%inner, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while"}
+  ROOT %unnamed = (f32[]) tuple(%fused)
+}
+
+%run_B (p: (f32[])) -> (f32[]) {
+  ROOT %back = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot1/B/while/body/Block/mul"}
+}
+
+%tick (p: (f32[])) -> (f32[]) {
+  %while.1 = (f32[]) while(%p), condition=%test, body=%run_F, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while"}
+  %while.2 = (f32[]) while(%while.1), condition=%test, body=%run_B, metadata={op_name="jit(f)/ticks/while/body/slot1/B/while"}
+  ROOT %taken_out = (f32[]) slice(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/slice"}
+}
+"""  # noqa: E501
+
+
+def test_an_operation_that_the_compiler_took_out_of_a_loop_is_no_part_of_it():
+    """Of a model with dropout a slice of the forward's key ran after the backward: the forward was drawn over it."""
+    assert _scopes(COMPILED) == {
+        "while.1": ((0, "F"), True),
+        "while.2": ((1, "B"), True),
+        "fused": ((0, "F"), False),
+        "within": ((0, "F"), False),
+        "deep": ((0, "F"), False),
+        "sum": ((0, "F"), False),
+        "back": ((1, "B"), False),
+    }
+
+
+def test_a_trace_of_layers_that_draw_keeps_the_order(tmp_path):
+    layers = [nn.Dense(WIDTH), *[Drawing(WIDTH) for _ in range(2)], nn.Dense(1)]
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, balance=[1, 3])
+    batch = {"inputs": np.ones((ROWS, WIDTH), np.float32), "targets": np.ones((ROWS, 1), np.float32)}
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    traced = record(Program(pipe, state, batch), pipe.schedule, pipe.mesh, str(tmp_path))
+    assert traced is not None
+    for stage in range(2):
+        own = [span for span in traced.spans if span.stage == stage]
+        assert all(a.end <= b.start for a, b in pairwise(own)), own
 
 
 def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
@@ -214,6 +278,41 @@ def test_every_kind_of_pipeline_can_be_profiled(options, tmp_path):
     assert str(profile) and profile.plot(tmp_path / "profile.png")
 
 
+# --- under a user's own settings ---
+
+
+def halves_apart(x):
+    """Each half of a micro-batch less its own mean: one of a single example has no halves."""
+    parts = x.reshape(2, x.shape[0] // 2, WIDTH)
+    return (parts - parts.mean(1, keepdims=True)).reshape(x.shape)
+
+
+def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monkeypatch):
+    """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
+    shown, make_task = [], progress._Task
+    monkeypatch.setattr(progress, "_Task", lambda *given: shown.append(make_task(*given)) or shown[-1])
+    layers = [nn.Dense(WIDTH), halves_apart, nn.softplus, jnp.sqrt, Wide(), nn.Dense(1)]
+    options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
+    made, pipe = (jpipe.Pipeline(layers, loss_fn, **options) for _ in range(2))
+    batch = {"inputs": np.ones((8, WIDTH), np.float32), "targets": np.ones((8, 1), np.float32)}
+    batch["inputs"][::2] = 2.0
+    state, batch = made.create_state(jax.random.key(0), batch, optax.sgd(0.01)), made.place(batch)
+    shown.clear()
+    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
+        found = jpipe.profile(pipe, state, batch, rounds=1)
+    assert [row.num_microbatches for row in found.sizes] == [1, 2, 4]  # a layer refuses 8 of 1, the batch 16
+    begun = [task.what for task in shown]
+    for what in (
+        "profiling a training step",
+        "compiling the measured step",
+        "timing the step and its parts",
+        "timing layers alone",
+        "measuring costs",
+    ):
+        assert what in begun, what
+    assert all(task.total in (None, task.done) for task in shown)
+
+
 # --- wrong arguments ---
 
 
@@ -229,3 +328,7 @@ def test_errors(unbalanced):
         jpipe.profile(pipe, state, batch, rounds=2.5)
     with pytest.raises(ValueError, match="batch size 30"):
         jpipe.profile(pipe, state, jax.tree.map(lambda a: a[:30], batch))
+    with pytest.raises(ValueError, match="structure"):
+        jpipe.profile(pipe, state, (batch["inputs"], batch["targets"]))
+    with pytest.raises(ValueError, match="laid out by another pipeline"):
+        jpipe.profile(pipe, make(balance=[3, 4])[1], batch)

@@ -400,6 +400,11 @@ def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
         ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
         ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved; "
          "1f1b is shown"),
+        ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
+         "interleaved; 1f1b is shown"),
+        ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
+         "memory), schedule, K, M, V, remat, ratio, transfer, slowness, slow, P, optimiser, precision, device, L, N, "
+         "A, R."),
         ("#schedule=gpipe&V=3", "V-wrong", "V=3, but gpipe has one chunk a stage; use interleaved or V=1"),
         ("#K=3&slow=3&slowness=2", "slow-wrong", "stage 3 does not exist; with K=3 use 0 to 2"),
         ("#view=memory&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128"),
@@ -458,6 +463,44 @@ def test_pointing_at_a_bar_names_it(page):
     assert text(page, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 48)
     assert text(page, "pointed").startswith("Stage 1 waits at ")
+    move(page, "K", 5)  # of another chart: nothing is said of it yet
+    assert text(page, "pointed").startswith("Point at a bar")
+
+
+def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
+    """It was named 1,300 pixels further down, where nobody who taps looks."""
+    tab.appear(width=390, height=844)
+    open_at(tab, "")
+    box = tab.get(
+        "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
+    )
+    touched = [{"x": box[0] + 64, "y": box[1] + 12}]
+    tab.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=touched)
+    tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    assert text(tab, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
+    assert tab.get("document.getElementById('pointed').getBoundingClientRect().bottom") < 844
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_largest_number_is_seen_whole(tab, width):
+    """A million was shown as 100000."""
+    tab.appear(width=width)
+    open_at(tab, "#view=memory&P=1000000&A=1000000")
+    room = """(() => {
+      const field = document.getElementById("P-typed"), style = getComputedStyle(field);
+      const pen = document.createElement("canvas").getContext("2d");
+      pen.font = style.font;
+      const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+      return [field.clientWidth - padding, pen.measureText(field.value).width];
+    })()"""
+    has, needs = tab.get(room)
+    assert has >= needs + 18  # and the arrows that browsers show in the field
+
+
+def test_sliders_are_lighter_in_the_dark(page):
+    """Chromium draws the rest of a dark blue slider white on a dark page."""
+    page.appear(width=1280, dark=True)
+    assert page.get("getComputedStyle(document.getElementById('K')).accentColor") == "rgb(86, 180, 233)"
 
 
 def test_the_page_asks_for_nothing_but_itself(page):
