@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe.schedules.orders import SCHEDULES
 
 VOCABULARY = 11
 WIDTH = 8
@@ -413,6 +414,22 @@ def one_slot(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
     """1F1B in ticks of one slot that admits forwards and backwards alike: a schedule of one's own."""
     order = jpipe.make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches).actions
     return jpipe.Schedule(order, slots=("FB",), name="one slot")
+
+
+def names(*, chunks: bool | None = None, train: bool | None = None) -> list[str]:
+    """The schedules that have names: all, or those that may have several chunks a stage (or not), or that train."""
+
+    def has_chunks(name: str) -> bool:
+        try:
+            jpipe.make_schedule(name, num_stages=1, num_microbatches=1, num_chunks=2)
+        except ValueError:
+            return False
+        return True
+
+    def trains(name: str) -> bool:
+        return jpipe.make_schedule(name, num_stages=1, num_microbatches=1).trains
+
+    return [n for n in SCHEDULES if chunks in (None, has_chunks(n)) and train in (None, trains(n))]
 
 
 def one_slot_from_k(num_stages: int, num_microbatches: int) -> jpipe.Schedule:

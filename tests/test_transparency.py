@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 import sequential
-from helpers import MODELS, assert_close, assert_step_equals, model, one_slot_from_k, pipeline
+from helpers import MODELS, assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
 
 REMATS = {
     "none": "none",
@@ -47,8 +47,8 @@ CASES = [
     ("mixed", "gpipe", 1, 4, 1, "full"),
     ("mixed", "one slot", 4, 6, 1, "policy"),
 ]
-ORDERS = [(name, k, 1) for name in ("naive", "gpipe", "1f1b", "one slot") for k in (1, 2, 3, 4)]
-ORDERS += [("interleaved", k, v) for k, v in itertools.product((1, 2, 3, 4), (1, 2, 3))]
+ORDERS = list(itertools.product([*names(chunks=False, train=True), "one slot"], (1, 2, 3, 4), (1,)))
+ORDERS += itertools.product(names(chunks=True, train=True), (1, 2, 3, 4), (1, 2, 3))
 
 
 def product():

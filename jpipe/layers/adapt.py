@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -90,9 +90,11 @@ def _as_use(use: Use, index: int) -> AnyLayer:
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
     layer, method = _as_layer(use.shared.layer, index), use.method
-    assert isinstance(layer, PlainLayer | LinenLayer | NnxLayer)
     if method is None:
+        assert is_dataclass(layer)
         return replace(layer, shared=use.shared)
+    if not isinstance(layer, PlainLayer | LinenLayer | NnxLayer):
+        raise TypeError(f"layers[{index}] uses {layer.name} through {method!r}, but can only be used as it is")
     if isinstance(layer, PlainLayer):
         if isinstance(method, str):
             raise TypeError(

@@ -99,7 +99,10 @@ class AnyLayer(Protocol):
         ...
 
     def is_same(self, other: AnyLayer) -> bool:
-        """Whether both compute the same function of (variables, inputs, context)."""
+        """Whether both compute the same function of (variables, inputs, context), on variables of the same shapes.
+
+        Such layers are compiled once. It is asked of layers that take inputs of the same shapes.
+        """
         ...
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
 from jpipe.planning.flops import Flops, count_flops
 from jpipe.sharding.splits import WHOLE
-
-BALANCES = ("flops", "time", "size", "even")
 
 PARAMETER_COPIES = 4
 """Arrays like a parameter that training holds: itself, its gradient, and two moments of an optimiser such as Adam."""
@@ -67,14 +65,35 @@ class Cost:
         return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.weight_gradient + other.weight_gradient,
-            self.parameter_bytes + other.parameter_bytes,
-            self.state_bytes + other.state_bytes,
-            self.residual_bytes + other.residual_bytes,
-        )
+        return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
+
+
+class Measure(NamedTuple):
+    """What a balance that is measured makes equal.
+
+    Attributes:
+      of: a layer's cost -> the number to be shared out evenly.
+      unit: what `layer_costs` measures forward and backward in: "flops" or "time".
+      counts: whether the number follows from FLOPs, so that users are warned of layers whose can't be counted.
+      negligible: what a whole model may take for a micro-batch without a warning that no cut balances it.
+    """
+
+    of: Callable[[Cost], float]
+    unit: str = "flops"
+    counts: bool = False
+    negligible: float = 0.0
+
+
+# A CPU core does a million operations in about a tenth of a millisecond, no more than a tick takes whatever it
+# computes, so that no balance could be felt.
+MEASURES = {
+    "flops": Measure(lambda cost: cost.total, counts=True, negligible=1e6),
+    "time": Measure(lambda cost: cost.total, unit="time"),
+    "size": Measure(lambda cost: cost.size, negligible=1e6),
+}
+"""The balances that are measured, by name."""
+
+BALANCES = (*MEASURES, "even")
 
 
 def layer_costs(

@@ -20,7 +20,7 @@ from jpipe.jax_tools.notices import warn_user
 from jpipe.layers.base import describe
 from jpipe.memory.layout import Layout, make_layouts
 from jpipe.model.groups import Model, same_type, unrolled
-from jpipe.planning.costs import BALANCES, Cost, Layer, layer_costs
+from jpipe.planning.costs import BALANCES, MEASURES, Cost, Layer, layer_costs
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition, partition, partition_from_counts
 from jpipe.schedules.placement import Placement
@@ -30,10 +30,6 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 
 TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
-
-NEGLIGIBLE = {"flops": 1e6, "size": 1e6}
-"""By balance what a whole model may take for a micro-batch without a warning: a CPU core does a million operations in
-about a tenth of a millisecond, no more than a tick takes whatever it computes, so that no balance could be felt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,13 +204,12 @@ def make_plan(
     def measure(name: str) -> list[float]:
         if name == "even":
             return [1.0] * model.num_layers
-        unit = "time" if name == "time" else "flops"
-        quiet = _ignore if name == "size" else warn
-        measured[:] = layer_costs(model, trace_layers(), unit, mesh=mesh, warn=quiet)
-        return [cost.size if name == "size" else cost.total for cost in measured]
+        of, unit, counts, _ = MEASURES[name]
+        measured[:] = layer_costs(model, trace_layers(), unit, mesh=mesh, warn=warn if counts else _ignore)
+        return list(map(of, measured))
 
     cuts = cut_layers(balance, placement.num_stages, placement.num_chunks, measure)
-    negligible = NEGLIGIBLE.get(balance, 0.0) if isinstance(balance, str) else 0.0
+    negligible = MEASURES[balance].negligible if balance in MEASURES else 0.0
     if cuts.objective != "counts" and math.fsum(cuts.layer_costs) >= negligible:
         _warn_of_heavy_layers(model, cuts)
     bounds = layer_bounds(cuts, model.num_layers)

@@ -9,6 +9,7 @@ that write none for loops have no timeline here.
 from __future__ import annotations
 
 import re
+import warnings
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -56,7 +57,10 @@ def record(program: Program, schedule: Schedule, mesh: Mesh, folder: str) -> Tim
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(program.run(everything))
         newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        events = _events(newest, _scopes(program.text))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a type of jaxlib's when the first event is read; as an error that ends the process.
+            warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+            events = _events(newest, _scopes(program.text))
     return _timeline(events, program, schedule, mesh)
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from helpers import names
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.placing import place
@@ -277,7 +278,7 @@ def test_make_schedule_rejects_sizes(sizes, error, message):
         make_schedule("1f1b", **{"num_stages": 2, "num_microbatches": 2} | sizes)
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", names(chunks=False))
 def test_schedules_of_one_chunk_say_so(name):
     remedy = f"schedule={name!r} has one chunk a stage, got num_chunks=2; use schedule='interleaved' or num_chunks=1"
     with pytest.raises(ValueError, match=re.escape(remedy)):

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import one_slot_from_k
+from helpers import names, one_slot_from_k
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 
+CHUNKED = names(chunks=True)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
 
 
@@ -82,13 +83,13 @@ def test_gpipe_with_unequal_stages(times, num_microbatches):
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "forward"]),
+    st.sampled_from(names()),
     st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
     st.integers(1, 5),
 )
 def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
-    num_chunks = 2 if name == "interleaved" else 1
+    num_chunks = 2 if name in CHUNKED else 1
     schedule = make(name, len(f), num_microbatches, num_chunks)
     timeline, placement = simulate(schedule, f, b), schedule.placement
     end = {(span.stage, span.action): span.end for span in timeline.spans}
@@ -213,9 +214,9 @@ def test_only_a_schedule_is_simulated():
         simulate("gpipe")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("name", names(train=True))
 def test_recomputation_is_time_of_the_backward(name):
-    schedule = make(name, 4, 8, 2 if name == "interleaved" else 1)
+    schedule = make(name, 4, 8, 2 if name in CHUNKED else 1)
     apart, together = (
         simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0]),
         simulate(schedule, 1.0, [3, 4, 2, 3]),
@@ -229,13 +230,13 @@ def test_recomputation_is_time_of_the_backward(name):
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "forward"]),
+    st.sampled_from(names()),
     st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
     st.integers(1, 6),
 )
 def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microbatches):
     f, b = map(list, zip(*times, strict=True))
-    timeline = simulate(make(name, len(f), num_microbatches, 2 if name == "interleaved" else 1), f, b)
+    timeline = simulate(make(name, len(f), num_microbatches, 2 if name in CHUNKED else 1), f, b)
     for stage in range(len(f)):
         steps = timeline.in_flight(stage)
         assert max(count for _, count in steps) == timeline.peak_in_flight[stage]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import names
 from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind, Placed
-from jpipe.schedules.orders import SCHEDULES, make_schedule
+from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.placement import Placement
 from jpipe.schedules.placing import needs, place
 from jpipe.schedules.schedule import Schedule
@@ -49,10 +50,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def named(num_chunks: int) -> list[Schedule]:
     """Every schedule that has a name and these chunks, with several stages and micro-batches."""
-    names = SCHEDULES if num_chunks == 1 else ("interleaved", "forward")
     return [
         make_schedule(name, num_stages=k, num_microbatches=m, num_chunks=num_chunks)
-        for name in names
+        for name in names(chunks=None if num_chunks == 1 else True)
         for k in (1, 2, 3, 4)
         for m in (1, 3, 4, 6)
     ]
