@@ -124,7 +124,6 @@ def _wide():
 
 
 CASES = [
-    ("ResNet", "1f1b", 3, 1, "layer"),
     ("tied", "1f1b", 4, 1, "none"),
 ]
 POLICY = jax.checkpoint_policies.dots_saveable

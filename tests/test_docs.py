@@ -24,7 +24,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
-SLOW = {DOCS / "howto" / "slow-step.md"}
+SLOW = {DOCS / "howto" / "slow-step.md", DOCS / "howto" / "encoder-decoder.md"}
 
 
 def blocks(page):

@@ -110,8 +110,7 @@ SLOW = pytest.mark.slow
     ("attention", "remat"),
     [
         *[pytest.param("flash", remat, marks=SLOW) for remat in (*MODES, *POLICIES)],  # by default on a mesh, see below
-        *[pytest.param("splash", remat, marks=SLOW) for remat in (*MODES, "dots")],
-        ("splash", "names"),
+        *[pytest.param("splash", remat, marks=SLOW) for remat in (*MODES, *POLICIES)],
     ],
 )
 def test_a_language_model_with_a_kernel_has_the_sequential_gradients(attention, remat):

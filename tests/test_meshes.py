@@ -329,7 +329,7 @@ def test_axes_of_several_types_are_refused():
         jpipe.Pipeline([nn.Dense(4)] * 2, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, mesh=mesh)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None)])
 def test_a_table_that_is_split_over_two_axes(make_mesh, names, explicit):
     """A regression (F2): a look-up in such a table aborted the process, in XLA's partitioner."""

@@ -194,6 +194,7 @@ def translate(layers: list, trees: list, batch: dict[str, jax.Array]) -> jax.Arr
     return layers[-1].apply(trees[-1], *carried)
 
 
+@pytest.mark.slow
 def test_translation_is_the_same_in_stages():
     """A table that both sides share, a memory that every decoder layer takes, masks from the batch."""
     random = np.random.default_rng(0)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,27 @@ def run_all(directory: Path, processes: int, devices: int, cases: list[str]) -> 
 STEPS = ["stage across", "stage across, data within", "stage within, data across"]
 
 
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """A directory with a run of one process at K=4, saved after a step, and the losses of two more."""
-    directory, truth = tmp_path_factory.mktemp("two"), model("linen", "float32")
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives: the first worker of pytest-xdist that asks makes it, the others wait."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    made, part, claim = (folder / f"{name}.{suffix}" for suffix in ("pickle", "part", "claim"))
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        end = time.monotonic() + 2 * SECONDS
+        while not made.exists() and time.monotonic() < end:
+            time.sleep(0.2)
+    else:
+        part.write_bytes(pickle.dumps(make()))
+        part.replace(made)
+    assert made.exists(), f"the worker that makes {name} failed"
+    return pickle.loads(made.read_bytes())
+
+
+def save_run(directory: Path) -> tuple[Path, list[float]]:
+    """The directory with a run of one process at K=4, saved after a step, and the losses of two more."""
+    truth = model("linen", "float32")
     pipe, losses = pipeline(truth, "1f1b", 4, 2, balance="even"), []
     with jax.numpy_dtype_promotion("standard"), jpipe.Checkpointer(directory / "saved") as saved:
         state = pipe.create_state(jax.random.key(3), truth.batch, optax.adamw(1e-2))
@@ -90,10 +108,16 @@ def saved_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(saved_run):
+def saved_run(tmp_path_factory):
+    """A directory with the run of one process, in which two have gone on, and the losses that they should have."""
+    return once(tmp_path_factory, "saved_run", lambda: save_run(tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, saved_run):
     """What two processes of two devices each found."""
     cases = [*STEPS, "training", "there and back", "ready modules", "resumed", "errors", "late"]
-    return run_all(saved_run[0], 2, 2, cases)
+    return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
 
 
 @pytest.fixture

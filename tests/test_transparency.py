@@ -93,7 +93,9 @@ def test_equals_the_sequential_model_in_float64(case):
         check(*case, "float64")
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[7], CASES[14], CASES[18]], ids=name)
+@pytest.mark.parametrize(
+    "case", [CASES[3], *[pytest.param(CASES[i], marks=pytest.mark.slow) for i in (7, 14, 18)]], ids=name
+)
 def test_equals_the_sequential_model_in_float32(case):
     check(*case, "float32")
 

@@ -287,6 +287,7 @@ def halves_apart(x):
     return (parts - parts.mean(1, keepdims=True)).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monkeypatch):
     """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
     shown, make_task = [], progress._Task

@@ -55,7 +55,7 @@ def chain(inner):
     ("kind", "order", "k", "m", "v", "remat", "mask"),
     [
         ("linen", "1f1b", 4, 3, 1, "layer", is_matrix),
-        ("nn.Sequential", "interleaved", 2, 4, 2, "none", is_kernel),
+        pytest.param("nn.Sequential", "interleaved", 2, 4, 2, "none", is_kernel, marks=pytest.mark.slow),
         pytest.param("alternating", "gpipe", 3, 4, 1, "full", is_kernel, marks=pytest.mark.slow),
     ],
 )
