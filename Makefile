@@ -14,8 +14,9 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST)
 
+# All notebooks, and the code of all pages.
 test-notebooks: $(READY)
-	$(PYTEST) tests/test_notebooks.py
+	$(PYTEST) tests/test_notebooks.py tests/test_docs.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -24,7 +24,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
-SLOW = {DOCS / "howto" / "slow-step.md", DOCS / "howto" / "encoder-decoder.md"}
+SLOW = {"slow-step", "encoder-decoder", "your-model", "checkpoints", "meshes", "remat-and-schedule", "start"}
+"""Run by `make test-notebooks`, with the notebooks."""
 
 
 def blocks(page):
@@ -61,7 +62,7 @@ def name(page):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in RUNNING], ids=name
+    "page", [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in RUNNING], ids=name
 )
 def test_a_page_runs_and_prints_what_it_shows(page, as_started):
     names = {"__name__": "page"}

@@ -61,7 +61,7 @@ def check(truth, mesh, k, m, *, set_mesh=False, **options):
     ("kind", "shape", "explicit", "set_mesh", "remat"),
     [
         ("linen", (2, 2), False, False, "layer"),
-        ("linen", (4, 2), True, False, "none"),
+        pytest.param("linen", (4, 2), True, False, "none", marks=pytest.mark.slow),
         ("mixed", (2, 2), True, True, "none"),
         ("mixed", (4, 2), False, True, "stage"),
         pytest.param("alternating", (4, 2), False, False, "full", marks=pytest.mark.slow),
@@ -359,7 +359,9 @@ def _swapped(a):
     return jax.lax.ppermute(a, "model", [(0, 1), (1, 0)])
 
 
-@pytest.mark.parametrize("balance", ["even", "flops", "size"])
+@pytest.mark.parametrize(
+    "balance", [*[pytest.param(name, marks=pytest.mark.slow) for name in ("even", "size")], "flops"]
+)
 def test_a_program_of_single_devices_in_a_layer(make_mesh, balance):
     """`jax.shard_map` in a layer runs as it is; a permutation in it doesn't reach other stages."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "model"))

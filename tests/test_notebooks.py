@@ -12,7 +12,7 @@ from tpu_program import needs_tpu_compiler
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = {"2_bubble_and_schedules", "4_equal_counts_are_not_equal_work"}
+QUICK = {"2_bubble_and_schedules"}
 """What `make test` runs; `make test-notebooks` runs all."""
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -87,7 +87,9 @@ def check(kind, order, k, m, v, remat, dtype):
     assert_close(pipe.evaluate(variables, truth.batch), loss, "evaluation")
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize(
+    "case", [*CASES[::2], *[pytest.param(case, marks=pytest.mark.slow) for case in CASES[1::2]]], ids=name
+)
 def test_equals_the_sequential_model_in_float64(case):
     with jax.enable_x64(True):
         check(*case, "float64")

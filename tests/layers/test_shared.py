@@ -124,6 +124,7 @@ def test_tables_of_other_libraries(make, attend):
     assert_close(found[1], gradients[1], "gradient of the block")
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_with_tied_weights():
     """Every parameter, in float64. Each batch is the same and the rate is small, so that training goes downhill all
     the way, where two states that rounding has parted come no further apart.
