@@ -6,9 +6,9 @@ python tests/run_notebook.py notebooks/1_pipeline_in_five_minutes.ipynb ...
 import os
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
-import matplotlib.font_manager  # noqa: F401 # a list of fonts is made here; a kernel would warn that it takes time
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -21,6 +21,7 @@ def run(path: Path) -> nbformat.NotebookNode:
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
     """
+    import_module("matplotlib.font_manager")  # makes a list of fonts: a kernel would warn that it takes time
     notebook = nbformat.read(path, as_version=4)
     kernels = KernelSpecManager(kernel_dirs=[])  # none that are installed: what remains is this interpreter's
     with tempfile.TemporaryDirectory() as folder:

@@ -179,29 +179,29 @@ def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
 
 COMPILED = """
 %add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/add"}
+  ROOT %sum = f32[] add(%a, %b), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/add"}
 }
 
 %inner (p: (f32[])) -> (f32[]) {
-  ROOT %deep = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while/body/mul"}
+  ROOT %deep = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/while/body/mul"}
 }
 
 %run_F (p: (f32[])) -> (f32[]) {
-  %fused = f32[] fusion(%p), kind=kLoop, calls=%add, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block"}
-  %within = (f32[]) while(%p), condition=%test, body=%inner, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/while"}
+  %fused = f32[] fusion(%p), kind=kLoop, calls=%add, metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block"}
+  %within = (f32[]) while(%p), body=%inner, metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/while"}
   ROOT %unnamed = (f32[]) tuple(%fused)
 }
 
 %run_B (p: (f32[])) -> (f32[]) {
-  ROOT %back = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/while/body/slot1/B/while/body/Block/mul"}
+  ROOT %back = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/slot1/B/while/body/Block/mul"}
 }
 
 %tick (p: (f32[])) -> (f32[]) {
-  %while.1 = (f32[]) while(%p), condition=%test, body=%run_F, metadata={op_name="jit(f)/ticks/while/body/slot0/F/while"}
-  %while.2 = (f32[]) while(%while.1), condition=%test, body=%run_B, metadata={op_name="jit(f)/ticks/while/body/slot1/B/while"}
-  ROOT %taken_out = (f32[]) slice(%p), metadata={op_name="jit(f)/ticks/while/body/slot0/F/while/body/Block/slice"}
+  %while.1 = (f32[]) while(%p), body=%run_F, metadata={op_name="jit(f)/ticks/slot0/F/while"}
+  %while.2 = (f32[]) while(%while.1), body=%run_B, metadata={op_name="jit(f)/ticks/slot1/B/while"}
+  ROOT %taken_out = (f32[]) slice(%p), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/slice"}
 }
-"""  # noqa: E501
+"""
 
 
 def test_an_operation_that_the_compiler_took_out_of_a_loop_is_no_part_of_it():

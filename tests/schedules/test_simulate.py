@@ -107,10 +107,15 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
     assert timeline.makespan == max(end.values())
 
 
+def rows(timeline):
+    """Stage, action, start and end of each span."""
+    return [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans]
+
+
 def test_timeline_of_two_unequal_stages():
     """Stage 1 takes three times as long: the start of stage 0's last backward waits for it."""
     timeline = simulate(make("1f1b", 2, 2), forward=[1, 3], backward=[2, 6])
-    assert [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans] == [
+    assert rows(timeline) == [
         (0, "F0", 0.0, 1.0),
         (0, "F1", 1.0, 2.0),
         (1, "F0", 1.0, 4.0),
@@ -125,7 +130,7 @@ def test_timeline_of_two_unequal_stages():
 def test_timeline_with_transfers():
     """A hop of 3 shows where nothing runs beside it: F1 is on its way to stage 1 while B0 runs there."""
     timeline = simulate(make("1f1b", 2, 2), forward=1, backward=2, transfer=3)
-    assert [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans] == [
+    assert rows(timeline) == [
         (0, "F0", 0.0, 1.0),
         (0, "F1", 1.0, 2.0),
         (1, "F0", 4.0, 5.0),

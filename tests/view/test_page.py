@@ -21,10 +21,7 @@ CLOSE = 1e-9
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Page]:
-    path = find()
-    if path is None:
-        pytest.skip("needs Chromium or Chrome on PATH; on Debian: apt-get install -y chromium")
-    with chromium(path) as page:
+    with chromium(find()) as page:
         yield page
 
 
