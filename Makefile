@@ -29,7 +29,7 @@ format: $(READY)
 
 # Runs the notebooks and stores their outputs.
 notebooks: $(READY)
-	$(BIN)/python tests/run_notebook.py notebooks/*.ipynb
+	$(BIN)/python tests/helpers/run_notebook.py notebooks/*.ipynb
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

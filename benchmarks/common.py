@@ -23,7 +23,7 @@ from rich.table import Table
 
 import jpipe
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # what reads compiled programs
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))  # what reads compiled programs
 from tpu_program import tpu_devices as tpu_devices
 
 console = Console(width=None if os.environ.get("COLUMNS") else 120)

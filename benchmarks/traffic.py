@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import jpipe
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, in_loop, read
 
 MESHES = ("stage=2,data=2", "stage=2,model=2", "stage=2,fsdp=2", "stage=2,fsdp=2,tp=2")

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jpipe.jax_tools.progress import show_progress as show_progress
 from jpipe.layers.base import Layer as Layer
 from jpipe.layers.connections import pop as pop
 from jpipe.layers.connections import reads as reads
 from jpipe.layers.connections import stash as stash
 from jpipe.layers.shared import Shared as Shared
+from jpipe.mesh.device_order import make_mesh as make_mesh
 from jpipe.pictures.figures import compare as compare
 from jpipe.pipeline import Pipeline as Pipeline
 from jpipe.planning.partition import Partition as Partition
@@ -20,9 +20,9 @@ from jpipe.schedules.orders import make_schedule as make_schedule
 from jpipe.schedules.schedule import Schedule as Schedule
 from jpipe.schedules.simulate import Timeline as Timeline
 from jpipe.schedules.simulate import simulate as simulate
-from jpipe.sharding.device_order import make_mesh as make_mesh
+from jpipe.terminal.progress import show_progress as show_progress
 from jpipe.training.per_layer import per_layer as per_layer
-from jpipe.training.state import TrainState as TrainState
+from jpipe.training.train_state import TrainState as TrainState
 
 if TYPE_CHECKING:
     from jpipe.checkpoints.checkpointer import Checkpointer as Checkpointer

@@ -26,24 +26,24 @@ from jpipe.checks import (
 from jpipe.execution import batches, entry_points, rows
 from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
-from jpipe.jax_tools.first_calls import Call
-from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.layer_trees import as_items, put_together, ready_values, take_apart
 from jpipe.memory.layout import StageTree
+from jpipe.mesh.axes import as_mesh
+from jpipe.mesh.splits import Splits, check_shard_over
+from jpipe.model.merging import check_rules
 from jpipe.model.remat import as_remat
-from jpipe.model.state import check_rules
 from jpipe.pictures.summary import summarize
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, as_balance
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.sharding.meshes import as_mesh
-from jpipe.sharding.splits import Splits, check_shard_over
-from jpipe.training.state import TrainState, abstract_state
+from jpipe.terminal.first_calls import Call
+from jpipe.terminal.progress import task
+from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps
 
 Variables = dict[str, StageTree]
@@ -80,7 +80,7 @@ class Pipeline:
       inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
         array.
       merge: rules by collection for state other than parameters: "mean" or "sum" over micro-batches, the "last" one's,
-        or "moments" for running means and variances; see `jpipe.model.state`. Default: "moments" for "batch_stats",
+        or "moments" for running means and variances; see `jpipe.model.merging`. Default: "moments" for "batch_stats",
         else the mean of floating-point leaves and the last value of others.
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).

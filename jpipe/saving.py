@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from flax import serialization
 
 from jpipe.memory.layout import NOT_SAVED, StageTree
-from jpipe.training.state import TrainState
+from jpipe.training.train_state import TrainState
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -18,7 +18,7 @@ import pytest
 
 import jpipe
 import sequential
-from helpers import assert_close
+from cases import assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet, resnet, translation, unet

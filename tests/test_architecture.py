@@ -18,21 +18,44 @@ import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
-    "jax_tools": set(),
+    "terminal": set(),
     "schedules": set(),
     "processes": set(),
-    "sharding": {"jax_tools"},
+    "jax_tools": {"terminal"},
+    "partitioner": {"jax_tools"},
+    "mesh": {"partitioner"},
     "layers": {"jax_tools"},
-    "model": {"jax_tools", "sharding", "layers"},
-    "memory": {"jax_tools", "sharding", "layers", "schedules", "model"},
-    "planning": {"jax_tools", "sharding", "layers", "schedules", "model", "memory"},
-    "training": {"jax_tools", "sharding", "layers", "model", "memory"},
-    "execution": {"jax_tools", "processes", "sharding", "layers", "schedules", "model", "memory", "planning"},
-    "pictures": {"schedules", "planning", "execution"},
-    "checkpoints": {"jax_tools", "processes", "model", "memory", "training", "execution", "pipeline", "checks"},
-    "profiling": {
+    "model": {"terminal", "jax_tools", "partitioner", "mesh", "layers"},
+    "memory": {"jax_tools", "partitioner", "mesh", "layers", "schedules", "model"},
+    "planning": {"terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
+    "training": {"jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
+    "execution": {
+        "terminal",
         "jax_tools",
-        "sharding",
+        "processes",
+        "partitioner",
+        "mesh",
+        "layers",
+        "schedules",
+        "model",
+        "memory",
+        "planning",
+    },
+    "pictures": {"schedules", "planning", "execution"},
+    "checkpoints": {
+        "terminal",
+        "jax_tools",
+        "processes",
+        "model",
+        "memory",
+        "training",
+        "execution",
+        "pipeline",
+        "checks",
+    },
+    "profiling": {
+        "terminal",
+        "mesh",
         "schedules",
         "model",
         "planning",
@@ -45,7 +68,7 @@ MAY_IMPORT = {
     "view": set(),
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types
-    "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.trace"},
+    "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

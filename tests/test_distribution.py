@@ -53,7 +53,14 @@ def test_wheel_and_sdist_hold_what_they_should(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert package <= names
-    assert {"README.md", "LICENSE", "CITATION.cff", "tests/helpers.py", "docs/index.md", "examples/lm.py"} <= names
+    assert {
+        "README.md",
+        "LICENSE",
+        "CITATION.cff",
+        "tests/helpers/cases.py",
+        "docs/index.md",
+        "examples/lm.py",
+    } <= names
     assert {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= names
 
 

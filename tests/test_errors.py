@@ -15,7 +15,7 @@ from flax.core import FrozenDict
 from jax.experimental import io_callback
 
 import jpipe
-from helpers import NnxDrops, assert_equal, compilations
+from cases import NnxDrops, assert_equal, compilations
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 

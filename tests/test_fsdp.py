@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jpipe
+from cases import VOCABULARY, WIDTH, assert_close, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
-from helpers import VOCABULARY, WIDTH, assert_close, make_model, pipeline, tokens, weighted_cross_entropy
 
 HIDDEN = 128  # a kernel of 8 x 128 has 1024 elements, so that it is split by `shard_over`
 

@@ -23,7 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 import jpipe
 import sequential
-from helpers import Model, assert_close, assert_step_equals, cross_entropy, make_model
+from cases import Model, assert_close, assert_step_equals, cross_entropy, make_model
 
 K, M = 2, 2
 MODES = ["none", "layer", "stage", "full"]

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jpipe
-from helpers import VOCABULARY, WIDTH, assert_close, make_model, model, pipeline, tokens, weighted_cross_entropy
+from cases import VOCABULARY, WIDTH, assert_close, make_model, model, pipeline, tokens, weighted_cross_entropy
 
 
 class SplitBlock(nn.Module):

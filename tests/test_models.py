@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from helpers import assert_close
+from cases import assert_close
 from jpipe.layers.adapt import as_layers
 from jpipe.model.groups import Model
 from jpipe.model.trace import trace_model

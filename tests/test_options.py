@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jpipe
-from helpers import assert_close, model, pipeline
+from cases import assert_close, model, pipeline
 
 # model, schedule, K, M, V, remat, options
 CASES = [

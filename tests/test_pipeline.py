@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jpipe
-from helpers import (
+from cases import (
     Block,
     Gate,
     MaskedBlock,

@@ -21,7 +21,7 @@ import pytest
 
 import jpipe
 import process_worker
-from helpers import assert_close, assert_equal, model, params_of, pipeline
+from cases import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.execution.rows import data_shard
 from jpipe.processes.agreement import differences
 

@@ -11,7 +11,7 @@ import pytest
 
 import jpipe
 import sequential
-from helpers import MODELS, assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
+from cases import MODELS, assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
 
 REMATS = {
     "none": "none",

@@ -28,11 +28,11 @@ from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
-from jpipe.jax_tools.notices import warn_user
-from jpipe.jax_tools.progress import in_units, task
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
-from jpipe.training.state import TrainState
+from jpipe.terminal.notices import warn_user
+from jpipe.terminal.progress import in_units, task
+from jpipe.training.train_state import TrainState
 
 
 class Checkpointer:

@@ -19,7 +19,7 @@ from jpipe.checkpoints.containers import Json, containers_to_json, name_of
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.records import Arrays, Records
 from jpipe.model.groups import Model
-from jpipe.training.state import TrainState
+from jpipe.training.train_state import TrainState
 
 Path = tuple[str, ...]
 Named = dict[Path, Any]

@@ -10,8 +10,8 @@ from etils import epath
 
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents, Named, Record
-from jpipe.jax_tools.progress import task
 from jpipe.memory.records import Arrays
+from jpipe.terminal.progress import task
 
 AT_ONCE = 1 / 8
 """How much of the state is copied at a time, as a share, when it is saved or restored."""

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jpipe.execution.planner import Planner
 from jpipe.execution.rows import check_placed
-from jpipe.jax_tools.progress import task
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.processes.agreement import check_agreement
+from jpipe.terminal.progress import task
 
 
 class Agreement:

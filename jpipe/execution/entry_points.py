@@ -16,23 +16,23 @@ from jax.sharding import PartitionSpec
 from jpipe.execution.batches import join_microbatches, split_microbatches
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.planner import Planner
-from jpipe.execution.shared import send_shared
+from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Gather, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.first_calls import compiles
 from jpipe.jax_tools.indexing import take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
 from jpipe.memory.buffers import Index
 from jpipe.memory.layout import StageTree, device_index, local, stacked
 from jpipe.memory.storage import Leaf
+from jpipe.mesh.axes import on_stages, rest_axes, shapes_only
 from jpipe.model.groups import LayerGroup
 from jpipe.model.trace import trace_init
+from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.shardings import of_spec, replicated, to_spec
 from jpipe.planning.plan import Plan
-from jpipe.sharding.meshes import on_stages, rest_axes, shapes_only
-from jpipe.sharding.shardings import of_spec, replicated, to_spec
-from jpipe.sharding.spmd import partition_jaxpr
+from jpipe.terminal.first_calls import compiles
 
 
 def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:

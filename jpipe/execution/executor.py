@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.shared import sum_shared_gradients
+from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
@@ -27,10 +27,10 @@ from jpipe.jax_tools.loops import tie, when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Leaf, Row
+from jpipe.mesh.axes import AXIS
+from jpipe.partitioner.shardings import PARTIAL
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
-from jpipe.sharding.meshes import AXIS
-from jpipe.sharding.shardings import PARTIAL
 
 
 @jax.tree_util.register_dataclass

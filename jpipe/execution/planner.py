@@ -16,17 +16,17 @@ from jax.sharding import Mesh
 from jpipe.execution.batches import batch_size, check_divides, evaluation_microbatches, microbatch_shapes
 from jpipe.execution.step import Step, StepSpec, build_step, layer_functions
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.first_calls import compiles
 from jpipe.jax_tools.memory_order import Order, result_orders
-from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import AnyLayer, describe
+from jpipe.mesh.axes import check_context, num_shards, shapes_only
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight
+from jpipe.model.merging import check_collections
 from jpipe.model.remat import Remat
-from jpipe.model.state import check_collections
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import LocalForward, TracedLayer, trace_layer
 from jpipe.planning.costs import Layer
@@ -35,8 +35,8 @@ from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Balance, Plan, early_partition, make_plan
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.sharding.meshes import check_context, num_shards, shapes_only
-from jpipe.sharding.splits import Splits
+from jpipe.terminal.first_calls import compiles
+from jpipe.terminal.progress import task
 
 
 @dataclass(eq=False, kw_only=True)

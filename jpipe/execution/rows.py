@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.execution.batches import batch_size
-from jpipe.sharding.meshes import AXIS, batch_axes, num_shards
+from jpipe.mesh.axes import AXIS, batch_axes, num_shards
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:

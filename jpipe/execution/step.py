@@ -20,13 +20,13 @@ from jpipe.memory.storage import Storage, build_storage, each_apart
 from jpipe.model.groups import Model, Shapes
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import LossFn, metric_names
+from jpipe.model.merging import Merging, make_merging
 from jpipe.model.remat import Remat
-from jpipe.model.state import Merging, make_merging
 from jpipe.model.traced_layer import LocalForward, LocalLayer, TracedLayer, local_forward, partition_layer
+from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.sharding.shardings import Sharding
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.terminal.progress import task
 
 Order = tuple[int, ...]
 """The dimensions of an array, the outermost first."""

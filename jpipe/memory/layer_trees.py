@@ -19,8 +19,8 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.memory.layout import Layout, StageTree, local
 from jpipe.memory.records import Records, ScatteredLeaf, is_whole
+from jpipe.mesh.axes import on_stages
 from jpipe.model.groups import Model
-from jpipe.sharding.meshes import on_stages
 
 
 def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:

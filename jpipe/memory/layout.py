@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
+from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis, part_shape
 from jpipe.model.groups import Model
+from jpipe.partitioner.shardings import gather_axes, names_in, scatter_axes
 from jpipe.schedules.placement import Placement
-from jpipe.sharding.meshes import AXIS, batch_axes, is_batch_axis, part_shape
-from jpipe.sharding.shardings import gather_axes, names_in, scatter_axes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.indexing import look_up
 from jpipe.memory.layout import Layout, device_index, local, stacked
-from jpipe.sharding.meshes import AXIS, on_stages, part_shape
-from jpipe.sharding.shardings import names_in
+from jpipe.mesh.axes import AXIS, on_stages, part_shape
+from jpipe.partitioner.shardings import names_in
 
 Arrays = dict[str, dict[str, Any]]
 """Global arrays `[K, ...]` by collection and buffer."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
-from jpipe.sharding.shardings import Axis, Sharding, local_structs
+from jpipe.partitioner.shardings import Axis, Sharding, local_structs
 
 Shapes = Any
 """A pytree of `jax.ShapeDtypeStruct`."""

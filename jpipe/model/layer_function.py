@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import Context, LayerError, describe, positional
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, Shapes, same_shapes
 from jpipe.model.loss import LossFn, loss_sums
 from jpipe.model.remat import Remat
-from jpipe.sharding.shardings import PARTIAL, Axis, Sharding, replicated
-from jpipe.sharding.splits import Splits
+from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding, replicated
 
 Leaf = Any
 """An array, or its shape while it is only traced."""

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.jaxprs import uses
-from jpipe.jax_tools.notices import warn_user
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.model.groups import Model, Shapes
+from jpipe.terminal.notices import warn_user
 
 LossFn = Callable[[Any, Any], Any]
 """`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)` or `(loss_sum, weight_sum, metrics)`."""

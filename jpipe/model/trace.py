@@ -31,10 +31,10 @@ from jpipe.layers.base import (
     positional,
 )
 from jpipe.layers.ends import with_inputs
+from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
-from jpipe.sharding.shardings import Sharding, in_runs, names_in, replicated, settled
-from jpipe.sharding.splits import WHOLE, Splits
-from jpipe.sharding.spmd import partition_jaxpr
+from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 
 
 def trace_model(

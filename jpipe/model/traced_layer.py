@@ -19,11 +19,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
+from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
-from jpipe.sharding.shardings import Sharding, settled
-from jpipe.sharding.splits import WHOLE, Splits
-from jpipe.sharding.spmd import LocalJaxpr, partition_jaxpr
+from jpipe.partitioner.per_device import LocalJaxpr, partition_jaxpr
+from jpipe.partitioner.shardings import Sharding, settled
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 

@@ -116,7 +116,7 @@ def _draw(
     from matplotlib.patches import Patch
 
     from jpipe.pictures.gantt import draw_gantt, legend_entries
-    from jpipe.pictures.memory import draw_memory, peak
+    from jpipe.pictures.in_flight import draw_memory, peak
 
     panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]

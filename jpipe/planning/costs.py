@@ -21,14 +21,14 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.progress import task
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh, trace
+from jpipe.mesh.splits import WHOLE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
 from jpipe.planning.flops import Flops, count_flops
-from jpipe.sharding.splits import WHOLE
+from jpipe.terminal.progress import task
 
 PARAMETER_COPIES = 4
 """Arrays like a parameter that training holds: itself, its gradient, and two moments of an optimiser such as Adam."""

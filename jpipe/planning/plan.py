@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.notices import warn_user
 from jpipe.layers.base import describe
 from jpipe.memory.layout import Layout, make_layouts
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model, same_type, unrolled
 from jpipe.planning.costs import BALANCES, MEASURES, Cost, Layer, layer_costs
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition, partition, partition_from_counts
 from jpipe.schedules.placement import Placement
-from jpipe.sharding.splits import Splits
+from jpipe.terminal.notices import warn_user
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
 

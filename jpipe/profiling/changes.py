@@ -14,13 +14,13 @@ import numpy as np
 
 from jpipe.execution.batches import batch_size
 from jpipe.execution.planner import Planner
+from jpipe.mesh.axes import num_shards
 from jpipe.planning.partition import Partition, partition
 from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.sharding.meshes import num_shards
 
 FACTORS = (0.25, 0.5, 2, 4)
 """The numbers of micro-batches that are tried, by the one at hand."""

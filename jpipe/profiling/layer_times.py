@@ -12,11 +12,11 @@ import numpy as np
 
 from jpipe.execution.batches import microbatch_shapes
 from jpipe.execution.planner import Planner
+from jpipe.mesh.axes import num_shards, shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.planning.costs import Cost, Layer, timed_costs
-from jpipe.sharding.meshes import num_shards, shapes_only
 
 
 @dataclass(frozen=True)

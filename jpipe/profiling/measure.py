@@ -20,9 +20,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe.execution import batches, entry_points
-from jpipe.jax_tools.progress import task
 from jpipe.schedules.ticks import TickTable
-from jpipe.training.state import TrainState
+from jpipe.terminal.progress import task
+from jpipe.training.train_state import TrainState
 from jpipe.training.train_step import apply_update
 
 if TYPE_CHECKING:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jpipe.checks import check_alive, check_training
-from jpipe.jax_tools.progress import task
 from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
-from jpipe.profiling import tables
+from jpipe.profiling import profile_tables as tables
 from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, split_backward
+from jpipe.profiling.device_memory import Memory, memory_of
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.layer_times import measure_layers
 from jpipe.profiling.measure import Program, measure
-from jpipe.profiling.memory import Memory, memory_of
 from jpipe.profiling.prediction import StageTimes, fit
 from jpipe.profiling.trace import record
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
-from jpipe.training.state import TrainState
+from jpipe.terminal.progress import task
+from jpipe.training.train_state import TrainState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

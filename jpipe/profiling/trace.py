@@ -22,12 +22,12 @@ import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.progress import task
+from jpipe.mesh.axes import AXIS
 from jpipe.profiling.measure import Program
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Span, Timeline, peaks_in_flight
-from jpipe.sharding.meshes import AXIS
+from jpipe.terminal.progress import task
 
 NANOSECONDS = 1e6
 """In a millisecond."""

@@ -131,7 +131,7 @@ class Timeline:
           path: where to save it as JSON.
           unit_in_seconds: how long one unit of the timeline is.
         """
-        from jpipe.pictures.trace import chrome_trace
+        from jpipe.pictures.perfetto import chrome_trace
 
         return chrome_trace(self, path, unit_in_seconds)
 

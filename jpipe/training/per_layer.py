@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 from jpipe.jax_tools.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.memory.storage import build_storage
-from jpipe.sharding.meshes import on_stages, rest_axes
-from jpipe.sharding.shardings import of_spec, replicated
-from jpipe.sharding.spmd import partition_jaxpr
-from jpipe.training.elementwise import not_tried
+from jpipe.mesh.axes import on_stages, rest_axes
+from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.shardings import of_spec, replicated
+from jpipe.training.probing import not_tried
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.training.fingerprint import fingerprint
-from jpipe.training.state import TrainState
+from jpipe.training.train_state import TrainState
 from jpipe.training.update import global_norm, skips, update_with_loss
 
 MOST_TRAIN_STEPS = 8

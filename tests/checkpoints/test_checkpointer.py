@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jpipe
-from helpers import assert_equal, cross_entropy, model, pipeline, tokens
+from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents
 from jpipe.memory.layer_trees import take_apart

@@ -14,7 +14,7 @@ import pytest
 import jpipe
 from jpipe.checkpoints import files
 
-SAVER = Path(__file__).with_name("saver.py")
+SAVER = Path(__file__).parents[1] / "helpers" / "saver.py"
 
 
 def start(directory: Path, *how: str) -> subprocess.Popen:

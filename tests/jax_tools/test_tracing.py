@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import assert_close, assert_equal
+from cases import assert_close, assert_equal
 from jpipe.jax_tools.tracing import replay, trace
 
 BATCH = {

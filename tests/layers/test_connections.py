@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import CUTS, assert_close, cut, some_slow
+from cases import CUTS, assert_close, cut, some_slow
 from jpipe.layers.adapt import as_layers
 from jpipe.model.trace import trace_model
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jpipe
-from helpers import NnxDrops, assert_close, assert_equal
+from cases import NnxDrops, assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context, MissingKeyError, positional
 from jpipe.layers.functions import mode_arguments

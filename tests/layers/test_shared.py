@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import CUTS, assert_close, assert_equal, cut, some_slow
+from cases import CUTS, assert_close, assert_equal, cut, some_slow
 
 VOCABULARY = 11
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import assert_equal
+from cases import assert_equal
 from jpipe.memory.boundaries import make_boundaries
 
 DTYPES = ["float32", "int32", "bool", "bfloat16"]

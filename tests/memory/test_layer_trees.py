@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from helpers import assert_equal, compilations, model, pipeline
+from cases import assert_equal, compilations, model, pipeline
 from jpipe.memory.layer_trees import put_together_on_devices, take_apart
 
 AXES = ("stage", "data", "model")

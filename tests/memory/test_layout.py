@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from helpers import assert_equal, model, params_of, pipeline
+from cases import assert_equal, model, params_of, pipeline
 from jpipe.memory.layout import StageTree
 
 

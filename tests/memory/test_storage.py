@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jpipe.memory.storage
-from helpers import assert_equal
+from cases import assert_equal
 from jpipe.jax_tools.indexing import look_up
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from helpers import assert_close, take_microbatch
+from cases import assert_close, take_microbatch
 from jpipe.execution.batches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers

@@ -17,6 +17,8 @@ from jax.sharding import AxisType
 import jpipe
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
+from jpipe.mesh.axes import as_mesh
+from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
@@ -24,8 +26,6 @@ from jpipe.model.traced_layer import partition_layer, trace_layer
 from jpipe.planning import flops
 from jpipe.planning.costs import Layer, layer_costs
 from jpipe.planning.flops import THREEFRY, Flops, count_flops
-from jpipe.sharding.meshes import as_mesh
-from jpipe.sharding.splits import WHOLE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet

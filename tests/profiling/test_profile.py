@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import jpipe
-from helpers import assert_equal
-from jpipe.jax_tools import progress
+from cases import assert_equal
 from jpipe.profiling.measure import Program
 from jpipe.profiling.trace import _scopes, record
+from jpipe.terminal import progress
 
 WIDTH = 128
 ROWS = 32

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers import names
+from cases import names
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.placing import place

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import names
+from cases import names
 from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind, Placed
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.placement import Placement

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jpipe
-from helpers import compilations
+from cases import compilations
 from jpipe.training.fingerprint import fingerprint
 from jpipe.training.train_step import MOST_TRAIN_STEPS
 

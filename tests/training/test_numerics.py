@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jpipe
-from helpers import assert_close, assert_equal, take_microbatch
+from cases import assert_close, assert_equal, take_microbatch
 
 
 @pytest.fixture(autouse=True)

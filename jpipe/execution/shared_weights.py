@@ -1,0 +1,47 @@
+"""Shared weights in a step: sent to all stages at its start, their gradients added up at its end.
+
+The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
+accumulator of its own; here these meet, by one `psum` over the stages for each leaf.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.execution.stage import BackwardWork, Gather, Stage
+from jpipe.execution.step import Step
+from jpipe.jax_tools.loops import when
+from jpipe.memory.buffers import Index
+from jpipe.memory.storage import Buffers, Leaf
+from jpipe.mesh.axes import AXIS
+
+
+def send_shared(step: Step, variables: dict[str, Buffers], device: Index, gather: Gather) -> dict[int, list[Leaf]]:
+    """Shared parameters from the stage that holds them to all stages, by set; with the data axes gathered."""
+    storage = step.storages["params"]
+    found = {}
+    for v, known in enumerate(step.model.variable_sets):
+        if known.shared:
+            mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
+            leaves = gather(v, storage.read(variables["params"], v, 0))
+            found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
+    return found
+
+
+def sum_shared_gradients(step: Step, stage: Stage, work: BackwardWork) -> Buffers:
+    """This device's buffers of gradients, with those of the shared parameters that it holds, summed over the stages.
+
+    Args:
+      step: the step.
+      stage: this device.
+      work: its sums of gradients, and those of its uses of shared parameters.
+    """
+    gradients = work.gradients
+    storage = step.storages["params"]
+    for v, leaves in work.shared_gradients.items():
+        total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
+        mine = storage.record_types[v].devices[0] == stage.device
+        add = lambda i, buffers, v=v, total=total: (i, storage.add(buffers, v, 0, total))
+        gradients = when(mine, add, gradients)
+    return gradients

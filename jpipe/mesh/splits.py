@@ -1,0 +1,173 @@
+"""What the arrays of one stage are split over: weights at rest and at work, and the examples of a micro-batch.
+
+At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
+that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, while its layer computes, it
+is gathered along the data axes and remains split over the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jpipe.mesh.axes import AXIS, is_batch_axis, stage_axes
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
+
+SMALLEST = 1024
+"""The fewest elements of a weight that is split over `shard_over`: for a smaller one, a collective costs more."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What the arrays of one stage are split over.
+
+    Attributes:
+      mesh: all devices; None stands for one device a stage, where nothing is split.
+      shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
+    """
+
+    mesh: Mesh | None = None
+    shard_over: tuple[str, ...] = ()
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that arrays are split over at work: the data axes jointly, and each of the others (`stage_axes`)."""
+        return () if self.mesh is None else stage_axes(self.mesh)
+
+    def of_examples(self, size: int) -> Sharding:
+        """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
+        return tuple(Shard(0) if a.of_examples and size % a.size == 0 else REPLICATED for a in self.axes)
+
+    def at_work(self, spec: PartitionSpec) -> Sharding:
+        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
+        return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
+
+    def at_rest(
+        self, name: str, variables: Mapping[str, Any], specs: Mapping[str, Sequence[PartitionSpec]]
+    ) -> dict[str, list[PartitionSpec]]:
+        """What each leaf of a layer's variables is split over at rest.
+
+        Args:
+          name: the layer's name, for errors.
+          variables: collection -> pytree of ShapeDtypeStructs.
+          specs: collection -> for each leaf the PartitionSpec that the layer's metadata asks for.
+
+        Returns:
+          Collection -> for each leaf its PartitionSpec, of mesh axes with several devices. Parameters may be split over
+          data axes, other collections aren't, since they aren't gathered before their layer computes.
+
+        Raises:
+          ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
+        """
+        found: dict[str, list[PartitionSpec]] = {}
+        for collection, tree in variables.items():
+            found[collection] = []
+            for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
+                what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+                spec = self._on_this_mesh(spec if collection == "params" else _without_data_axes(spec))
+                self._check(what, leaf.shape, spec)
+                more = self.shard_over if collection == "params" else ()
+                found[collection].append(self._split_over(more, leaf.shape, spec))
+        return found
+
+    def check_names(self, asked: Mapping[str, set[str]]) -> None:
+        """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
+
+        An axis that the mesh lacks is else left out, so that a model can be tried without it.
+
+        Args:
+          asked: for each layer, the axes that its metadata names.
+
+        Raises:
+          ValueError: naming both.
+        """
+        sizes = {} if self.mesh is None else self.mesh.shape
+        unused = [n for n, size in sizes.items() if n != AXIS and not is_batch_axis(n) and size > 1]
+        unused = [name for name in unused if not any(name in names for names in asked.values())]
+        unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
+        if unused and unknown:
+            raise ValueError(
+                f"{unknown[0][0]} asks for weights to be split over the mesh axis {unknown[0][1]!r}, which the mesh "
+                f"{dict(sizes)} lacks, and no layer asks for its axis {unused[0]!r}; call both the same"
+            )
+
+    def _on_this_mesh(self, spec: PartitionSpec) -> PartitionSpec:
+        """A spec without `stage` and the axes that the mesh lacks or that have one device."""
+        if self.mesh is None:
+            return PartitionSpec()
+        sizes = self.mesh.shape
+        keep = lambda name: name != AXIS and sizes.get(name, 1) > 1
+        return _spec([list(filter(keep, names_in(entry))) for entry in spec])
+
+    def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
+        seen: set[str] = set()
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"{what} to be split by {spec}, which has more dimensions; change the layer's partitioning"
+            )
+        for size, entry in zip(shape, spec, strict=False):
+            names = names_in(entry)
+            twice = [name for name in names if name in seen or names.count(name) > 1]
+            if twice:
+                raise ValueError(f"{what} to be split twice over the mesh axis {twice[0]!r}; name it once")
+            seen.update(names)
+            if size % self._devices(names):
+                raise ValueError(
+                    f"{what} to be split over the mesh axes {names} of {self._devices(names)} devices, which don't "
+                    f"divide {size}; change the layer's partitioning or its size"
+                )
+
+    def _devices(self, names: Sequence[str]) -> int:
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in names)
+
+    def _split_over(self, more: Sequence[str], shape: Shape, spec: PartitionSpec) -> PartitionSpec:
+        """A weight's spec that also splits it over more mesh axes, each along the dimension of the largest parts left.
+
+        A weight that is small, or that has no dimension which the axis divides, isn't split over it.
+        """
+        entries = [list(names_in(entry)) for entry in spec] + [[] for _ in shape[len(spec) :]]
+        for name in more if math.prod(shape) >= SMALLEST else ():
+            if self._devices([name]) == 1 or any(name in entry for entry in entries):
+                continue
+            parts = [n // self._devices(entry) for n, entry in zip(shape, entries, strict=True)]
+            fitting = [dim for dim, n in enumerate(parts) if n % self._devices([name]) == 0]
+            if fitting:
+                entries[max(fitting, key=lambda dim: parts[dim])].append(name)
+        return _spec(entries)
+
+
+WHOLE = Splits()
+"""One device a stage: nothing is split."""
+
+
+def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of a leaf that isn't gathered along the data axes."""
+    return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])
+
+
+def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
+    """The PartitionSpec that names these mesh axes for each dimension, without empty entries at the end."""
+    joined = [tuple(names) if len(names) > 1 else names[0] if names else None for names in entries]
+    while joined and joined[-1] is None:
+        joined.pop()
+    return PartitionSpec(*joined)
+
+
+def check_shard_over(mesh: Mesh, names: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The user's `shard_over` (None, a name or several names), as a tuple of mesh axes.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or that isn't a data axis.
+    """
+    names = (names,) if isinstance(names, str) else tuple(names or ())
+    for name in names:
+        if name not in mesh.axis_names or not is_batch_axis(name):
+            known = [n for n in mesh.axis_names if is_batch_axis(n)]
+            raise ValueError(f"shard_over={names!r} names {name!r}; this mesh has the data axes {known}")
+    return names

@@ -1,0 +1,190 @@
+"""State: what layers keep besides parameters, merged over micro-batches as if over the whole mini-batch.
+
+Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
+collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
+*moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`jpipe.model.running_averages`). A
+micro-batch's new state is that of all its examples already, on whatever devices they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.jax_tools.dtypes import is_float
+from jpipe.layers.base import describe
+from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.model.groups import LayerGroup
+from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
+from jpipe.model.running_averages import RunningAverages, find_rates, mean_variance_pairs
+
+DEFAULTS = {"batch_stats": "moments"}
+"""Rules by collection; of any other, the mean of floating-point leaves and the last value of others."""
+
+
+class Rule(NamedTuple):
+    """How the values of one leaf become one.
+
+    Attributes:
+      accumulate: (total, old, new, is it micro-batch M - 1, whenever that runs) -> total, zero at first.
+      finish: (total, old, M) -> the new value.
+    """
+
+    accumulate: Callable[[Any, Any, Any, Any], Any]
+    finish: Callable[[Any, Any, Any], Any]
+
+
+def _change(old: Any, new: Any) -> Any:
+    """What a leaf gains, so that one that doesn't move stays the same; its new value if the old isn't finite."""
+    return jnp.where(jnp.isfinite(old), new - old, new)
+
+
+def _changed(old: Any, change: Any) -> Any:
+    """The inverse of `_change`."""
+    return jnp.where(jnp.isfinite(old), old + change, change)
+
+
+RULES = {
+    "mean": Rule(
+        lambda total, old, new, is_last: total + _change(old, new),
+        lambda total, old, count: _changed(old, total / count),
+    ),
+    "sum": Rule(lambda total, old, new, is_last: total + (new - old), lambda total, old, count: old + total),
+    "last": Rule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),
+}
+CHOICES = (*RULES, "moments")
+"""What users may choose; "moments" is "mean", but with the variance of the micro-batches' means in variances."""
+
+
+@dataclass(frozen=True, eq=False)
+class Merging:
+    """How the state of a group's layers is merged.
+
+    Attributes:
+      rules: "mean", "sum" or "last", for each leaf of its collections, in order.
+      averages: the leaves that are a running mean and its variance.
+    """
+
+    rules: tuple[str, ...]
+    averages: RunningAverages
+
+    def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Any) -> list[Leaf]:
+        """Totals with one more micro-batch's new state.
+
+        `with_spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
+        the square of the average change over the rate, so that the variance of the means is counted.
+
+        Args:
+          totals: so far, first zeros; in float32 for narrower floating-point leaves, else in the leaf's own dtype.
+          old: the state before the step.
+          new: what the micro-batch gave.
+          is_last: whether it is the last micro-batch.
+        """
+        new = [leaf.astype(total.dtype) for leaf, total in zip(new, totals, strict=True)]
+        old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
+        leaves = zip(self.rules, totals, old, self.averages.with_spread(old, new), strict=True)
+        return [RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
+
+    def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
+        """The new state of the mini-batch, in the dtypes of the old one."""
+        wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
+        leaves = zip(self.rules, totals, wide, strict=True)
+        merged = [RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
+        merged = self.averages.without_spread(wide, merged)
+        return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
+
+
+def make_merging(
+    function: LayerFunction, shapes: Arguments, rules: Mapping[str, str], splits: Splits = WHOLE
+) -> Merging:
+    """How the state of a layer is merged.
+
+    Args:
+      function: the layer; in evaluation its state doesn't change.
+      shapes: the shapes of its arguments.
+      rules: by collection, where they differ from the defaults.
+      splits: what arrays are split over.
+
+    Raises:
+      ValueError: running averages move at a rate that depends on what the layer is called with.
+    """
+    group = function.group
+    found: list[str] = []
+    pairs: list[tuple[int, int]] = []
+    for name in group.state_names if function.train else ():
+        paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
+        rule = (DEFAULTS | dict(rules)).get(name)
+        if rule == "moments":
+            pairs += [(len(found) + i, len(found) + j) for i, j in mean_variance_pairs(paths_and_leaves)]
+        found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
+    means = [mean for mean, _ in pairs]
+    state_at = function.shardings(shapes, splits).state
+    lying = tuple(state_at[i] for i in means)
+    averages = RunningAverages(tuple(pairs), find_rates(function, shapes, means), lying, splits.axes)
+    return Merging(tuple(found), averages)
+
+
+def _rule_of(leaf: Any, rule: str | None) -> str:
+    """The rule of a leaf in a collection: only numbers can be added up, and only floating-point ones averaged."""
+    if leaf.dtype == jnp.bool_:
+        return "last"
+    if rule in ("last", "sum"):
+        return rule
+    return "mean" if is_float(leaf) else "last"
+
+
+def check_rules(rules: Any) -> dict[str, str]:
+    """The user's rules by collection.
+
+    Raises:
+      TypeError: no mapping of strings.
+      ValueError: an unknown rule, or one for the parameters.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"merge={rules!r} is no dict; pass rules by collection, such as {{'cache': 'last'}}")
+    for name, rule in rules.items():
+        if name == "params":
+            raise ValueError("merge has a rule for 'params', which have gradients; give rules for other collections")
+        if rule not in CHOICES:
+            raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
+    return dict(rules)
+
+
+def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) -> None:
+    """Checks that the rules are for collections that layers have, and for values that they can merge.
+
+    Raises:
+      ValueError: naming the first that isn't.
+    """
+    known = sorted({name for group in groups for name in group.state_names})
+    unknown = [name for name in rules if name not in known]
+    if unknown:
+        raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
+    for name, rule in rules.items():
+        trees = [group.variables[name] for group in groups if name in group.state_names]
+        if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
+            raise ValueError(
+                f"merge[{name!r}]={rule!r} merges {_MERGES[rule]}, of which the collection has none: "
+                f"{describe(trees[0])}; use another rule, or leave it out"
+            )
+
+
+_MERGES = {
+    "mean": "floating-point values",
+    "sum": "numbers",
+    "last": "any values",
+    "moments": 'running averages called "mean" and "var" side by side',
+}
+
+
+def _applies(rule: str, paths_and_leaves: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether a rule does anything for a collection of these leaves."""
+    if rule == "moments":
+        return bool(mean_variance_pairs(paths_and_leaves))
+    return any(_rule_of(leaf, rule) == rule for _, leaf in paths_and_leaves)

@@ -1,0 +1,1 @@
+"""Partitions a traced function over mesh axes, operation by operation. Knows nothing of pipelines."""

@@ -1,0 +1,100 @@
+"""The rules of elementwise operations: shards stay, and what is linear in partial sums leaves them partial.
+
+A rule takes an equation, how each operand lies along one axis, and the axis; it says how the operands have to lie and
+how the result lies then, or None if they have to be whole (`jpipe.sharding.rule.Rule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+
+from jpipe.partitioner.rule_result import RuleResult, aval_of, operand_shape, operand_size, result_shape
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+
+_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
+ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow real reduce_precision
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+sqrt square stop_gradient sub tan tanh xor zeta
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+"""The names of elementwise primitives."""
+
+
+def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """The result lies as the largest operand that is a shard; operands that are broadcast to it are replicated.
+
+    Without a shard, a result that is linear in partial operands is partial.
+    """
+    shape, shards = result_shape(equation), {i: s for i, s in enumerate(shardings) if isinstance(s, Shard)}
+    if not shards:
+        return _of_partial(equation, shardings, axis)
+    chosen = shards[max(shards, key=lambda i: operand_size(equation, i))]
+    covers = lambda own: len(own) == len(shape) and own[chosen.dim] == shape[chosen.dim]
+    operands = [chosen if covers(operand_shape(equation, i)) else REPLICATED for i in range(len(shardings))]
+    return RuleResult(operands, [chosen]) if chosen in operands else None
+
+
+def _of_partial(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """The rule where no operand is a shard: of operations that are linear in their partial operands.
+
+    Those have to be as large as the result: a sum is best taken before it is broadcast.
+    """
+    shape, partial = result_shape(equation), [s == PARTIAL for s in shardings]
+    if not any(partial) or any(is_one and operand_shape(equation, i) != shape for i, is_one in enumerate(partial)):
+        return None
+    linear = _LINEAR.get(equation.primitive.name)
+    return linear(equation, partial, axis) if linear else None
+
+
+def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
+    """A sum of all operands, or a linear function of one: whatever isn't a partial sum is made one."""
+    return RuleResult([PARTIAL] * len(partial), [PARTIAL])
+
+
+def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A cast of floating-point numbers that loses nothing; integers wrap around, in each part for itself.
+
+    Over data axes also one to a narrower type with as large numbers: a gradient of narrow parameters is rounded on each
+    device, as it is for each micro-batch, rather than summed at each of them.
+    """
+    old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
+    if not (jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)):
+        return None
+    widens = jnp.promote_types(old, new) == new
+    as_large = jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    return _sum(equation, partial, axis) if widens or (axis.of_examples and as_large) else None
+
+
+def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A product of a partial sum with what isn't one."""
+    operands = [PARTIAL if is_one else REPLICATED for is_one in partial]
+    return RuleResult(operands, [PARTIAL]) if sum(partial) == 1 else None
+
+
+def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A quotient of floating-point numbers by a constant other than zero; integer division rounds."""
+    divisor = equation.invars[1]
+    not_zero = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
+    floats = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
+    return RuleResult([PARTIAL, REPLICATED], [PARTIAL]) if floats and not_zero and not partial[1] else None
+
+
+def _choice(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A choice among partial sums by a condition that isn't one."""
+    return None if partial[0] else RuleResult([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
+
+
+_LINEAR: dict[str, Callable[[JaxprEqn, Sequence[bool], Axis], RuleResult | None]] = {
+    **dict.fromkeys(("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj", "name", "stop_gradient"), _sum),
+    "convert_element_type": _cast,
+    "mul": _product,
+    "div": _quotient,
+    "select_n": _choice,
+}
+"""Operation -> (equation, which operands are partial, axis) -> how it is carried out on partial sums."""

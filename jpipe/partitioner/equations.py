@@ -1,0 +1,206 @@
+"""Carries out a jaxpr of whole arrays, equation by equation, on the parts of arrays that a device has.
+
+What an equation does to shards is in `jpipe.partitioner.rules`. Equations that hold jaxprs (loops, calls), and those by
+which users speak of devices, are handed to functions of their own: handlers, by the name of the primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh
+
+from jpipe.partitioner.rule_result import RuleResult, aval_of
+from jpipe.partitioner.rules import RULES, local_params
+from jpipe.partitioner.shardings import (
+    REPLICATED,
+    Axis,
+    Shape,
+    Sharding,
+    convert,
+    is_possible,
+    local_shape,
+    local_struct,
+    replicated,
+    settled,
+)
+
+Axes = tuple[Axis, ...]
+
+
+class Value:
+    """A value of a jaxpr as one device has it: its parts in every sharding that was asked for.
+
+    Attributes:
+      sharding: how the value lies by itself; other shardings are made from this one.
+      parts: sharding -> this device's part.
+    """
+
+    def __init__(self, part: jax.Array, sharding: Sharding):
+        self.sharding = sharding
+        self.parts = {sharding: part}
+
+    def part(self, sharding: Sharding, axes: Axes) -> jax.Array:
+        """This device's part under a sharding."""
+        if sharding not in self.parts:
+            self.parts[sharding] = convert(self.parts[self.sharding], axes, self.sharding, sharding)
+            if sharding == settled(self.sharding):  # once added up, it needn't be added up again
+                self.sharding = sharding
+        return self.parts[sharding]
+
+
+Handler = Callable[["Partitioner", JaxprEqn, list[Value]], list[Value]]
+"""(partitioner, equation of whole arrays, its operands) -> its results."""
+
+
+class Partitioner:
+    """Carries out equations of whole arrays on the parts that a device has.
+
+    Attributes:
+      axes: what arrays are split over.
+      handlers: name of a primitive -> what carries out its equations; for all others there are rules.
+    """
+
+    def __init__(self, axes: Axes, handlers: Mapping[str, Handler]):
+        self.axes = axes
+        self.handlers = handlers
+
+    def run(self, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        """The results of a jaxpr of whole arrays; one that isn't closed has no constants."""
+        jaxpr, constants = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+        inputs = [*[self.whole(_without_mesh(c)) for c in constants], *arguments]
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+        read = lambda v: self.whole(np.asarray(v.val, aval_of(v).dtype)) if isinstance(v, Literal) else known[v]
+        for equation in jaxpr.eqns:
+            results = self.carry_out(equation, list(map(read, equation.invars)))
+            known.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def carry_out(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """The results of one equation."""
+        handler = self.handlers.get(equation.primitive.name)
+        if handler:
+            scope = str(equation.source_info.name_stack)
+            with jax.named_scope(scope) if scope else nullcontext():
+                return handler(self, equation, operands)
+        along_axes = self._apply_rules(equation, operands)
+        wanted = [tuple(along.operands[i] for along in along_axes) for i in range(len(operands))]
+        found = [tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars))]
+        avals = [aval_of(v) for v in equation.outvars]
+        shapes = [local_shape(aval.shape, sharding, self.axes) for aval, sharding in zip(avals, found, strict=True)]
+        operation = partial(_run_locally, equation, shapes)
+        for along in along_axes:
+            operation = along.wrap(operation) if along.wrap else operation
+        results = operation(*self.parts_of(operands, wanted))
+        types = [(x.shape, x.dtype) for x in results]
+        assert types == [(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)], equation
+        return self.values(results, found)
+
+    def whole(self, array: Any) -> Value:
+        """A value that all devices have as a whole."""
+        return Value(array, replicated(self.axes))
+
+    def values(self, parts: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[Value]:
+        """Values from this device's parts of them."""
+        return [Value(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
+
+    def parts_of(self, values: Sequence[Value], shardings: Sequence[Sharding]) -> list[jax.Array]:
+        """This device's parts of values, each under a sharding."""
+        return [value.part(sharding, self.axes) for value, sharding in zip(values, shardings, strict=True)]
+
+    def agreed(self, decision: jax.Array, shardings: Sequence[Sharding]) -> jax.Array:
+        """A decision, such as whether a loop goes on, that is the same on all devices of the stage.
+
+        Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
+        bit; then one device would wait in a collective for others that never come.
+
+        Args:
+          decision: a replicated bool or integer.
+          shardings: of the values that the decided jaxpr works on: if all are replicated, it has no collectives.
+        """
+        whole = replicated(self.axes)
+        if all(sharding == whole for sharding in shardings):
+            return decision
+        names = tuple(name for axis in self.axes for name in axis.names)
+        return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
+
+    def shardings_of(
+        self, jaxpr: ClosedJaxpr | Jaxpr, avals: Sequence[ShapedArray], shardings: Sequence[Sharding]
+    ) -> list[Sharding]:
+        """How the results of a jaxpr lie by themselves; nothing is computed.
+
+        Args:
+          jaxpr: of whole arrays.
+          avals: the whole shapes and dtypes of its arguments.
+          shardings: how its arguments lie.
+        """
+        found: list[Sharding] = []
+
+        def trace(*parts: jax.Array) -> list[jax.Array]:
+            results = self.run(jaxpr, self.values(parts, shardings))
+            found[:] = [value.sharding for value in results]
+            return [value.parts[value.sharding] for value in results]
+
+        jax.eval_shape(trace, *[local_struct(a, s, self.axes) for a, s in zip(avals, shardings, strict=True)])
+        return found
+
+    def _apply_rules(self, equation: JaxprEqn, operands: list[Value]) -> list[RuleResult]:
+        """How an equation is carried out along each axis; where there is no way, operands are whole."""
+        rule = RULES.get(equation.primitive.name)
+        whole = RuleResult([REPLICATED] * len(operands), [REPLICATED] * len(equation.outvars))
+        along_axes: list[RuleResult] = []
+        for i, axis in enumerate(self.axes):
+            along = rule(equation, [value.sharding[i] for value in operands], axis) if rule else None
+            if along is None or not self._is_possible(equation, [*along_axes, along]):
+                along = whole
+            along_axes.append(along)
+        return along_axes
+
+    def _is_possible(self, equation: JaxprEqn, along_axes: list[RuleResult]) -> bool:
+        """Whether operands and results can lie so along the first axes."""
+        axes, variables = self.axes[: len(along_axes)], (*equation.invars, *equation.outvars)
+        shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
+        return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
+
+
+def _without_mesh(constant: Any) -> Any:
+    """A constant without the mesh that it was made under, whose axes were of other types."""
+    plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
+    return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant
+
+
+def _run_locally(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
+    """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
+    params = local_params(equation, [np.shape(x) for x in operands], shapes)
+    variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
+    context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
+    single = equation.replace(invars=variables, params=params, ctx=context)
+    jaxpr = _EMPTY.jaxpr.replace(invars=variables, outvars=equation.outvars, eqns=[single], effects=equation.effects)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
+
+
+@cache
+def _context(context: Any, mesh: AbstractMesh) -> Any:
+    """The context of an equation (compute type and the like), but with another mesh."""
+    with context.manager, jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
+
+
+_EMPTY = jax.make_jaxpr(lambda: ())()
+_VARIABLES: list[Var | Literal] = []
+
+
+def _variables(count: int) -> list[Var | Literal]:
+    """Variables of jaxprs, always the same."""
+    while len(_VARIABLES) < count:
+        _VARIABLES.extend(jax.make_jaxpr(lambda *x: x)(*[0.0] * 32).jaxpr.invars)
+    return _VARIABLES[:count]

@@ -1,0 +1,102 @@
+"""The state of training: what a step reads and returns, and how an optimiser's state lies on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.memory.layout import StageTree
+from jpipe.mesh.axes import AXIS
+from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
+from jpipe.training.probing import check_elementwise
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What a training step reads and returns.
+
+    Attributes:
+      step: int32 scalar, the number of steps done.
+      variables: the model's variables by collection, a `StageTree` each.
+      opt_state: the optimiser's state.
+      key: the random key that all steps' keys are derived from.
+      tx: the optax transformation (static).
+    """
+
+    step: Any
+    variables: dict[str, Any]
+    opt_state: Any
+    key: Any
+    tx: optax.GradientTransformation = field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def abstract_state(
+    variables: dict[str, StageTree],
+    tx: optax.GradientTransformation,
+    key: jax.ShapeDtypeStruct,
+    loss: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+) -> TrainState:
+    """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
+
+    Args:
+      variables: shapes with shardings, by collection.
+      tx: the optimiser.
+      key: the type of the random key.
+      loss: the type of the loss, which an optimiser may ask for as `value`.
+      mesh: all devices.
+
+    Raises:
+      TypeError: `tx` is no optax transformation, or needs more than a step gives it.
+      ValueError: it treats a parameter by its name, shape or norm, while a buffer holds many parameters.
+    """
+    check_is_optimizer(tx)
+    opt_state = jax.eval_shape(tx.init, variables["params"])
+    check_optimizer(opt_state)
+    check_update(tx, variables["params"], opt_state, loss)
+    check_elementwise(tx)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        variables=variables,
+        opt_state=jax.tree.map(place, opt_state, state_shardings(opt_state, variables["params"])),
+        key=place(key, everywhere),
+        tx=tx,
+    )
+
+
+def state_shardings(opt_state: Any, params: StageTree) -> Any:
+    """Shardings for an optimiser's state, a tree like it: a leaf that has the shape of its buffer lies as the buffer.
+
+    Args:
+      opt_state: `jax.eval_shape(tx.init, params)`.
+      params: the parameters, or their shapes: buffers `[K, ...]` of K stages.
+    """
+    layout = params.layout
+    place = lambda spec: NamedSharding(layout.mesh, spec)
+
+    def guess(leaf: Any) -> NamedSharding:
+        """Split over the stages if it looks like a statistic of buffers, `[K, ...]`; else, as a vector too, on all."""
+        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
+        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
+
+    def of_tree(tree: StageTree) -> StageTree:
+        """The shardings of a part of the state that mirrors the parameters, buffer by buffer."""
+        shapes, specs = tree.layout.shapes, tree.layout.specs
+        same = lambda name, leaf: leaf.shape == shapes[name].shape
+        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
+        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
+
+    is_tree = lambda node: isinstance(node, StageTree)
+    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)

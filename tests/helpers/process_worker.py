@@ -1,0 +1,251 @@
+"""One of several processes that are one pipeline, for `test_processes.py`: runs some cases and writes what it found.
+
+What a case returns has to be the same in all processes, and equal to what one process alone finds.
+"""
+
+import argparse
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+import jpipe
+from cases import model, pipeline
+from jpipe.processes import agreement
+
+Case = Callable[[], Any]
+WIDTH = 8
+OUT = Path()
+"""Where `test_processes.py` and its workers put files."""
+
+
+def in_order() -> list[Any]:
+    return jax.devices()
+
+
+def mesh_of(shape: dict[str, int], order: str) -> Mesh:
+    """A mesh; `order` says which axis goes across processes: the first by `make_mesh` (or "explicit"), or the last."""
+    if order in ("first", "explicit"):
+        kind = AxisType.Explicit if order == "explicit" else AxisType.Auto
+        return jpipe.make_mesh(**shape, devices=in_order(), axis_types=kind)
+    devices = np.array(in_order()).reshape(tuple(reversed(shape.values()))).T
+    return Mesh(devices, tuple(shape))
+
+
+def whole(tree: Any) -> Any:
+    """All values, in every process."""
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def own_rows(pipe: jpipe.Pipeline, batch: Any) -> Any:
+    """The rows of a batch that this process feeds."""
+    index, count = pipe.data_shard
+    return jax.tree.map(lambda a: a[index * len(a) // count : (index + 1) * len(a) // count], batch)
+
+
+def step(shape: dict[str, int], order: str = "first", schedule: str = "1f1b", **options: Any) -> Any:
+    """Loss, gradients by layer, outputs and evaluation of a batch of which each process feeds its part."""
+    truth = model("plain", "float32")
+    pipe = pipeline(truth, schedule, shape["stage"], 2, balance="even", mesh=mesh_of(shape, order), **options)
+    batch = pipe.place(own_rows(pipe, truth.batch))
+    variables = pipe.from_layer_variables(truth.trees, batch)
+    (loss, _), grads = pipe.value_and_grad(variables, batch)
+    outputs, evaluated = pipe.apply(variables, batch), pipe.evaluate(variables, batch)
+    gradients = pipe.layer_variables({"params": grads})
+    return {
+        "loss": float(loss),
+        "gradients": whole(gradients),
+        "outputs": whole(outputs),
+        "evaluated": float(evaluated),
+    }
+
+
+def training() -> Any:
+    """Three steps; the metrics are numbers in each process."""
+    truth = model("linen", "float32")
+    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "last"))
+    batch = pipe.place(own_rows(pipe, truth.batch))
+    with jax.numpy_dtype_promotion("standard"):  # as optax's Adam needs
+        state, losses = pipe.create_state(jax.random.key(3), batch, optax.adamw(1e-2)), []
+        for _ in range(3):
+            state, metrics = pipe.train_step(state, batch)
+            batch = pipe.place(own_rows(pipe, truth.batch))  # while the step runs
+            losses.append({name: float(value) for name, value in metrics.items()})
+    return {"losses": losses, "params": whole(pipe.layer_variables({"params": state.variables["params"]}))}
+
+
+def there_and_back() -> Any:
+    """Variables of one mesh to another one's by arrays that no process has whole; shared layers among them."""
+    table = jpipe.Shared(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+    blocks = [lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)]
+    layers, x = [table, *blocks, table], np.ones((4, WIDTH), np.float32)
+
+    def make(shape: dict[str, int]) -> jpipe.Pipeline:
+        sizes = {"num_stages": shape["stage"], "num_microbatches": 2}
+        mesh = mesh_of(shape, "first")
+        return jpipe.Pipeline(layers, lambda y, _: y.mean(), **sizes, balance="even", mesh=mesh)
+
+    old, new = make({"stage": 2, "data": 2}), make({"stage": 4})
+    items = old.layer_variables(old.init(jax.random.key(1), x))
+    split = [not leaf.is_fully_addressable for leaf in jax.tree.leaves(items)]
+    found = new.layer_variables(new.from_layer_variables(items, x))
+    other = jax.tree.map(lambda a: a * 2, items[-1])
+    message = error_of(lambda: new.from_layer_variables([*items[:-1], other]))
+    return {"before": whole(items), "after": whole(found), "differ": message, "split": any(split)}
+
+
+def ready_modules() -> Any:
+    """Modules whose parameters are global arrays of which this process has a part."""
+    first = jpipe.Pipeline(
+        [lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)],
+        lambda y, _: y.mean(),
+        num_stages=4,
+        num_microbatches=2,
+        balance="even",
+        mesh=mesh_of({"stage": 4}, "first"),
+    )
+    x = np.ones((4, WIDTH), np.float32)
+    variables = first.init(jax.random.key(1), x)
+    sizes = {"num_stages": 2, "num_microbatches": 2}
+    mesh = mesh_of({"stage": 2, "data": 2}, "first")
+    modules = first.modules(variables)
+    second = jpipe.Pipeline(modules, lambda y, _: y.mean(), **sizes, balance="even", mesh=mesh)
+    expected, found = first.layer_variables(variables), second.layer_variables(second.init(jax.random.key(9), x))
+    return {"expected": whole(expected), "found": whole(found)}
+
+
+def resumed() -> Any:
+    """A run of one process, saved in `OUT`, goes on in several, under another layout, and is saved again."""
+    truth, tx = model("linen", "float32"), optax.adamw(1e-2)
+    mesh = mesh_of({"stage": 2, "data": 2}, "first")
+    pipe = pipeline(truth, "interleaved", 2, 2, 2, balance="even", mesh=mesh)
+    with jax.numpy_dtype_promotion("standard"), jpipe.Checkpointer(OUT / "saved") as saved:
+        state, position = saved.restore(pipe, pipe.place(own_rows(pipe, truth.batch)), tx)
+        losses = []
+        for _ in range(2):
+            state, metrics = pipe.train_step(state, pipe.place(own_rows(pipe, truth.batch)))
+            losses.append(float(metrics["loss"]))
+        saved.save(pipe, state, position=position + 2)
+    return {"losses": losses, "position": position, "layers": whole(pipe.layer_variables(state.variables))}
+
+
+def profiled() -> Any:
+    """What a step's time goes into; the same times in all processes, though each has a clock of its own."""
+    truth = model("linen", "float32")
+    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "first"))
+    batch = pipe.place(own_rows(pipe, truth.batch))
+    with jax.numpy_dtype_promotion("standard"):
+        state = pipe.create_state(jax.random.key(3), batch, optax.adamw(1e-2))
+        profile = jpipe.profile(pipe, state, batch, rounds=2, other_sizes=False, trace_dir=OUT / "trace")
+    return {name: value for name, value in profile.as_dict().items() if name != "memory"}
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """What a call raises, as text."""
+    try:
+        function()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def errors() -> Any:
+    """Bad input, which each process is told of; afterwards a step runs as if nothing had been."""
+    own, truth = jax.process_index(), model("plain", "float32")
+    mesh = mesh_of({"stage": 2, "data": 2}, "last")
+
+    def make(microbatches: int = 2, **options: Any) -> jpipe.Pipeline:
+        return pipeline(truth, "1f1b", 2, microbatches, **{"balance": "even", "mesh": mesh, **options})
+
+    pipe, found = make(), {}
+    start = lambda pipe, batch=truth.batch: pipe.init(jax.random.key(0), batch)
+    variables = start(pipe)
+    committed = jax.device_put(truth.batch, jax.local_devices()[0])
+    found["committed"] = error_of(lambda: pipe.value_and_grad(variables, committed))
+    found["placed"] = error_of(lambda: pipe.place(pipe.place(own_rows(pipe, truth.batch))))
+    ragged = jax.tree.map(lambda a: a[:3], own_rows(pipe, truth.batch))
+    found["rows"] = error_of(lambda: make(4).init(jax.random.key(0), make(4).place(ragged)))
+    found["num_microbatches"] = error_of(lambda: start(make(2 + 4 * own)))
+    found["balance"] = error_of(lambda: start(make(balance=[3, 4] if own else [4, 3])))
+    found["mesh"] = error_of(lambda: start(make(mesh=mesh_of({"stage": 2, "data": 2}, ["first", "last"][own]))))
+    found["key"] = error_of(lambda: make().init(jax.random.key(own), truth.batch))
+    mine = jax.tree.map(lambda a: a + own if a.dtype == np.int32 else a, truth.batch)
+    found["values"] = error_of(lambda: pipe.evaluate(variables, mine))
+    found["shapes"] = error_of(lambda: pipe.evaluate(variables, jax.tree.map(lambda a: a[: 4 + 4 * own], truth.batch)))
+    found["none"] = error_of(lambda: pipe.evaluate(variables, truth.batch))
+    return found
+
+
+def late() -> Any:
+    """A process that doesn't come is missed within the timeout."""
+    agreement.SECONDS = 2.0
+    if jax.process_index() == 0:
+        return error_of(lambda: agreement.check_agreement({}, range(jax.process_count())))
+    return ""
+
+
+def one_raises() -> Any:
+    """The last process raises, and the others wait for it in a step."""
+    if jax.process_index() == jax.process_count() - 1:
+        raise ValueError("on purpose")
+    return training()
+
+
+CASES: dict[str, Case] = {
+    "stage across": lambda: step({"stage": 4}),
+    "stage across, data within": lambda: step({"stage": 2, "data": 2}),
+    "stage within, data across": lambda: step({"stage": 2, "data": 2}, "last", schedule="gpipe", remat="none"),
+    "both across": lambda: step({"stage": 2, "data": 2}, "explicit"),
+    "training": training,
+    "there and back": there_and_back,
+    "ready modules": ready_modules,
+    "resumed": resumed,
+    "profiled": profiled,
+    "errors": errors,
+    "late": late,
+    "one raises": one_raises,
+}
+
+
+def main() -> None:
+    global OUT
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=60)
+    parser.add_argument("cases", nargs="*")
+    options = parser.parse_args()
+    OUT = options.out
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    found = {}
+    try:
+        address, waits = f"127.0.0.1:{options.port}", {"timeout": options.timeout, "heartbeat_timeout": 10}
+        first = jpipe.initialize(address, options.processes, options.index, **waits)
+    except RuntimeError as error:
+        (options.out / f"{options.index}.pickle").write_bytes(pickle.dumps({"initialize": str(error)}))
+        sys.exit(3)
+    assert first == (options.index == 0)
+    for name in options.cases:
+        begin = time.monotonic()
+        found[name] = CASES[name]()
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+    (options.out / f"{options.index}.pickle").write_bytes(pickle.dumps(found))
+    jax.distributed.shutdown()
+    os._exit(0)  # at once: gloo's threads need no tidying up
+
+
+if __name__ == "__main__":
+    main()
