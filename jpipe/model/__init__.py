@@ -1,4 +1,4 @@
 """The traced model: groups of equal layers, one layer's forward and vjp, what remat keeps, state, the loss.
 
-Knows `layers`, `sharding` and `jax_tools`.
+Knows `layers`, `mesh`, `partitioner` and `jax_tools`.
 """

@@ -1,8 +1,8 @@
 """Random models on random meshes against plain Flax: every gradient leaf, the loss, state and outputs in float64.
 
 `python tests/helpers/fuzz.py --seeds 0:300` checks 300 cases and prints what failed; `--show 17` prints a case;
-`--here 17` checks one in this process. A case follows from its seed alone. Layers come from `fuzz_layers`, the truth from
-`sequential`; no mesh and nothing of jpipe's programs takes part in it.
+`--here 17` checks one in this process. A case follows from its seed alone. Layers come from `fuzz_layers`, the truth
+from `sequential`; no mesh and nothing of jpipe's programs takes part in it.
 """
 
 import argparse
