@@ -3,8 +3,8 @@
 A layer is traced once, on whole micro-batches and whole weights. Here its equations are carried out one by one on the
 parts of arrays that a device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and
 values are converted to that. So every collective within a stage is one of jpipe's own, among the devices of that stage
-alone, and no compiler adds others: in a loop that other stages don't run, those would wait for ever. And whatever a layer does
-across examples stays exact, since only where arrays lie is decided here, never what is computed.
+alone, and no compiler adds others: in a loop that other stages don't run, those would wait for ever. And whatever a
+layer does across examples stays exact, since only where arrays lie is decided here, never what is computed.
 """
 
 from __future__ import annotations
