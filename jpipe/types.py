@@ -1,0 +1,17 @@
+"""Words for what Python's types can't say: which pytrees are meant, and leaves that may be arrays or only their shapes."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+PyTree: TypeAlias = Any
+"""Any nesting of containers that JAX knows (dicts, lists, tuples, registered classes) with arrays as leaves."""
+
+Leaf: TypeAlias = Any
+"""An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
+
+Shapes: TypeAlias = Any
+"""A pytree of `jax.ShapeDtypeStruct`."""
+
+Batch: TypeAlias = Any
+"""What a user trains on: a pytree of arrays `[B, ...]`, or of one micro-batch `[b, ...]`."""
