@@ -6,7 +6,7 @@ by `StageTree` itself, Flax's serialisation here.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flax import serialization
 
@@ -14,7 +14,7 @@ from jpipe.memory.layout import NOT_SAVED, StageTree
 from jpipe.training.train_state import TrainState
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse(*_: object) -> NoReturn:
     raise TypeError(NOT_SAVED)
 
 

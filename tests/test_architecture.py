@@ -127,7 +127,7 @@ def test_every_folder_has_its_line():
 def test_a_folder_imports_only_what_its_line_allows(folder):
     for name, modules in OWN.items():
         if name.startswith(f"jpipe.{folder}."):
-            found = {module.split(".")[1] for module in modules} - {folder}
+            found = {module.split(".")[1] for module in modules} - {folder, "types"}
             assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
 
 
@@ -221,10 +221,9 @@ def test_every_file_is_in_its_folders_row():
 SAME_STEMS = {"trace"}  # to be emptied
 SAME_STEMS = {"trace"}  # to be emptied
 SAME_STEMS = {"trace"}  # to be emptied
+SAME_STEMS = {"trace"}  # to be emptied
 HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
     "Layer",
-    "forward",
-    "place",
 }
 
 
@@ -263,7 +262,6 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "jax_tools/concrete.py",
     "jax_tools/memory_order.py",
     "jax_tools/trees.py",
-    "layers/ends.py",
     "memory/buffers.py",
     "memory/records.py",
     "model/groups.py",
@@ -294,10 +292,6 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "profiling/picture.py",
     "profiling/profile_tables.py",
     "profiling/trace.py",
-    "saving.py",
-    "schedules/actions.py",
-    "schedules/orders.py",
-    "schedules/placing.py",
     "terminal/first_calls.py",
     "terminal/notices.py",
     "training/per_layer.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any
 
 import flax.linen as nn
 from flax import nnx
@@ -16,7 +15,7 @@ from jpipe.layers.flax import LinenLayer, NnxLayer, as_flax_layer, open_sequenti
 from jpipe.layers.shared import Shared, Use
 
 
-def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
+def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """Adapts a user's sequence of layers.
 
     Raises:
@@ -36,7 +35,7 @@ def as_layers(layers: Any) -> tuple[AnyLayer, ...]:
     return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
 
 
-def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
+def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
@@ -58,7 +57,7 @@ def _check_repeats(layers: Sequence[Any], in_sequential: bool) -> None:
                 )
 
 
-def _as_layer(layer: Any, index: int) -> AnyLayer:
+def _as_layer(layer: object, index: int) -> AnyLayer:
     if isinstance(layer, Shared):
         return _as_use(Use(layer, None), index)
     if isinstance(layer, Use):

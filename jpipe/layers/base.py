@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -17,20 +17,18 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.fingerprint import same_value
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Shared
+from jpipe.types import Batch, Leaf, PyTree
 
-Activation = Any
+Activation: TypeAlias = PyTree
 """What a layer takes or gives: any pytree of arrays (of their shapes, where nothing is computed)."""
 
 Inputs = tuple[Activation, ...]
 """The positional arguments of a layer."""
 
-Batch = Any
-"""One micro-batch as the user passes it: any pytree of arrays `[b, ...]`."""
-
-Variables = dict[str, Any]
+LayerVariables = dict[str, PyTree]
 """One layer's variables by collection: `{"params": tree, "batch_stats": tree}`; a collection may be missing."""
 
-Item = Any
+Item: TypeAlias = PyTree
 """One layer's variables as the library that it comes from has them; for a `Layer` its bare parameters."""
 
 Specs = dict[str, list[PartitionSpec]]
@@ -85,7 +83,7 @@ class AnyLayer(Protocol):
         ...
 
     @property
-    def ready(self) -> Variables | None:
+    def ready(self) -> LayerVariables | None:
         """The values that the layer already has, or None if `init` makes them."""
         ...
 
@@ -106,23 +104,23 @@ class AnyLayer(Protocol):
         """
         ...
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """New variables for a layer that is called with `inputs`; `batch` is for layers that read it."""
         ...
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """(outputs, new values of all collections but the parameters; no collections in evaluation)."""
         ...
 
-    def to_item(self, variables: Variables) -> Item:
+    def to_item(self, variables: LayerVariables) -> Item:
         """The variables as the layer's own library would have returned them."""
         ...
 
-    def from_item(self, item: Item) -> Variables:
+    def from_item(self, item: Item) -> LayerVariables:
         """The inverse of `to_item`."""
         ...
 
-    def partition_specs(self, variables: Variables) -> Specs:
+    def partition_specs(self, variables: LayerVariables) -> Specs:
         """The mesh axes named by the layer's metadata."""
         ...
 
@@ -131,13 +129,13 @@ class AnyLayer(Protocol):
         ...
 
 
-def describe(tree: Any) -> str:
+def describe(tree: PyTree) -> str:
     """A pytree of arrays as text: `float32[8,16]`, or `{'a': float32[8], ...}`.
 
     >>> describe({"a": jax.numpy.zeros((2, 3)), "b": (jax.numpy.zeros(4), jax.numpy.zeros(4))})
     "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
     """
-    short: Callable[[Any], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+    short: Callable[[Leaf], _Text] = lambda leaf: _Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
     return str(jax.tree.map(short, tree))
 
 
@@ -167,8 +165,8 @@ class Layer:
     `jpipe.reads` both functions get the further arguments.
     """
 
-    init: Callable[..., Any]
-    apply: Callable[..., Any]
+    init: Callable[..., PyTree]
+    apply: Callable[..., Activation]
     name: str = "Layer"
 
     def __post_init__(self):
@@ -182,7 +180,7 @@ class PlainLayer:
     """Adapts `Layer`, and plain functions without parameters (`init_fn=None`)."""
 
     name: str
-    init_fn: Callable[..., Any] | None
+    init_fn: Callable[..., PyTree] | None
     apply_fn: Callable[..., Activation]
     ready: None = None
     reads_batch: bool = False
@@ -196,26 +194,26 @@ class PlainLayer:
             and same_value(self.apply_fn, other.apply_fn)
         )
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         del batch
         return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls the user's `apply`, with key and mode if its signature takes them."""
-        options: dict[str, Any] = mode_arguments(self.apply_fn, context.train)
+        options = mode_arguments(self.apply_fn, context.train)
         if self.init_fn is None:
             return self.apply_fn(*inputs, **options), {}
         if "key" in signature_of(self.apply_fn):
             options["key"] = context.key if context.train else None
         return self.apply_fn(variables["params"], *inputs, **options), {}
 
-    def to_item(self, variables: Variables) -> Item:
+    def to_item(self, variables: LayerVariables) -> Item:
         return variables if self.init_fn is None else variables.get("params")
 
-    def from_item(self, item: Item) -> Variables:
+    def from_item(self, item: Item) -> LayerVariables:
         return {} if self.init_fn is None else {"params": item}
 
-    def partition_specs(self, variables: Variables) -> Specs:
+    def partition_specs(self, variables: LayerVariables) -> Specs:
         """No mesh axes: plain functions have no metadata."""
         return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
@@ -238,20 +236,20 @@ class Wrapper:
         return self.inner.name
 
     @property
-    def ready(self) -> Variables | None:
+    def ready(self) -> LayerVariables | None:
         return self.inner.ready
 
     @property
     def shared(self) -> Shared | None:
         return self.inner.shared
 
-    def to_item(self, variables: Variables) -> Item:
+    def to_item(self, variables: LayerVariables) -> Item:
         return self.inner.to_item(variables)
 
-    def from_item(self, item: Item) -> Variables:
+    def from_item(self, item: Item) -> LayerVariables:
         return self.inner.from_item(item)
 
-    def partition_specs(self, variables: Variables) -> Specs:
+    def partition_specs(self, variables: LayerVariables) -> Specs:
         return self.inner.partition_specs(variables)
 
     def bind(self, item: Item) -> Callable[..., Activation]:

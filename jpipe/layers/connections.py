@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,21 +19,22 @@ import numpy as np
 from jpipe.layers.base import (
     Activation,
     AnyLayer,
-    Batch,
     CallError,
     Context,
     Inputs,
     LayerError,
+    LayerVariables,
     MissingKeyError,
     SideInputError,
-    Variables,
     Wrapper,
     describe,
     positional,
 )
 from jpipe.layers.fingerprint import same_value
+from jpipe.types import Batch, PyTree
 
-Read = Callable[[Batch], Any]
+T = TypeVar("T")
+Read = Callable[[Batch], PyTree]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""
 
 
@@ -41,13 +42,13 @@ Read = Callable[[Batch], Any]
 class Marked:
     """A user's layer with connections: what `stash`, `pop` and `reads` return."""
 
-    layer: Any
+    layer: object
     stashes: str | None = None
     pops: str | None = None
     read: Read | None = None
 
 
-def _mark(layer: Any, function: str, field: str, value: str | Read) -> Marked:
+def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
     marked = layer if isinstance(layer, Marked) else Marked(layer)
     if getattr(marked, field) is not None:
         raise ValueError(
@@ -57,16 +58,16 @@ def _mark(layer: Any, function: str, field: str, value: str | Read) -> Marked:
     return replace(marked, **{field: value})
 
 
-def _check_name(function: str, layer: Any, name: Any) -> None:
+def _check_name(function: str, layer: object, name: object) -> None:
     if not isinstance(name, str) or not name:
         raise TypeError(f"jpipe.{function}({_name(layer)}, {name!r}): the name has to be a non-empty string")
 
 
-def _name(layer: Any) -> str:
+def _name(layer: object) -> str:
     return getattr(layer, "name", None) or getattr(layer, "__name__", type(layer).__name__)
 
 
-def stash(layer: Any, name: str) -> Marked:
+def stash(layer: object, name: str) -> Marked:
     """Passes the layer's output on, and also keeps it as a skip for the later layer that pops `name`.
 
     Args:
@@ -77,13 +78,13 @@ def stash(layer: Any, name: str) -> Marked:
     return _mark(layer, "stash", "stashes", name)
 
 
-def pop(layer: Any, name: str) -> Marked:
+def pop(layer: object, name: str) -> Marked:
     """Calls the layer with `(x, kept)`: what the layer before it gives, and the skip called `name`."""
     _check_name("pop", layer, name)
     return _mark(layer, "pop", "pops", name)
 
 
-def reads(layer: Any, read: Read) -> Marked:
+def reads(layer: object, read: Read) -> Marked:
     """Calls the layer with `(x, side)`, or `(x, kept, side)` if it also pops, where `side = read(batch)`.
 
     Args:
@@ -187,11 +188,11 @@ class ConnectedLayer(Wrapper):
         numbers = lambda layer: (layer.passing, layer.stashes, layer.pops)
         return numbers(self) == numbers(other) and same_value(self.read, other.read)
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         own, _ = self._split(inputs, batch)
         return self._call(own, lambda: self.inner.init(key, own, batch))
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls the layer with its own inputs, and passes the other skips on."""
         own, skips = self._split(inputs, context.batch)
         outputs, updates = self._call(own, lambda: self.inner.apply(variables, own, context))
@@ -211,7 +212,7 @@ class ConnectedLayer(Wrapper):
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, skips
 
-    def _call(self, own: Inputs, function: Callable[[], Any]) -> Any:
+    def _call(self, own: Inputs, function: Callable[[], T]) -> T:
         """What `function()` returns, which calls the layer with `own`; its errors tell what that is."""
         try:
             return function()
@@ -222,7 +223,7 @@ class ConnectedLayer(Wrapper):
             shown = f"({', '.join(names)}) = {describe(own)}" if len(names) > 1 else describe(own)
             raise CallError(f"{shown}. It raised {type(error).__name__}: {error}") from error
 
-    def _side_input(self, read: Read, batch: Batch) -> Any:
+    def _side_input(self, read: Read, batch: Batch) -> PyTree:
         try:
             side = read(batch)
         except Exception as error:

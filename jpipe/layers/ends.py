@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.layers.base import Activation, AnyLayer, Batch, Context, Inputs, Variables, Wrapper, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Wrapper, positional
+from jpipe.types import Batch
 
 ReadInputs = Callable[[Batch], Activation]
 """Micro-batch -> what the first layer is called with, a pytree of arrays."""
@@ -30,10 +31,10 @@ class ReadingLayer(Wrapper):
     def is_same(self, other: AnyLayer) -> bool:
         return isinstance(other, ReadingLayer) and self.read is other.read and self.inner.is_same(other.inner)
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         return self.inner.init(key, positional(self.read(batch)), batch)
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         return self.inner.apply(variables, positional(self.read(context.batch)), context)
 
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import flax.errors
 import flax.linen as nn
@@ -27,31 +27,33 @@ from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import (
     Activation,
     AnyLayer,
-    Batch,
     Context,
     Inputs,
     Item,
     LayerError,
+    LayerVariables,
     MissingKeyError,
     Specs,
-    Variables,
 )
 from jpipe.layers.fingerprint import same_value, values_within
-from jpipe.layers.functions import mode_arguments, signature_of
+from jpipe.layers.functions import ModeArguments, mode_arguments, signature_of
 from jpipe.layers.shared import Method, Shared
+from jpipe.types import Batch, Leaf, PyTree
+
+Module = TypeVar("Module")
 
 ARRAYS = "arrays"
 """The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
 
 
-def open_sequential(layers: Any) -> Any:
+def open_sequential(layers: object) -> object:
     """The layers inside a `flax.linen.Sequential` or `nnx.Sequential`; anything else as it is."""
     if isinstance(layers, nn.Sequential | nnx.Sequential):
         return list(layers.layers)
     return layers
 
 
-def parts_of(layer: Any) -> list[Any]:
+def parts_of(layer: object) -> list[object]:
     """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
 
     Anything else is its own only part; an nnx module without Variables has none.
@@ -67,7 +69,7 @@ def parts_of(layer: Any) -> list[Any]:
     return [layer, *(part for module in inner for part in parts_of(module))]
 
 
-def as_flax_layer(layer: Any, index: int) -> AnyLayer | None:
+def as_flax_layer(layer: object, index: int) -> AnyLayer | None:
     """The adapter for a module, or for a factory of nnx modules; None for anything else."""
     if isinstance(layer, nn.Module):
         if layer.scope is not None:
@@ -102,29 +104,26 @@ class LinenLayer:
         parts = lambda layer: [layer.shared, layer.method, *(getattr(layer.module, name) for name in names)]
         return same_value(parts(self), parts(other))
 
-    def _mode(self, train: bool) -> dict[str, bool]:
+    def _mode(self, train: bool) -> ModeArguments:
         fixed = lambda name: getattr(self.module, name, None) is not None
         function = getattr(type(self.module), self.method) if isinstance(self.method, str) else self.method
         return mode_arguments(function or type(self.module).__call__, train, fixed)
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """`module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
         del batch
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        options: dict[str, Any] = self._mode(train=False)
-        return dict(self.module.init(rngs, *inputs, method=self.method, **options))
+        return dict(self.module.init(rngs, *inputs, method=self.method, **self._mode(train=False)))
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """`module.apply`; in training the collections other than "params" are mutable."""
         key, train, _ = context
-        plain = jax.tree.map(_unbox, variables, is_leaf=_is_box)
         # A stream that isn't named here falls back to "params", as Flax does.
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if name != "params"] if train else []
-        options: dict[str, Any] = self._mode(train)
         try:
             outputs, changed = self.module.apply(
-                plain, *inputs, rngs=rngs, mutable=mutable, method=self.method, **options
+                _unboxed(variables), *inputs, rngs=rngs, mutable=mutable, method=self.method, **self._mode(train)
             )
         except flax.errors.InvalidRngError as error:
             if key is None:
@@ -139,14 +138,14 @@ class LinenLayer:
             ) from error
         return outputs, {name: _like(variables[name], changed.get(name, {}), name) for name in mutable}
 
-    def to_item(self, variables: Variables) -> Item:
+    def to_item(self, variables: LayerVariables) -> Item:
         return variables
 
-    def from_item(self, item: Item) -> Variables:
+    def from_item(self, item: Item) -> LayerVariables:
         """The variables without metadata boxes, which values from elsewhere may lack."""
-        return {name: jax.tree.map(_unbox, tree, is_leaf=_is_box) for name, tree in as_collections(item).items()}
+        return _unboxed(as_collections(item))
 
-    def partition_specs(self, variables: Variables) -> Specs:
+    def partition_specs(self, variables: LayerVariables) -> Specs:
         """The axes that `nn.with_partitioning` and its like name."""
         return {name: _leaf_specs(nn.get_partition_spec(tree)) for name, tree in variables.items()}
 
@@ -158,7 +157,7 @@ class LinenLayer:
         return getattr(bound, self.method) if isinstance(self.method, str) else functools.partial(self.method, bound)
 
 
-def _like(old: Any, new: Any, collection: str) -> Any:
+def _like(old: PyTree, new: PyTree, collection: str) -> PyTree:
     """The leaves of `new` in the structure of `old`, with its metadata boxes."""
     leaves, structure = jax.tree.leaves(new), jax.tree.structure(old)
     if len(leaves) != structure.num_leaves:
@@ -169,7 +168,7 @@ def _like(old: Any, new: Any, collection: str) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def as_collections(item: Item) -> Variables:
+def as_collections(item: Item) -> LayerVariables:
     """A copy of a user's dict by collection.
 
     Raises:
@@ -180,18 +179,19 @@ def as_collections(item: Item) -> Variables:
     return dict(item)
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, meta.AxisMetadata)
+def _unboxed(variables: LayerVariables) -> LayerVariables:
+    """The variables without metadata boxes."""
+
+    def unbox(x: Leaf | meta.AxisMetadata) -> Leaf:
+        # Not meta.unbox: inside shard_map its sharding constraint could name an axis that is manual there.
+        if isinstance(x, nn.Partitioned):
+            return x.unbox(apply_constraint=False)
+        return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+
+    return jax.tree.map(unbox, variables, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
 
 
-def _unbox(x: Any) -> Any:
-    # Not meta.unbox: inside shard_map its sharding constraint could name an axis that is manual there.
-    if isinstance(x, nn.Partitioned):
-        return x.unbox(apply_constraint=False)
-    return x.unbox() if _is_box(x) else x
-
-
-def _leaf_specs(tree: Any) -> list[PartitionSpec]:
+def _leaf_specs(tree: PyTree) -> list[PartitionSpec]:
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
     return [spec or PartitionSpec() for spec in jax.tree.leaves(tree, is_leaf=is_spec)]
 
@@ -214,10 +214,10 @@ class NnxLayer:
     """
 
     name: str
-    graphdef: nnx.GraphDef[Any]
+    graphdef: nnx.GraphDef[nnx.Module]
     template: nnx.State
-    factory: Callable[..., nnx.Module] | None
-    ready: Variables | None = None
+    factory: Callable[..., object] | None
+    ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
     method: Method | None = None
@@ -233,13 +233,13 @@ class NnxLayer:
         return cls(made.__name__, graphdef, template, None, _collections(state), module_type=made)
 
     @classmethod
-    def from_factory(cls, factory: Callable[..., Any], index: int) -> NnxLayer:
+    def from_factory(cls, factory: Callable[..., object], index: int) -> NnxLayer:
         """A factory `lambda rngs: Module(..., rngs=rngs)`; it is traced here, and computes nothing.
 
         Raises:
           TypeError: it makes no nnx module, or one that hides an array from nnx.
         """
-        found: list[Any] = []  # the graph definition, or what isn't a module
+        found: list = []  # the graph definition, or what isn't a module
 
         def make(key: jax.Array) -> nnx.State | None:
             with nnx.use_eager_sharding(False):  # the layout splits variables, not their creation
@@ -266,11 +266,11 @@ class NnxLayer:
         """Whether their graph definitions are equal (types, attributes, initialisers), and both or none are ready."""
         if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
             return False
-        values = lambda layer: (layer.graphdef, layer.init_jaxpr, _shapes(layer.template))
-        parts = lambda layer: (layer.shared, layer.method, *values(layer))
+        shapes = lambda state: [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(state)]
+        parts = lambda layer: (layer.shared, layer.method, layer.graphdef, layer.init_jaxpr, shapes(layer.template))
         return same_value(parts(self), parts(other))
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> Variables:
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """The factory's values under this key; a ready module's own values."""
         del inputs, batch  # an nnx module knows its shapes
         if self.factory is None:
@@ -279,26 +279,24 @@ class NnxLayer:
         with nnx.use_eager_sharding(False):
             return _collections(nnx.state(_mark_arrays(self.factory(rngs=nnx.Rngs(key)))))
 
-    def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         key, train, _ = context
         state = self._state(variables, key)
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
-        function = self._function(module)
-        described = type(module).__call__ if self.method is None else function
-        drawn = _counts(state)
-        outputs = function(*inputs, **mode_arguments(described, train))
+        function, drawn = self._function(module), _counts(state)
+        outputs = function(*inputs, **mode_arguments(function, train))
         after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise MissingKeyError(self.name)
         new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
         return outputs, (new if train else {})
 
-    def _function(self, module: Any) -> Callable[..., Any]:
+    def _function(self, module: nnx.Module) -> Callable[..., Activation]:
         return getattr(module, self.method) if isinstance(self.method, str) else module
 
-    def _state(self, variables: Variables, key: jax.Array | None) -> nnx.State:
+    def _state(self, variables: LayerVariables, key: jax.Array | None) -> nnx.State:
         """The module's whole state: the variables, and random number streams that start from `key`."""
         seed, numbers = jax.random.key(0) if key is None else key, itertools.count()
         filled = []
@@ -306,19 +304,19 @@ class NnxLayer:
             if isinstance(variable, nnx.RngKey):
                 value = _stream_key(variable, jax.random.fold_in(seed, next(numbers)))
             elif isinstance(variable, nnx.RngState):
-                value = jnp.zeros(_value(variable).shape, _dtype(variable))
+                value = jnp.zeros(_value(variable).shape, _value(variable).dtype)
             else:
                 value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
             filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
         return nnx.from_flat_state(filled)
 
-    def to_item(self, variables: Variables) -> Item:
+    def to_item(self, variables: LayerVariables) -> Item:
         return variables
 
-    def from_item(self, item: Item) -> Variables:
+    def from_item(self, item: Item) -> LayerVariables:
         return as_collections(item)
 
-    def partition_specs(self, variables: Variables) -> Specs:
+    def partition_specs(self, variables: LayerVariables) -> Specs:
         """The axes that `nnx.with_partitioning` and its like name."""
         return {name: _leaf_specs(tree) for name, tree in _collections(nnx.get_partition_spec(self.template)).items()}
 
@@ -331,34 +329,29 @@ class NnxLayer:
 
 def _stream_key(variable: nnx.RngKey, key: jax.Array) -> jax.Array:
     """`key` in the form in which a module keeps it."""
-    if not jnp.issubdtype(_dtype(variable), jax.dtypes.prng_key):
+    if not jnp.issubdtype(_value(variable).dtype, jax.dtypes.prng_key):
         return jax.random.key_data(key)  # modules of the older style keep raw keys
     shape = _value(variable).shape
     return jax.random.split(key, shape) if shape else key  # one key for each copy of a vmapped module
 
 
-def _mark_arrays(module: Any) -> Any:
+def _mark_arrays(module: Module) -> Module:
     """The module, its traced arrays that are no Variables marked as data; nnx marks those that aren't traced itself.
 
     To nnx an array that is being traced is no data but a part of the graph definition, where it outlives its trace.
     """
-    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
-    for node in nodes:
+    for node in [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]:
         for name, value in vars(node).items():
             if not nnx.is_data(value) and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
                 setattr(node, name, nnx.data(value))
     return module
 
 
-def _value(variable: Any) -> Any:
+def _value(variable: nnx.Variable | Leaf) -> Leaf:
     return variable.get_value() if isinstance(variable, nnx.Variable) else variable
 
 
-def _dtype(variable: Any) -> Any:
-    return _value(variable).dtype
-
-
-def _collection(variable: Any) -> str:
+def _collection(variable: nnx.Variable | Leaf) -> str:
     if not isinstance(variable, nnx.Variable):
         return ARRAYS
     if isinstance(variable, nnx.Param):  # of a type of its own too, such as LoRAParam
@@ -366,9 +359,9 @@ def _collection(variable: Any) -> str:
     return nnx.variablelib.variable_name_from_type(type(variable), allow_register=True)
 
 
-def _collections(state: Any) -> Variables:
+def _collections(state: nnx.State) -> LayerVariables:
     """`{collection: nested dict by path}` of every variable that is no random number state."""
-    variables: Variables = {}
+    variables: LayerVariables = {}
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.RngState):
             continue
@@ -379,10 +372,6 @@ def _collections(state: Any) -> Variables:
     return variables
 
 
-def _counts(state: Any) -> dict[Any, Any]:
+def _counts(state: nnx.State) -> dict[tuple, Leaf]:
     """How often each random number stream was drawn from, by path."""
     return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}
-
-
-def _shapes(state: Any) -> list:
-    return [(path, _value(v).shape, _dtype(v)) for path, v in nnx.to_flat_state(state)]

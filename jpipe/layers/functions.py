@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
+
+ModeArguments = dict[str, Any]
+"""Booleans by keyword, for functions that may also take others."""
 
 
-def mode_arguments(
-    function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False
-) -> dict[str, bool]:
+def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False) -> ModeArguments:
     """The keyword arguments that tell `function` whether it trains: those of the known ones that its signature names.
 
     Args:

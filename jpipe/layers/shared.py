@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Method = str | Callable[..., Any]
+from jpipe.types import PyTree
+
+Method = str | Callable[..., PyTree]
 """How a layer is called instead of as usual: by the name of one of its methods, or through a function of the user's."""
 
 
@@ -26,7 +27,7 @@ class Shared:
         first use in the sequence makes the parameters.
     """
 
-    layer: Any
+    layer: object
 
     def __post_init__(self):
         if isinstance(self.layer, Shared | Use):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,18 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup
-from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
-from jpipe.model.running_averages import RunningAverages, find_rates, mean_variance_pairs
+from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.running_averages import PathsAndLeaves, RunningAverages, find_rates, mean_variance_pairs
+from jpipe.types import Leaf
+
+Flag = bool | jax.Array
+"""Known, or of a value that is traced."""
 
 DEFAULTS = {"batch_stats": "moments"}
 """Rules by collection; of any other, the mean of floating-point leaves and the last value of others."""
 
 
-class Rule(NamedTuple):
+class MergeRule(NamedTuple):
     """How the values of one leaf become one.
 
     Attributes:
@@ -34,30 +38,36 @@ class Rule(NamedTuple):
       finish: (total, old, M) -> the new value.
     """
 
-    accumulate: Callable[[Any, Any, Any, Any], Any]
-    finish: Callable[[Any, Any, Any], Any]
+    accumulate: Callable[[Leaf, Leaf, Leaf, Flag], Leaf]
+    finish: Callable[[Leaf, Leaf, int], Leaf]
 
 
-def _change(old: Any, new: Any) -> Any:
+def _change(old: Leaf, new: Leaf) -> Leaf:
     """What a leaf gains, so that one that doesn't move stays the same; its new value if the old isn't finite."""
     return jnp.where(jnp.isfinite(old), new - old, new)
 
 
-def _changed(old: Any, change: Any) -> Any:
+def _changed(old: Leaf, change: Leaf) -> Leaf:
     """The inverse of `_change`."""
     return jnp.where(jnp.isfinite(old), old + change, change)
 
 
-RULES = {
-    "mean": Rule(
+MERGE_RULES = {
+    "mean": MergeRule(
         lambda total, old, new, is_last: total + _change(old, new),
         lambda total, old, count: _changed(old, total / count),
     ),
-    "sum": Rule(lambda total, old, new, is_last: total + (new - old), lambda total, old, count: old + total),
-    "last": Rule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),
+    "sum": MergeRule(lambda total, old, new, is_last: total + (new - old), lambda total, old, count: old + total),
+    "last": MergeRule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),
 }
-CHOICES = (*RULES, "moments")
-"""What users may choose; "moments" is "mean", but with the variance of the micro-batches' means in variances."""
+CHOICES = {
+    "mean": "floating-point values",
+    "sum": "numbers",
+    "last": "any values",
+    "moments": 'running averages called "mean" and "var" side by side',
+}
+"""What users may choose, and what it merges; "moments" is "mean", but with the variance of the micro-batches' means in
+variances."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +82,7 @@ class Merging:
     rules: tuple[str, ...]
     averages: RunningAverages
 
-    def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Any) -> list[Leaf]:
+    def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Flag) -> list[Leaf]:
         """Totals with one more micro-batch's new state.
 
         `with_spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
@@ -87,13 +97,13 @@ class Merging:
         new = [leaf.astype(total.dtype) for leaf, total in zip(new, totals, strict=True)]
         old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, old, self.averages.with_spread(old, new), strict=True)
-        return [RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
+        return [MERGE_RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
         """The new state of the mini-batch, in the dtypes of the old one."""
         wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, wide, strict=True)
-        merged = [RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
+        merged = [MERGE_RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
         merged = self.averages.without_spread(wide, merged)
         return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
 
@@ -128,7 +138,7 @@ def make_merging(
     return Merging(tuple(found), averages)
 
 
-def _rule_of(leaf: Any, rule: str | None) -> str:
+def _rule_of(leaf: Leaf, rule: str | None) -> str:
     """The rule of a leaf in a collection: only numbers can be added up, and only floating-point ones averaged."""
     if leaf.dtype == jnp.bool_:
         return "last"
@@ -137,7 +147,7 @@ def _rule_of(leaf: Any, rule: str | None) -> str:
     return "mean" if is_float(leaf) else "last"
 
 
-def check_rules(rules: Any) -> dict[str, str]:
+def check_rules(rules: object) -> dict[str, str]:
     """The user's rules by collection.
 
     Raises:
@@ -170,20 +180,12 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
         trees = [group.variables[name] for group in groups if name in group.state_names]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
             raise ValueError(
-                f"merge[{name!r}]={rule!r} merges {_MERGES[rule]}, of which the collection has none: "
+                f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none: "
                 f"{describe(trees[0])}; use another rule, or leave it out"
             )
 
 
-_MERGES = {
-    "mean": "floating-point values",
-    "sum": "numbers",
-    "last": "any values",
-    "moments": 'running averages called "mean" and "var" side by side',
-}
-
-
-def _applies(rule: str, paths_and_leaves: Sequence[tuple[Any, Any]]) -> bool:
+def _applies(rule: str, paths_and_leaves: PathsAndLeaves) -> bool:
     """Whether a rule does anything for a collection of these leaves."""
     if rule == "moments":
         return bool(mean_variance_pairs(paths_and_leaves))

@@ -12,9 +12,8 @@ laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), and a con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,13 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.jaxprs import without_stops
 from jpipe.jax_tools.tracing import trace
-from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
+from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.partitioner.shardings import Axis, Sharding, convert, replicated
 from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.types import Leaf
+
+PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
+"""What `jax.tree_util.tree_leaves_with_path` gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +75,8 @@ class RunningAverages:
         return jnp.where(rate == 0, 0, jnp.square(change) / jnp.where(rate == 0, 1, rate))
 
 
-def mean_variance_pairs(paths_and_leaves: Sequence[tuple[Any, Leaf]]) -> list[tuple[int, int]]:
-    """The pairs of leaves called "mean" and "var" that lie side by side in a collection.
-
-    Args:
-      paths_and_leaves: as `jax.tree_util.tree_leaves_with_path` gives them.
-    """
+def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int]]:
+    """The pairs of leaves called "mean" and "var" that lie side by side in a collection."""
     index = {(path[:-1], getattr(path[-1], "key", None)): i for i, (path, _) in enumerate(paths_and_leaves) if path}
     pairs = [(i, index.get((parent, "var"))) for (parent, name), i in index.items() if name == "mean"]
     leaves = [leaf for _, leaf in paths_and_leaves]

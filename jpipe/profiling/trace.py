@@ -26,7 +26,7 @@ from jpipe.mesh.axes import AXIS
 from jpipe.profiling.measure import Program
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.simulate import Span, Timeline, peaks_in_flight
+from jpipe.schedules.simulate import Span, Timeline
 from jpipe.terminal.progress import task
 
 NANOSECONDS = 1e6
@@ -160,5 +160,4 @@ def _timeline(
         spans=tuple(spans),
         makespan=max(span.end for span in spans),
         busy=tuple(sum(span.end - span.start for span in spans if span.stage == k) for k in range(schedule.num_stages)),
-        peak_in_flight=peaks_in_flight(spans, schedule.num_stages),
     )

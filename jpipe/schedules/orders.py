@@ -73,7 +73,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
 
 
-def forward(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forward only, for inference and evaluation; nothing is kept for a backward.
 
     >>> print(forward(2, 3))
@@ -134,7 +134,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    "forward": forward,
+    "forward": forward_only,
 }
 
 

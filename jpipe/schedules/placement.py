@@ -7,7 +7,7 @@ dealt out to the stages decides who sends to whom. It is known here and nowhere 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-Index: TypeAlias = Any  # an int, or integers of NumPy or (traced) JAX: plain arithmetic works on all of them
+Integer: TypeAlias = Any  # an int, or integers of NumPy or (traced) JAX: plain arithmetic works on all of them
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,17 @@ class Placement:
         """K*V, the length of the chain."""
         return self.num_stages * self.num_chunks
 
-    def virtual_stage(self, stage: Index, chunk: Index) -> Index:
+    def virtual_stage(self, stage: Integer, chunk: Integer) -> Integer:
         """The virtual stage that is this chunk of this stage, counted along the chain from 0."""
         return chunk * self.num_stages + stage
 
-    def stage_of(self, virtual_stage: Index) -> Index:
+    def stage_of(self, virtual_stage: Integer) -> Integer:
         """The stage that runs a virtual stage."""
         return virtual_stage % self.num_stages
 
-    def chunk_of(self, virtual_stage: Index) -> Index:
+    def chunk_of(self, virtual_stage: Integer) -> Integer:
         """Which of its stage's chunks a virtual stage is."""
         return virtual_stage // self.num_stages
-
-    def is_first(self, virtual_stage: Index) -> Index:
-        """Whether a virtual stage is the first of the chain, which receives no activation; a bool for an int."""
-        return virtual_stage == 0
-
-    def is_last(self, virtual_stage: Index) -> Index:
-        """Whether a virtual stage is the last of the chain, which receives no cotangent; a bool for an int."""
-        return virtual_stage == self.num_virtual_stages - 1
 
     def neighbour(self, virtual_stage: int, flow: int) -> int | None:
         """The virtual stage to which a value goes from this one; None at the end of the chain.

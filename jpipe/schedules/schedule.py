@@ -16,15 +16,15 @@ from numbers import Integral
 from typing import TypeAlias
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
-from jpipe.schedules.placing import place
 from jpipe.schedules.ticks import TickTable, lower
+from jpipe.schedules.timing import slot_times
 
 ActionLike: TypeAlias = Action | tuple[str, int] | tuple[str, int, int] | str
 
 
 @dataclass(frozen=True, init=False)
 class Schedule(Orders):
-    """The order of each stage's actions, and the slots of a tick in which they run (see `jpipe.schedules.placing`).
+    """The order of each stage's actions, and the slots of a tick in which they run (see `jpipe.schedules.timing`).
 
     Args:
       actions: K sequences, the ordered actions of each stage. An action is an `Action`, a tuple `("F", 0)` or
@@ -71,7 +71,7 @@ class Schedule(Orders):
 
     def __str__(self) -> str:
         """The grid: a line for each stage, a column for each slot in time, "." where the stage idles."""
-        times = place(self)
+        times = slot_times(self)
         width = len(self.slots)
         num_ticks = max(times.values()) // width + 1
         labels = {(stage, tau): str(action) for (stage, action), tau in times.items()}
@@ -126,7 +126,7 @@ def validate(orders: Orders) -> None:
         for action in order:
             _check_action(orders, stage, action)
     _check_complete(orders)
-    place(orders)
+    slot_times(orders)
 
 
 def _check_slots(orders: Orders) -> None:

@@ -6,6 +6,8 @@ It reads the same tick table as the executor, so it times what will run, and not
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,8 +43,6 @@ class Timeline:
       spans: every action with its start and end, in slot order.
       makespan: the time from the first action's start to the last one's end.
       busy: K numbers, the time for which each stage works.
-      peak_in_flight: K numbers, the most (micro-batch, chunk) pairs at once whose F has run on that stage and whose B
-        has not yet; 0 in a forward-only schedule, which keeps nothing for a backward.
       transfer: the time of a hop, as `simulate` was called with.
     """
 
@@ -50,7 +50,6 @@ class Timeline:
     spans: tuple[Span, ...] = field(repr=False)
     makespan: float
     busy: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
     transfer: float = 0.0
 
     def __str__(self) -> str:
@@ -81,10 +80,16 @@ class Timeline:
         passes = self.schedule.num_microbatches * (2 if self.schedule.trains else 1)
         return (sum(self.busy) + passes * (len(self.busy) - 1) * self.transfer) / self.makespan
 
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """K numbers, the most (micro-batch, chunk) pairs that a stage holds at once (see `in_flight`)."""
+        return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
+
     def in_flight(self, stage: int) -> list[tuple[float, int]]:
         """What a stage holds over time: each time from which it is another number, and the number, from (0.0, n) on.
 
-        It counts the (micro-batch, chunk) pairs of `peak_in_flight`, from the start of their F to the end of their B.
+        It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B; none in a
+        forward-only schedule, which keeps nothing for a backward.
 
         >>> from jpipe.schedules.orders import make_schedule
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
@@ -95,12 +100,10 @@ class Timeline:
             if span.stage == stage and span.action.kind in "FB":
                 time, change = (span.start, 1) if span.action.kind == "F" else (span.end, -1)
                 changes[time] = changes.get(time, 0) + change
-        steps: list[tuple[float, int]] = []
-        for time in sorted(changes):
-            count = changes[time] + (steps[-1][1] if steps else 0)
-            if not steps or count != steps[-1][1]:
-                steps.append((time, count))
-        return steps
+        times = sorted(changes)
+        counts = list(accumulate(changes[time] for time in times))
+        steps = zip(times, counts, [None, *counts[:-1]], strict=True)
+        return [(time, count) for time, count, before in steps if count != before]
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None, *, unit: str | None = None) -> "Axes":
         """Draws the timeline: a line of bars for each stage, and below it what each stage holds over time.
@@ -198,7 +201,6 @@ def simulate(
         spans=tuple(spans),
         makespan=max(span.end for span in spans),
         busy=tuple(float(sum(times[action.kind][k] for action in order)) for k, order in enumerate(schedule.actions)),
-        peak_in_flight=peaks_in_flight(spans, schedule.num_stages),
         transfer=hop,
     )
 
@@ -234,18 +236,6 @@ def _after_hops(schedule: Schedule, index: int, ends: np.ndarray, hop: float) ->
                 waits = arriving if beside else starts
                 waits[receiver] = max(waits[receiver], ends[sender] + hop)
     return starts, arriving
-
-
-def peaks_in_flight(spans: Sequence[Span], num_stages: int) -> tuple[int, ...]:
-    """`Timeline.peak_in_flight` of spans in the order of time."""
-    return tuple(_peak_in_flight(spans, stage) for stage in range(num_stages))
-
-
-def _peak_in_flight(spans: Sequence[Span], stage: int) -> int:
-    kinds = [span.action.kind for span in spans if span.stage == stage]
-    if "B" not in kinds:
-        return 0
-    return int(np.cumsum([{"F": 1, "B": -1}.get(kind, 0) for kind in kinds]).max())
 
 
 def _stage_times(

@@ -1,8 +1,8 @@
 """Lowers orders of actions to lockstep ticks: the table that the executor runs and the simulator times.
 
 All devices run the same code, so what a device does in a slot, and where its inputs lie, must be data. `lower` makes
-the orders that data. It looks up when each action runs (`placing.place`). And it gives every value that waits for an
-action (an activation, a cotangent, a forward's residuals) a row of a buffer for as long as it is live, so the memory
+the orders that data. It looks up when each action runs (`timing.slot_times`). And it gives every value that waits for
+an action (an activation, a cotangent, a forward's residuals) a row of a buffer for as long as it is live, so the memory
 held is what the orders need and no more.
 
 Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, Placed
-from jpipe.schedules.placing import boundary_source, place
+from jpipe.schedules.timing import boundary_source, slot_times
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
     """
-    times = place(orders)
+    times = slot_times(orders)
     width = len(orders.slots)
     num_ticks = max(times.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below

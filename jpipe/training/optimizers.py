@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import optax
 
 from jpipe.training.update import update_with_loss
+from jpipe.types import Shapes
 
 
-def check_is_optimizer(tx: Any) -> None:
+def wrap_it(example: str) -> str:
+    """What to do with a transformation that tells parameters apart."""
+    return (
+        "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
+        f"jpipe.per_layer({example}))"
+    )
+
+
+def check_is_optimizer(tx: object) -> None:
     """Checks that `tx` is an optax transformation.
 
     Raises:
@@ -24,7 +32,7 @@ def check_is_optimizer(tx: Any) -> None:
         )
 
 
-def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
+def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Shapes, loss: Shapes) -> None:
     """Checks that a transformation can be updated with what `train_step` gives it.
 
     Args:
@@ -50,7 +58,7 @@ def check_update(tx: Any, params: Any, opt_state: Any, loss: Any) -> None:
 _BY_PARAMETER = ("MaskedState", "PartitionState", "MultiTransformState", "FactoredState", "ScaleByTrustRatioState")
 
 
-def check_optimizer(opt_state: Any) -> None:
+def check_optimizer(opt_state: Shapes) -> None:
     """Checks that no transformation outside of `per_layer` tells parameters apart.
 
     Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
@@ -67,7 +75,6 @@ def check_optimizer(opt_state: Any) -> None:
     if found:
         raise ValueError(
             f"tx tells parameters apart (its state holds a {found[0]}: a mask, labels, or statistics of single "
-            "parameters), but a pipeline keeps many layers' leaves in one array; wrap that part of it in "
-            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
-            "jpipe.per_layer(optax.adamw(1e-3, mask=mask)))"
+            "parameters), but a pipeline keeps many layers' leaves in one array; "
+            + wrap_it("optax.adamw(1e-3, mask=mask)")
         )

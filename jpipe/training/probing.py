@@ -7,21 +7,21 @@ transformation is tried on a few small arrays: once each array is a parameter, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
 
+from jpipe.jax_tools.concrete import on_this_host
 from jpipe.jax_tools.interpret import interpret
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jax_tools.tracing import trace
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
+from jpipe.training.optimizers import wrap_it
 
 
-class Probe(dict[str, Any]):
+class Probe(dict[str, np.ndarray]):
     """Small arrays by name to try a transformation on; a pytree of a type of its own, so that `not_tried` knows it."""
 
 
@@ -39,12 +39,15 @@ def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransf
         return optax.EmptyState() if isinstance(params, Probe) else tx.init(params)
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, optax.OptState]:
         return (updates, state) if isinstance(updates, Probe) else tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
+
+Probes = tuple[Probe, Probe]
+"""Each array alone; those of one shape together."""
 
 TOLERANCE = 1e-4
 """By how much updates may be off, relative to a parameter's largest: sums in another order are off by 1e-7."""
@@ -65,8 +68,7 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     if off is not None and off > TOLERANCE:
         raise ValueError(
             "tx tells parameters apart: where several lie in one array, as a pipeline keeps those of its layers, "
-            f"updates are off by up to {off:.1%} (tried on small arrays); wrap that part of it in "
-            "jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.lamb(1e-3)))"
+            f"updates are off by up to {off:.1%} (tried on small arrays); {wrap_it('optax.lamb(1e-3)')}"
         )
 
 
@@ -79,16 +81,16 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
     """
     tx = optax.with_extra_args_support(tx)
 
-    def update(grads: Any, states: Any, trees: Any, value: Any) -> Any:
+    def update(grads: Probes, states: list, trees: Probes, value: jax.Array) -> tuple[list, list]:
         pairs = [tx.update(*arguments, value=value) for arguments in zip(grads, states, trees, strict=True)]
         return [new for new, _ in pairs], [state for _, state in pairs]
 
     params = _both(_leaves(np.random.default_rng(0), 1.0))
     # For real, even if the caller is being traced; on one device, whatever the mesh.
-    with no_mesh(), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"), jax.default_device(_device()):
+    with on_this_host():
         try:
-            init, states = _traced(lambda trees: [tx.init(tree) for tree in trees], params)
-            step, _ = _traced(update, params, states, params, np.float32(1))
+            init, states = trace(lambda trees: [tx.init(tree) for tree in trees], params)
+            step, _ = trace(update, params, states, params, np.float32(1))
             if _draws(step.jaxpr):
                 return None
             return _run(step, interpret(init, *jax.tree.leaves(params)), params)
@@ -96,11 +98,7 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
             return None
 
 
-def _traced(function: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
-    return jax.make_jaxpr(function, return_shape=True)(*arguments)
-
-
-def _run(step: ClosedJaxpr, states: list[Any], params: tuple[Probe, Probe]) -> float:
+def _run(step: ClosedJaxpr, states: list[np.ndarray], params: Probes) -> float:
     """The largest deviation over several training steps.
 
     Args:
@@ -140,7 +138,7 @@ def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndar
     return {name: [make(shape, 0.1), make(shape, 3.0)] for name, shape in _SHAPES.items()}
 
 
-def _both(leaves: dict[str, list[np.ndarray]]) -> tuple[Probe, Probe]:
+def _both(leaves: dict[str, list[np.ndarray]]) -> Probes:
     """(each array alone, those of one shape as the rows of one `[1, 3, ...]`: one stage, two layers, an empty row)."""
     apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
     return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})
@@ -150,10 +148,3 @@ def _draws(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr draws random numbers, or one inside of it does."""
     names = ("random_", "threefry", "rng_")
     return any(e.primitive.name.startswith(names) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
-
-
-def _device() -> Any:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # there are accelerators only
-        return jax.local_devices()[0]

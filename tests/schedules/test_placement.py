@@ -24,8 +24,6 @@ def test_virtual_stages_are_counted_as_a_microbatch_visits_them(num_stages, num_
     for s, (stage, chunk) in enumerate(visits):
         assert placement.virtual_stage(stage, chunk) == s
         assert (placement.stage_of(s), placement.chunk_of(s)) == (stage, chunk)
-        assert placement.is_first(s) == (s == 0)
-        assert placement.is_last(s) == ((stage, chunk) == visits[-1])
 
 
 @pytest.mark.parametrize("flow", [+1, -1])
@@ -53,8 +51,7 @@ def test_numpy_and_traced_integers_give_what_ints_give():
 
     def ask(virtual_stage):
         stage, chunk = placement.stage_of(virtual_stage), placement.chunk_of(virtual_stage)
-        again = placement.virtual_stage(stage, chunk)
-        return stage, chunk, again, placement.is_first(virtual_stage), placement.is_last(virtual_stage)
+        return stage, chunk, placement.virtual_stage(stage, chunk)
 
     chain = np.arange(6, dtype=np.int32)
     expected = list(zip(*map(ask, range(6)), strict=True))

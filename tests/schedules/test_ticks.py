@@ -1,51 +1,24 @@
 """The lowered table, played through with tagged values in place of arrays: what is read must be what was expected."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from any_schedule import schedules
 from cases import names
-from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind, Placed
+from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind
 from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.placement import Placement
-from jpipe.schedules.placing import needs, place
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable, lower
+from jpipe.schedules.timing import slot_times
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
 GARBAGE: Tag = ("garbage", -1, -1)
 BOUNDARIES = {"activation": "F", "cotangent": "B"}
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any valid schedule: a random order that respects the dependencies, dealt out to the stages."""
-    num_stages, num_microbatches, num_chunks = (draw(st.integers(1, high)) for high in (4, 5, 3))
-    slots = draw(st.sampled_from([("F", "B"), ("B", "F"), ("FB",), ("BF", "F"), ("F", "F", "B"), ("F",), ("F", "F")]))
-    seed = random.Random(draw(st.integers(0, 2**32)))
-    kinds = sorted(set("".join(slots)))
-    every = [
-        (stage, Action(kind, m, v))
-        for kind in kinds
-        for stage in range(num_stages)
-        for m in range(num_microbatches)
-        for v in range(num_chunks)
-    ]
-    placement = Placement(num_stages, num_chunks)
-    eager = {placed: seed.random() for placed in every}
-    done: set[Placed] = set()
-    orders: list[list[Action]] = [[] for _ in range(num_stages)]
-    while len(done) < len(every):
-        ready = [p for p in every if p not in done and all(need in done for need in needs(placement, *p))]
-        stage, action = min(ready, key=lambda placed: eager[placed])
-        done.add((stage, action))
-        orders[stage].append(action)
-    return Schedule(orders, slots=slots)
 
 
 def named(num_chunks: int) -> list[Schedule]:
@@ -93,9 +66,9 @@ def _expected_reads(schedule: Schedule, stage: int, action: Action, *, keep_inpu
     """What an action must find in its rows, by buffer: what its neighbours in the chain of virtual stages sent."""
     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
     reads: dict[str, Tag] = {}
-    if not schedule.placement.is_first(virtual_stage) and (action.kind == "F" or keep_inputs):
+    if virtual_stage > 0 and (action.kind == "F" or keep_inputs):
         reads["activation"] = ("F", action.microbatch, virtual_stage - 1)
-    if not schedule.placement.is_last(virtual_stage) and action.kind == "B":
+    if virtual_stage < schedule.placement.num_virtual_stages - 1 and action.kind == "B":
         reads["cotangent"] = ("B", action.microbatch, virtual_stage + 1)
     return reads
 
@@ -136,7 +109,7 @@ def _play_residual(buffer: list[Tag], row: int, action: Action | None, trains: b
 
 def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, ...]]:
     """The most values that are live at once on each stage, counted slot time by slot time."""
-    times, placement = place(schedule), schedule.placement
+    times, placement = slot_times(schedule), schedule.placement
     live: dict[str, list[list[range]]] = {
         name: [[] for _ in schedule.actions] for name in ("activation", "cotangent", "residual")
     }
@@ -178,20 +151,6 @@ def test_any_valid_schedule_reads_what_was_written_in_as_few_rows_as_can_be(sche
 def test_named_schedules_read_what_was_written_in_as_few_rows_as_can_be(num_chunks, keep_inputs):
     for schedule in named(num_chunks):
         check(schedule, keep_inputs=keep_inputs)
-
-
-@given(schedules())
-def test_every_action_runs_as_soon_as_possible(schedule):
-    times = place(schedule)
-    for stage, order in enumerate(schedule.actions):
-        for before, action in zip([None, *order], order, strict=False):
-            tau = times[stage, action]
-            held_up = [times[need] for need in needs(schedule.placement, stage, action)]
-            held_up += [] if before is None else [times[stage, before]]
-            assert action.kind in schedule.slots[tau % len(schedule.slots)]
-            assert all(before < tau for before in held_up)
-            between = range(max(held_up, default=-1) + 1, tau)
-            assert not any(action.kind in schedule.slots[slot % len(schedule.slots)] for slot in between)
 
 
 @given(schedules())

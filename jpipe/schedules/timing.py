@@ -27,7 +27,7 @@ def needs(placement: Placement, stage: int, action: Action) -> list[Placed]:
     return own if source is None else [*own, source]
 
 
-def place(orders: Orders) -> dict[Placed, int]:
+def slot_times(orders: Orders) -> dict[Placed, int]:
     """The slot time of every action of every stage, as early as can be.
 
     Raises:

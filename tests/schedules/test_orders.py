@@ -1,0 +1,267 @@
+"""Orders against pictures, drawn; wrong names and sizes against their messages."""
+
+import itertools
+import re
+
+import pytest
+
+from cases import names
+from jpipe.schedules.orders import SCHEDULES, make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.timing import slot_times
+
+# A line a stage, a character a tick: the forwards on the left, the backwards on the right. A digit is the micro-batch
+# in chunk 0, a letter the micro-batch in chunk 1 (a = 0).
+PICTURES = {
+    ("naive", 1, 1, 1): """
+        0  0
+    """,
+    ("naive", 1, 3, 1): """
+        012  012
+    """,
+    ("naive", 3, 1, 1): """
+        0....  ....0
+        .0...  ...0.
+        ..0..  ..0..
+    """,
+    ("naive", 3, 3, 1): """
+        0....1....2....  ....0....1....2
+        .0....1....2...  ...0....1....2.
+        ..0....1....2..  ..0....1....2..
+    """,
+    ("naive", 4, 4, 1): """
+        0......1......2......3......  ......0......1......2......3
+        .0......1......2......3.....  .....0......1......2......3.
+        ..0......1......2......3....  ....0......1......2......3..
+        ...0......1......2......3...  ...0......1......2......3...
+    """,
+    ("naive", 4, 2, 1): """
+        0......1......  ......0......1
+        .0......1.....  .....0......1.
+        ..0......1....  ....0......1..
+        ...0......1...  ...0......1...
+    """,
+    ("gpipe", 1, 1, 1): """
+        0  0
+    """,
+    ("gpipe", 1, 3, 1): """
+        012..  ..012
+    """,
+    ("gpipe", 3, 1, 1): """
+        0....  ....0
+        .0...  ...0.
+        ..0..  ..0..
+    """,
+    ("gpipe", 3, 3, 1): """
+        012......  ......012
+        .012.....  .....012.
+        ..012....  ....012..
+    """,
+    ("gpipe", 4, 4, 1): """
+        0123.........  .........0123
+        .0123........  ........0123.
+        ..0123.......  .......0123..
+        ...0123......  ......0123...
+    """,
+    ("gpipe", 4, 2, 1): """
+        01.......  .......01
+        .01......  ......01.
+        ..01.....  .....01..
+        ...01....  ....01...
+    """,
+    ("1f1b", 1, 1, 1): """
+        0  0
+    """,
+    ("1f1b", 1, 3, 1): """
+        012  012
+    """,
+    ("1f1b", 3, 1, 1): """
+        0....  ....0
+        .0...  ...0.
+        ..0..  ..0..
+    """,
+    ("1f1b", 3, 3, 1): """
+        012....  ....012
+        .012...  ...012.
+        ..012..  ..012..
+    """,
+    ("1f1b", 4, 4, 1): """
+        0123......  ......0123
+        .0123.....  .....0123.
+        ..0123....  ....0123..
+        ...0123...  ...0123...
+    """,
+    ("1f1b", 4, 2, 1): """
+        01......  ......01
+        .01.....  .....01.
+        ..01....  ....01..
+        ...01...  ...01...
+    """,
+    ("interleaved", 1, 1, 2): """
+        0a.  .a0
+    """,
+    ("interleaved", 1, 3, 2): """
+        0a1b2c.  .a0b1c2
+    """,
+    ("interleaved", 3, 1, 2): """
+        0..a.......  .......a..0
+        .0..a......  ......a..0.
+        ..0..a.....  .....a..0..
+    """,
+    ("interleaved", 3, 3, 2): """
+        012abc.......  .......abc012
+        .012abc......  ......abc012.
+        ..012abc.....  .....abc012..
+    """,
+    ("interleaved", 4, 4, 2): """
+        0123abcd..........  ..........abcd0123
+        .0123abcd.........  .........abcd0123.
+        ..0123abcd........  ........abcd0123..
+        ...0123abcd.......  .......abcd0123...
+    """,
+    ("interleaved", 4, 2, 2): """
+        01..ab...........  ...........ab..01
+        .01..ab..........  ..........ab..01.
+        ..01..ab.........  .........ab..01..
+        ...01..ab........  ........ab..01...
+    """,
+    ("forward", 1, 1, 1): """
+        0
+    """,
+    ("forward", 1, 3, 1): """
+        012
+    """,
+    ("forward", 3, 1, 1): """
+        0..
+        .0.
+        ..0
+    """,
+    ("forward", 3, 3, 1): """
+        012..
+        .012.
+        ..012
+    """,
+    ("forward", 4, 4, 1): """
+        0123...
+        .0123..
+        ..0123.
+        ...0123
+    """,
+    ("forward", 4, 2, 1): """
+        01...
+        .01..
+        ..01.
+        ...01
+    """,
+    ("1f1b", 2, 6, 1): """
+        012345..  ..012345
+        .012345.  .012345.
+    """,
+    ("1f1b", 3, 7, 1): """
+        0123456....  ....0123456
+        .0123456...  ...0123456.
+        ..0123456..  ..0123456..
+    """,
+    ("interleaved", 2, 4, 2): """
+        01ab23cd....  ....ab01cd23
+        .01ab23cd...  ...ab01cd23.
+    """,
+    ("interleaved", 2, 5, 2): """
+        01ab234cde.....  .....ab01cde234
+        .01ab234cde....  ....ab01cde234.
+    """,
+    ("forward", 2, 3, 2): """
+        012abc.
+        .012abc
+    """,
+}
+
+
+def picture(schedule: Schedule) -> list[str]:
+    """A line for each stage, as in `PICTURES`."""
+    times = slot_times(schedule)
+    width = len(schedule.slots)
+    num_ticks = max(times.values()) // width + 1
+    marks = [[["."] * num_ticks for _ in schedule.slots] for _ in schedule.actions]
+    for (stage, action), tau in times.items():
+        marks[stage][tau % width][tau // width] = ("0123456789", "abcdefghij")[action.chunk][action.microbatch]
+    return ["  ".join("".join(slot) for slot in slots) for slots in marks]
+
+
+@pytest.mark.parametrize(("name", "num_stages", "num_microbatches", "num_chunks"), PICTURES)
+def test_order_is_as_drawn(name, num_stages, num_microbatches, num_chunks):
+    schedule = make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    drawn = PICTURES[name, num_stages, num_microbatches, num_chunks]
+    assert picture(schedule) == [line.strip() for line in drawn.strip().splitlines()]
+    assert (schedule.name, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks) == (
+        name,
+        num_stages,
+        num_microbatches,
+        num_chunks,
+    )
+
+
+@pytest.mark.parametrize("name", ["interleaved", "forward"])
+def test_chunked_orders_never_deadlock_and_stall_only_with_fewer_microbatches_than_stages(name):
+    for num_stages, num_microbatches, num_chunks in itertools.product(range(1, 6), range(1, 10), range(1, 5)):
+        schedule = make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+        forwards = sorted({tau for (_, action), tau in slot_times(schedule).items() if action.kind == "F"})
+        if num_chunks == 1 or num_microbatches >= num_stages:
+            assert len(forwards) == num_chunks * num_microbatches + num_stages - 1
+        else:  # a wave takes K slots for each chunk, filled or not
+            assert forwards[-1] - forwards[0] <= len(schedule.slots) * (num_chunks * num_stages + num_microbatches - 2)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 3), (4, 8), (4, 2)])
+def test_warm_up(num_stages, num_microbatches, num_chunks):
+    schedule = make_schedule(
+        "interleaved", num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    for stage, order in enumerate(schedule.actions):
+        warm_up = (num_chunks - 1) * num_stages + 2 * (num_stages - 1 - stage) + 1
+        kinds = "".join(action.kind for action in order)
+        assert kinds.index("B") == min(num_microbatches * num_chunks, warm_up)
+        assert re.fullmatch("F+(BF)*B+", kinds)
+
+
+def test_1f1b_is_interleaved_with_one_chunk():
+    one = make_schedule("1f1b", num_stages=3, num_microbatches=5)
+    assert one == make_schedule("interleaved", num_stages=3, num_microbatches=5)
+
+
+def test_make_schedule_returns_ones_own_schedule_after_checking_its_sizes():
+    own = Schedule([["F0", "B0"]])
+    assert make_schedule(own, num_stages=1, num_microbatches=1) is own
+    with pytest.raises(ValueError, match="num_microbatches=4, but the schedule 'custom' was made for 1; use num_mic"):
+        make_schedule(own, num_stages=1, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"num_stages": 0}, ValueError, "num_stages=0 must be 1 or more"),
+        ({"num_microbatches": -2}, ValueError, "num_microbatches=-2 must be 1 or more"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be 1 or more"),
+        ({"num_stages": True}, TypeError, "num_stages=True must be an int, got bool"),
+        ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int, got float"),
+    ],
+)
+def test_make_schedule_rejects_sizes(sizes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make_schedule("1f1b", **{"num_stages": 2, "num_microbatches": 2} | sizes)
+
+
+@pytest.mark.parametrize("name", names(chunks=False))
+def test_schedules_of_one_chunk_say_so(name):
+    remedy = f"schedule={name!r} has one chunk a stage, got num_chunks=2; use schedule='interleaved' or num_chunks=1"
+    with pytest.raises(ValueError, match=re.escape(remedy)):
+        make_schedule(name, num_stages=2, num_microbatches=2, num_chunks=2)
+
+
+def test_make_schedule_names_the_schedules_it_knows():
+    known = ", ".join(map(repr, SCHEDULES))
+    with pytest.raises(ValueError, match=f"schedule='zigzag' is unknown; use one of {known}"):
+        make_schedule("zigzag", num_stages=2, num_microbatches=2)
+    with pytest.raises(TypeError, match=r"schedule=3 must be a name or a jpipe\.Schedule"):
+        make_schedule(3, num_stages=2, num_microbatches=2)  # pyright: ignore[reportArgumentType]
