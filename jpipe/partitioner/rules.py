@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jpipe.partitioner.elementwise import ELEMENTWISE, elementwise
+from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import gather, scatter
 from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule_result import (
@@ -33,6 +33,7 @@ from jpipe.partitioner.rule_result import (
     result_shape,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.seam.primitives import ELEMENTWISE
 
 # --- rules from the dimensions that an operation leaves alone ---
 
