@@ -18,17 +18,18 @@ import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
+    "seam": set(),
     "terminal": set(),
     "schedules": set(),
     "processes": set(),
-    "jax_tools": {"terminal"},
-    "partitioner": {"jax_tools"},
+    "jax_tools": {"seam", "terminal"},
+    "partitioner": {"seam", "jax_tools"},
     "mesh": {"partitioner"},
     "layers": {"jax_tools"},
-    "model": {"terminal", "jax_tools", "partitioner", "mesh", "layers"},
+    "model": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers"},
     "memory": {"jax_tools", "partitioner", "mesh", "layers", "schedules", "model"},
-    "planning": {"terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
-    "training": {"jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
+    "planning": {"seam", "terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
+    "training": {"seam", "jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
     "execution": {
         "terminal",
         "jax_tools",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]

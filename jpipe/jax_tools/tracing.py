@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
 from jpipe.jax_tools.jaxprs import changed
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
 
 

@@ -44,26 +44,26 @@ NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _COMPARISONS | _OF_BITS |
 """Elementwise primitives -> the NumPy functions that do the same."""
 
 MOVES = frozenset(
-    "broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split stack transpose unstack".split()
+    _read("broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split stack transpose unstack")
 )
 """They put elements elsewhere, wherever these come from, and compute nothing."""
 
 CHEAP = frozenset(_ARITHMETIC) | MOVES
 """What they give takes less time to make again than to write down and read back; a comparison gives single bytes."""
 
-CALLS = frozenset("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2".split())
+CALLS = frozenset(_read("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"))
 """They only call the jaxpr in their parameters."""
 
-LOOPS_AND_BRANCHES = frozenset("cond scan while".split())
+LOOPS_AND_BRANCHES = frozenset(_read("cond scan while"))
 """Their jaxprs run never, once or often; `jpipe.seam.inside.scan_counts` says which operands are what."""
 
 REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any reduce_prod=prod reduce_sum=sum")
 """Reductions over the dimensions `axes` -> the NumPy functions that do the same."""
 
-SUMS_OVER_DEVICES = frozenset("pbroadcast pmax pmin psum psum_invariant pvary".split())
+SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pvary"))
 """Over mesh axes: of one device they give what it has."""
 
-OVER_DEVICES = frozenset("all_gather all_to_all axis_index ppermute reduce_scatter".split())
+OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
 """Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
 
 _RANDOM = ("random_", "threefry", "rng_")

@@ -44,8 +44,8 @@ def test_every_primitive_of_jax_was_looked_at():
     """A new one is safe everywhere, as the tests below show; in the table it may be faster."""
     new = {name for name in JAXS if not draws(name)} - TABLE - set(OTHERS.split())
     assert not new, (
-        f"JAX {jax.__version__} has new primitives, {sorted(new)}: put each into the table of jpipe/seam/primitives.py, "
-        "or into OTHERS here"
+        f"JAX {jax.__version__} has new primitives, {sorted(new)}: put each into the table of "
+        "jpipe/seam/primitives.py, or into OTHERS here"
     )
 
 
@@ -82,7 +82,11 @@ def jaxs(name, operands):
 
 @pytest.mark.parametrize("name", sorted(REDUCTIONS))
 def test_numpy_reduces_the_same(name):
-    x = np.arange(1, 7).reshape(2, 3) % 4 > 1 if name in ("reduce_and", "reduce_or") else np.arange(1.0, 7, 1, np.float32)
+    x = (
+        np.arange(1, 7).reshape(2, 3) % 4 > 1
+        if name in ("reduce_and", "reduce_or")
+        else np.arange(1.0, 7, 1, np.float32)
+    )
     x = x.reshape(2, 3)
     closed = jax.make_jaxpr(getattr(jax.lax, name), static_argnums=1)(x, (1,))
     (equation,) = closed.eqns
@@ -102,7 +106,12 @@ def with_vjp(x):
 
 with_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
 with_vjp.defvjp(lambda x: (x, None), lambda _, g: (g,))
-CALLERS = {"jit": jax.jit(jnp.sin), "checkpoint": jax.checkpoint(jnp.sin), "custom_jvp": with_jvp, "custom_vjp": with_vjp}
+CALLERS = {
+    "jit": jax.jit(jnp.sin),
+    "checkpoint": jax.checkpoint(jnp.sin),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+}
 
 
 @pytest.mark.parametrize("name", CALLERS)
