@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -108,11 +106,6 @@ OWN = {
 def test_tools_are_imported_when_they_are_called(name):
     assert HAND_OVER[name] <= IMPORTS[name]
     assert not HAND_OVER[name] & imported_at_once(TREES[name])
-
-
-def test_importing_jpipe_imports_no_matplotlib():
-    code = "import sys, jpipe; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_every_folder_has_its_line():
