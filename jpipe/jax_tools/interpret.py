@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
 def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:

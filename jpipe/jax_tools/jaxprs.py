@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 CALLS = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "closed_call")
 """Primitives that only call the jaxpr in their parameters."""

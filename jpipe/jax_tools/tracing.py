@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
 from jpipe.jax_tools.jaxprs import CALLS, changed
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:

@@ -11,12 +11,12 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jpipe.jax_tools.jaxprs import scan_counts
 from jpipe.partitioner.equations import Handler, Partitioner, Value
 from jpipe.partitioner.rule_result import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
 def _call(partitioner: Partitioner, equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
 
 from jpipe.partitioner.rule_result import RuleResult, aval_of, operand_shape, operand_size, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 
 _NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jpipe.partitioner.elementwise import ELEMENTWISE, elementwise
 from jpipe.partitioner.lookups import gather, scatter
@@ -33,6 +32,7 @@ from jpipe.partitioner.rule_result import (
     result_shape,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 # --- rules from the dimensions that an operation leaves alone ---
 

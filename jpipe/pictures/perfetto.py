@@ -17,9 +17,7 @@ from jpipe.schedules.simulate import Timeline
 Json = dict[str, Any]
 
 
-def chrome_trace(
-    timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3
-) -> Json:
+def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3) -> Json:
     """The trace as JSON objects; see `Timeline.to_chrome_trace`."""
     if not 0 < unit_in_seconds < math.inf:
         raise ValueError(f"unit_in_seconds={unit_in_seconds!r} must be positive and finite")

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
 
 
 class Probe(dict[str, Any]):
