@@ -211,9 +211,7 @@ def test_every_file_is_in_its_folders_row():
 
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
-SAME_STEMS = {"trace"}  # to be emptied
-SAME_STEMS = {"trace"}  # to be emptied
-SAME_STEMS = {"trace"}  # to be emptied
+SAME_STEMS: set[str] = set()
 HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
     "Layer",
     "forward",
