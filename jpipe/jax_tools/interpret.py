@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
+from jpipe.seam.inside import called_by, carry_out
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
 
@@ -30,16 +30,17 @@ def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> li
     dtype: Callable[[Any], Any] = lambda v: v.aval.dtype
     read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], dtype(v))
     for equation in jaxpr.eqns:
-        results = _results(equation, list(map(read, equation.invars)), jaxpr)
+        results = _results(equation, list(map(read, equation.invars)))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Sequence[Any]:
-    """The results of an equation of `jaxpr`."""
+def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[Any]:
+    """The results of an equation."""
     name, params = equation.primitive.name, equation.params
     if name in CALLS:
-        return _run(next(iter(jaxprs_in_params(params))), _constants(params), operands)
+        called = called_by(equation)
+        return _run(called.jaxpr, called.consts, operands)
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
         return _run(branch.jaxpr, branch.consts, operands[1:])
@@ -47,15 +48,7 @@ def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Se
         return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:
         return [_WITH_OPTIONS[name](equation, *operands)]
-    inputs = list(dict.fromkeys(v for v in equation.invars if not isinstance(v, Literal)))
-    values = dict(zip(equation.invars, operands, strict=True)) if inputs else {}
-    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[v] for v in inputs))
-
-
-def _constants(params: dict[str, Any]) -> Sequence[Any]:
-    """The constants of the jaxpr that an equation with these parameters calls."""
-    return next((value.consts for value in params.values() if isinstance(value, ClosedJaxpr)), ())
+    return carry_out(equation, operands)
 
 
 def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:

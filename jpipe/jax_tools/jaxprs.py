@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from jpipe.seam.inside import called_by, needed_part, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS
 
@@ -47,8 +47,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     """The jaxpr that an equation only calls, with the equation's operands as inputs; None if it does anything else."""
     if equation.primitive.name not in CALLS:
         return None
-    called = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
-    called = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+    called = called_by(equation).jaxpr
     return called if len(called.invars) == len(equation.invars) else None
 
 
@@ -59,7 +58,7 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
       closed: the jaxpr.
       wanted: for each output, whether it is wanted; all are by default.
     """
-    return dce_jaxpr(closed.jaxpr, wanted or [True] * len(closed.jaxpr.outvars))[1]
+    return needed_part(closed, wanted or [True] * len(closed.jaxpr.outvars))[1]
 
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -71,13 +70,13 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
 def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without what gives nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside of it too.
 
-    `dce_jaxpr` keeps those, and with them whatever they show.
+    What takes out dead code keeps those, and with them whatever they show.
     """
 
     def change(equation: JaxprEqn) -> JaxprEqn | None:
-        return equation.replace(effects=frozenset()) if equation.outvars else None
+        return replaced(equation, effects=frozenset()) if equation.outvars else None
 
-    return ClosedJaxpr(changed(closed.jaxpr, change).replace(effects=frozenset()), closed.consts)
+    return ClosedJaxpr(replaced(changed(closed.jaxpr, change), effects=frozenset()), closed.consts)
 
 
 def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -115,8 +114,8 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
         params = new.params
         if new.primitive.name != "shard_map":
             params = {name: _changed_inside(value, change) for name, value in params.items()}
-        equations.append(new.replace(invars=operands, params=params))
-    return jaxpr.replace(eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
+        equations.append(replaced(new, invars=operands, params=params))
+    return replaced(jaxpr, eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
 def _changed_inside(value: Any, change: Change) -> Any:
@@ -129,12 +128,3 @@ def _changed_inside(value: Any, change: Change) -> Any:
         inside = [_changed_inside(v, change) for v in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value
-
-
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """(how many operands of a `scan` are constants, how many are its carry), as different versions of JAX say it."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()  # trees with None for an operand
-    return len(list(constants.vals)), len(list(carry.vals))

@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
 from jpipe.jax_tools.jaxprs import changed
+from jpipe.seam.inside import replaced, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
 
@@ -41,9 +42,8 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     for context in contexts:
         with context:
             names = _named_axes()
-            axes = [(name, 1) for name in names]
             try:
-                closed, result = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
+                closed, result = with_named_axes(function, dict.fromkeys(names, 1))(*shapes)
                 jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
             except Exception as error:
                 failures.append(error)
@@ -90,7 +90,7 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
                 "a program of single devices, use jax.shard_map in the layer"
             )
         rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
-        return equation.replace(params=equation.params | {"axes": rest}) if rest else None
+        return replaced(equation, params=equation.params | {"axes": rest}) if rest else None
 
     return changed(jaxpr, without)
 
