@@ -7,13 +7,13 @@ some equations the parameters hold jaxprs themselves: calls (`jit`), loops, bran
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 from jpipe.seam.inside import called_by, needed_part, replaced
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS
+from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
 """From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
@@ -89,8 +89,7 @@ def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
     def change(equation: JaxprEqn) -> JaxprEqn | None:
         if equation.primitive.name != "reduce_precision":
             return equation
-        aval: Any = equation.outvars[0].aval
-        dtype = aval.dtype
+        dtype = shapes_of(equation.outvars)[0].dtype
         full = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
         return None if dtype.itemsize >= 4 and equation.params == full else equation
 
@@ -102,8 +101,11 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
 
     What is in a `shard_map` stays: there an array is one device's part.
     """
-    standing_for: dict[Var, Any] = {}  # by a dropped result, the operand in its place
-    resolve = lambda v: v if isinstance(v, Literal) else standing_for.get(v, v)
+    standing_for: dict[Var, Var | Literal] = {}  # by a dropped result, the operand in its place
+
+    def resolve(v: Var | Literal) -> Var | Literal:
+        return v if isinstance(v, Literal) else standing_for.get(v, v)
+
     equations = []
     for equation in jaxpr.eqns:
         operands, new = list(map(resolve, equation.invars)), change(equation)
@@ -118,7 +120,7 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
     return replaced(jaxpr, eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
-def _changed_inside(value: Any, change: Change) -> Any:
+def _changed_inside(value: PyTree, change: Change) -> PyTree:
     """`changed` for an equation's parameter: a jaxpr (of `jit`, a loop), several (branches), or anything else."""
     if isinstance(value, Jaxpr):
         return changed(value, change)
