@@ -18,11 +18,8 @@ from jpipe.jax_tools.concrete import on_this_host
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.tracing import trace
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
-<<<<<<< HEAD
-from jpipe.training.optimizers import wrap_it
-=======
 from jpipe.seam.primitives import draws
->>>>>>> main
+from jpipe.training.optimizers import wrap_it
 
 
 class Probe(dict[str, np.ndarray]):
@@ -150,16 +147,4 @@ def _both(leaves: dict[str, list[np.ndarray]]) -> Probes:
 
 def _draws(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr draws random numbers, or one inside of it does."""
-<<<<<<< HEAD
-    names = ("random_", "threefry", "rng_")
-    return any(e.primitive.name.startswith(names) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
-=======
     return any(draws(e.primitive.name) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
-
-
-def _device() -> Any:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # there are accelerators only
-        return jax.local_devices()[0]
->>>>>>> main
