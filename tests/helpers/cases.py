@@ -451,12 +451,6 @@ def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options:
     return jpipe.Pipeline(model.layers, model.loss_fn, **sizes, schedule=order, **options)
 
 
-# --- compilations -----------------------------------------------------------------------------------------------------
-
-_OF_KEYS = ("jit(stage)", "jit(_threefry_seed)")  # what jax.random.key compiles
-_compilations = [0]
-
-
 CUTS = [
     (1, 2, "1f1b", 1, "layer"),
     (4, 4, "1f1b", 1, "none"),
@@ -478,6 +472,12 @@ def cut(layers: list, loss_fn: Callable, case: tuple) -> jpipe.Pipeline:
     k, m, schedule, v, remat = case
     sizes = {"num_stages": k, "num_microbatches": m, "num_chunks": v}
     return jpipe.Pipeline(layers, loss_fn, **sizes, schedule=schedule, remat=remat, balance="even")
+
+
+# --- compilations -----------------------------------------------------------------------------------------------------
+
+_OF_KEYS = ("jit(stage)", "jit(_threefry_seed)")  # what jax.random.key compiles
+_compilations = [0]
 
 
 def _count(event: str, duration: float, *, fun_name: str = "", **_: Any) -> None:
