@@ -1,4 +1,4 @@
-"""Words for what Python's types can't say: which pytrees are meant, and leaves that may be arrays or only their shapes."""
+"""Words for what Python's types can't say: which pytrees, and leaves that may be arrays or only their shapes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ PyTree: TypeAlias = Any
 
 Leaf: TypeAlias = Any
 """An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
+
+Structure: TypeAlias = Any
+"""What `jax.tree.structure` gives, a pytree without its leaves; JAX's own name for it is no class to type checkers."""
 
 Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""

@@ -65,7 +65,7 @@ def test_what_is_written_is_read(storage, device):
             traced = jax.jit(lambda b, r, t=t: storage.read(b, t, r))(buffers, record)
             assert_equal(traced, expected, f"type {t}, record {record}, traced")
     on_host = {(t, r): [value(t, r, i) for i in range(len(LEAVES[t]))] for t, r, _ in records()}
-    assert_equal({name: storage.assemble(device, on_host, name) for name in storage.buffers}, buffers)
+    assert_equal({name: storage.on_host(name, device, on_host) for name in storage.buffers}, buffers)
 
 
 @pytest.mark.parametrize("device", [0, 1])
