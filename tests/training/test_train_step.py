@@ -1,0 +1,79 @@
+"""Training steps: what one gives, and which of them are kept compiled."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from cases import assert_equal, compilations
+from jpipe.training.train_state import TrainState
+from jpipe.training.train_step import MOST_TRAIN_STEPS, train_step
+
+BATCH = np.ones((4, 8), np.float32)
+
+
+def pipeline():
+    layers = [nn.Dense(8, use_bias=False) for _ in range(2)]
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
+
+
+def test_a_step_updates_counts_and_tells_whether_all_was_finite():
+    """On plain arrays, without a pipeline: the key of each step is its own, other collections are replaced."""
+
+    def value_and_grad(variables, batch, key):
+        total = jnp.sum(variables["params"]["w"] * batch)
+        drawn = {"stats": {"drawn": jax.random.key_data(key)}}
+        return (total, drawn, {"accuracy": jnp.float32(1)}), {"w": batch}
+
+    tx = optax.apply_if_finite(optax.sgd(1.0), 9)
+    params, stats = {"w": jnp.zeros(2)}, {"drawn": jnp.zeros(2, jnp.uint32)}
+    state = TrainState(jnp.int32(0), {"params": params, "stats": stats}, tx.init(params), jax.random.key(0), tx)
+    state, metrics = train_step(value_and_grad, state, jnp.array([3.0, 4.0]))
+    assert {name: float(value) for name, value in metrics.items()} == dict(loss=0, grad_norm=5, finite=1, accuracy=1)
+    assert_equal(state.variables["params"]["w"], np.array([-3, -4], np.float32))
+    assert int(state.step) == 1
+    first = state.variables["stats"]["drawn"]
+    skipped, metrics = train_step(value_and_grad, state, jnp.array([jnp.nan, 1.0]))
+    assert not metrics["finite"]
+    assert_equal(skipped.variables, state.variables, "nor the statistics of a batch that is skipped")
+    after, _ = train_step(value_and_grad, skipped, jnp.zeros(2))
+    assert int(after.step) == 3
+    assert not np.array_equal(after.variables["stats"]["drawn"], first)
+
+
+def test_one_compiled_step_for_equal_optimizers():
+    """Each new tx compiled the step anew, and all were kept."""
+    pipe = pipeline()
+    make = lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate, momentum=0.9))
+    state = pipe.create_state(jax.random.key(0), BATCH, make(0.1))
+    state, _ = pipe.train_step(state, BATCH)
+    with compilations() as count:
+        for _ in range(3):
+            tx = make(0.1)
+            state, _ = pipe.train_step(state.replace(tx=tx), BATCH)
+            assert state.tx is tx
+    assert count() == 0
+    with compilations() as count:
+        state, _ = pipe.train_step(state.replace(tx=make(0.2)), BATCH)
+    assert count() == 1
+
+
+def test_few_steps_are_kept_and_can_be_dropped():
+    pipe = pipeline()
+    txs = [optax.sgd(0.1 * i) for i in range(MOST_TRAIN_STEPS + 1)]
+    for tx in txs:
+        pipe._train_steps.of(tx, BATCH)
+    assert [tx for tx, _ in pipe._train_steps._compiled.values()] == txs[1:]
+
+    state = pipe.create_state(jax.random.key(0), BATCH, txs[0])
+    state, before = pipe.train_step(state, BATCH)
+    pipe.clear_cache()
+    assert not pipe._train_steps._compiled
+    with compilations() as count:
+        state, _ = pipe.train_step(state, BATCH)
+        pipe.evaluate(state.variables, BATCH)
+        pipe.init(jax.random.key(0), BATCH)
+    assert count() >= 3
+    assert jnp.isfinite(before["loss"])
