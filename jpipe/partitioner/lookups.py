@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jpipe.partitioner.rule_result import Operation, Rule, RuleResult, aval_of, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def gather(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.equations import Axes, Partitioner, Value
 from jpipe.partitioner.shardings import Sharding, local_struct
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 
 class LocalJaxpr(NamedTuple):

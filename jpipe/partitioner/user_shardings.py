@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.equations import Axes, Handler, Partitioner, Value
@@ -27,6 +26,7 @@ from jpipe.partitioner.shardings import (
     replicated,
     settled,
 )
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def _constraint(partitioner: Partitioner, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
