@@ -254,9 +254,13 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
       own: the pipeline's.
     """
     for there, here in zip(saved["layers"], own["layers"], strict=False):
-        for what in ("name", "stored"):
-            if there[what] != here[what]:
-                return f"layer {here['name']} is {_difference(there, what)} in the checkpoint"
+        if there["name"] != here["name"]:
+            return f"layer {here['name']} is called {there['name']} in the checkpoint"
+        if there["stored"] != here["stored"]:
+            one = (
+                "without variables" if not there["stored"] else f"one that shares its variables with {there['stored']}"
+            )
+            return f"layer {here['name']} is {one} in the checkpoint"
     for longer, shorter, whose in ((saved, own, "the checkpoint"), (own, saved, "the pipeline")):
         if len(longer["layers"]) > len(shorter["layers"]):
             extra = longer["layers"][len(shorter["layers"])]["name"]
@@ -272,9 +276,3 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
 
 def _in_words(array: tuple[str, list[int]] | None) -> str:
     return "missing" if array is None else f"{array[0]}{array[1]}"
-
-
-def _difference(layer: Json, what: str) -> str:
-    if what == "name":
-        return f"called {layer['name']}"
-    return "without variables" if layer["stored"] is None else f"one that shares its variables with {layer['stored']}"

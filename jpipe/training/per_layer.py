@@ -8,7 +8,6 @@ tree, on the device where it lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -52,37 +51,25 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
         raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
     inner = optax.with_extra_args_support(tx)
-    init = lambda params: _init(inner, params)
-    update = lambda updates, state, params=None, **extra: _update(inner, updates, state, params, extra)
+
+    def init(params: PyTree) -> StageTree:
+        layouts = {"params": _layout_of(params), "state": _state_layout(inner, _layout_of(params))}
+        make = lambda trees, _: {"state": inner.init(trees["params"])}
+        (state,) = _for_each_layer(make, layouts, {"params": params}, {}, ("state",))
+        return state
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
+        trees = {"updates": updates, "state": state} | ({} if params is None else {"params": params})
+        layouts = {"updates": _layout_of(updates), "state": _layout_of(state), "params": _layout_of(updates)}
+
+        def make(trees: Trees, extra: PyTree) -> Trees:
+            updates, state = inner.update(trees["updates"], trees["state"], trees.get("params"), **extra)
+            return {"updates": updates, "state": state}
+
+        changes, new = _for_each_layer(make, layouts, trees, extra, ("updates", "state"))
+        return changes, new
+
     return not_tried(optax.GradientTransformationExtraArgs(init, update))
-
-
-def _init(inner: optax.GradientTransformationExtraArgs, params: StageTree) -> StageTree:
-    """`inner.init` for each layer, on the stage where it lies."""
-    layout = _layout_of(params)
-    layouts = {"params": layout, "state": _state_layout(inner, layout)}
-    make = lambda trees, _: {"state": inner.init(trees["params"])}
-    (state,) = _for_each_layer(make, layouts, {"params": params}, {}, ("state",))
-    return state
-
-
-def _update(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: StageTree,
-    state: StageTree,
-    params: StageTree | None,
-    extra: dict[str, PyTree],
-) -> tuple[StageTree, StageTree]:
-    """`inner.update` for each layer, on the stage where it lies."""
-    trees = {"updates": updates, "state": state} | ({} if params is None else {"params": params})
-    layouts = {"updates": _layout_of(updates), "state": _layout_of(state), "params": _layout_of(updates)}
-
-    def new(trees: Trees, extra: dict[str, PyTree]) -> Trees:
-        updates, state = inner.update(trees["updates"], trees["state"], trees.get("params"), **extra)
-        return {"updates": updates, "state": state}
-
-    changes, new_state = _for_each_layer(new, layouts, trees, extra, ("updates", "state"))
-    return changes, new_state
 
 
 def _for_each_layer(
@@ -168,11 +155,10 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
     trees, specs = [], []
     for known, treedef in zip(layout.storage.record_types, layout.treedefs, strict=True):
-        params = jax.tree.unflatten(treedef, list(known.leaves))
+        params = jax.tree.unflatten(treedef, known.leaves)
         trees.append(jax.eval_shape(tx.init, params))
         _check_numbers(trees[-1])
-        splits = [_Split(leaf.shape, spec) for leaf, spec in zip(known.leaves, known.specs, strict=True)]
-        specs.append(_state_specs(tx, trees[-1], jax.tree.unflatten(treedef, splits)))
+        specs.append(_state_specs(tx, trees[-1], params, jax.tree.unflatten(treedef, known.specs)))
     storage = build_storage(
         list(map(jax.tree.leaves, trees)),
         [known.devices for known in layout.storage.record_types],
@@ -182,31 +168,24 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.users, layout.mesh)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How a parameter, or a leaf of an optimiser's state, is split; a leaf of a pytree itself."""
-
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-
-
-def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: PyTree) -> list[PartitionSpec]:
+def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes, specs: PyTree) -> list[PartitionSpec]:
     """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape.
 
     Args:
       tx: the optimiser.
       state: what it keeps for a layer.
-      params: the layer's parameters, a `_Split` each.
+      params: the layer's parameters.
+      specs: how these are split.
     """
-    other = lambda leaf: _Split(leaf.shape, PartitionSpec())
-    like = lambda leaf, split: split if leaf.shape == split.shape else other(leaf)
+    like = lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec()
+    other = lambda _: PartitionSpec()
     try:
-        found = optax.tree_utils.tree_map_params(tx, like, state, params, transform_non_params=other)
+        found = optax.tree_utils.tree_map_params(tx, like, state, params, specs, transform_non_params=other)
     except Exception:  # a state that optax can't take apart: by shape, where that leaves no doubt
-        known = set(jax.tree.leaves(params))
-        alike = [[split for split in known if split.shape == leaf.shape] for leaf in jax.tree.leaves(state)]
-        return [splits[0].spec if len(splits) == 1 else PartitionSpec() for splits in alike]
-    return [split.spec for split in jax.tree.leaves(found)]
+        pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True))
+        alike = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
+        return [only.pop() if len(only) == 1 else PartitionSpec() for only in alike]
+    return jax.tree.leaves(found)
 
 
 def _check_numbers(state: Shapes) -> None:

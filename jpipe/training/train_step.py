@@ -41,18 +41,14 @@ def apply_update(
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
     if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it
-        updates = _unless(jnp.stack(skipped).any(), state.variables, updates)
+        unless = partial(jnp.where, jnp.stack(skipped).any())
+        updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
     variables = {"params": optax.apply_updates(params, changes), **updates}
     norm = global_norm(grads)
     # Of gradients that aren't finite the norm isn't. It overflows before they do (1e19), where an update is as bad.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
-
-
-def _unless(skipped: jax.Array, old: Variables, new: Variables) -> Variables:
-    """The new collections, or the old ones of these names if `skipped`."""
-    return {name: jax.tree.map(partial(jnp.where, skipped), old[name], tree) for name, tree in new.items()}
 
 
 class TrainSteps:

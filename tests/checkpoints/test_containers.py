@@ -30,7 +30,7 @@ def there_and_back(tree):
         [],
         (),
         {},
-        {"a": (1, [2, None]), 7: {"b": "c"}, 1.5: False, True: ()},
+        {"a": (1, [2, None]), "b": {7: "c", 8: {1.5: False}}, "c": {True: ()}},
         {"b": 1, "a": {"1": 2}},
     ],
     ids=repr,

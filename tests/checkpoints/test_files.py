@@ -48,11 +48,11 @@ def test_what_is_written_is_read_on_the_host_or_split(written, make_mesh):
 
 
 def test_what_is_not_there_is_damaged(written, tmp_path):
-    directory, _ = written
+    directory, about = written
     with pytest.raises(files.DamagedError, match="no item 'about'"):
         files.read_about(files.as_path(tmp_path))
     with pytest.raises(files.DamagedError, match=r"^layers: "):
-        files.read_arrays(directory, {("layers", "other"): jax.ShapeDtypeStruct((2,), jnp.float32)})
+        files.read_arrays(directory.parent / "4", files.shapes_in(about))
 
 
 def test_a_newer_format_is_no_damage(tmp_path):
