@@ -190,8 +190,10 @@ class Storage:
         """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
         To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
-        for records that this device has, and for no others. What `read` gives is tied to the trip before the body gets
-        it: else a compiler may compute the body ahead of the loop, on devices too that have no such record.
+        for records that this device has, and for no others: device k takes the first `count[k]` entries of row k of a
+        table `[K, longest]`, which for type 0 of the picture above is [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
+        What `read` gives is tied to the trip before the body gets it: else a compiler may compute the body ahead of the
+        loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
             if not known.devices:

@@ -108,6 +108,18 @@ def test_leaves_that_few_devices_have_lie_flat():
     }
 
 
+def test_the_picture_of_the_module():
+    """Five equal layers and two ends in two stages; then two rows on the second."""
+    types = [[leaf(4, 4), leaf(4)], [leaf(9, 8)], [leaf(8, 7)]]
+    owners = [[0, 0, 0, 1, 1], [0], [1]]
+    storage = build_storage(types, owners, device_of=range(2))
+    shapes = {name: a.shape for name, a in storage.shapes().items()}
+    assert shapes == {"float32_4x4": (3, 4, 4), "float32_4": (3, 4), "float32": (72,)}
+    assert [known.entries for known in storage.record_types] == [((0, 1, 2, 0, 1),) * 2, ((0,),), ((0,),)]
+    kernels = build_storage(types, owners, device_of=range(2), rows=(1, 2)).buffers["float32_4x4"]
+    assert (kernels.strides, kernels.size) == ((3, 2), 4)
+
+
 def test_a_leaf_split_over_another_axis_keeps_its_shape():
     spec = jax.sharding.PartitionSpec(None, "model")
     leaves, owners, whole = [[leaf(3, 2)], [leaf(7)]], [[0], [1]], jax.sharding.PartitionSpec()
