@@ -7,6 +7,9 @@ from typing import Any, TypeAlias
 PyTree: TypeAlias = Any
 """Any nesting of containers that JAX knows (dicts, lists, tuples, registered classes) with arrays as leaves."""
 
+Structure: TypeAlias = Any
+"""That of a pytree, a `jax.tree_util.PyTreeDef`."""
+
 Leaf: TypeAlias = Any
 """An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
 

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     },
     "profiling": {
         "terminal",
+        "jax_tools",
         "mesh",
         "schedules",
         "model",
@@ -212,11 +213,8 @@ def test_every_file_is_in_its_folders_row():
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
 SAME_STEMS: set[str] = set()
-HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
-    "Layer",
-    "forward",
-    "place",
-}
+HOMONYMS: set[str] = set()
+"""To be kept empty: classes and public functions of one name in several modules."""
 
 
 def test_no_two_files_have_one_name():
@@ -242,13 +240,7 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "checkpoints/contents.py",
     "checkpoints/files.py",
     "checkpoints/transfer.py",
-    "checks.py",
-    "execution/batches.py",
-    "execution/configuration.py",
-    "execution/entry_points.py",
     "execution/executor.py",
-    "execution/planner.py",
-    "execution/rows.py",
     "execution/shared_weights.py",
     "execution/step.py",
     "jax_tools/concrete.py",
@@ -257,9 +249,7 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "layers/ends.py",
     "memory/buffers.py",
     "memory/records.py",
-    "model/groups.py",
     "model/layer_function.py",
-    "model/loss.py",
     "partitioner/control_flow.py",
     "partitioner/elementwise.py",
     "partitioner/equations.py",
@@ -273,8 +263,6 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "pictures/in_flight.py",
     "pictures/palette.py",
     "pictures/summary.py",
-    "planning/options.py",
-    "planning/plan.py",
     "processes/agreement.py",
     "processes/joining.py",
     "processes/preemption.py",
@@ -308,9 +296,9 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9640
+MOST_LINES = 9470
 """Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
-MOST_ANYS = 740
+MOST_ANYS = 510
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
