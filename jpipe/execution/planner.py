@@ -64,7 +64,8 @@ class Planner:
     # --- micro-batch -> model ---
 
     def _model(self, micro: MicroBatch) -> Model:
-        given, read = self.request, _itself if micro.bare else self.request.read_inputs
+        given = self.request
+        read = _itself if micro.bare else given.read_inputs
         with shapes_only(given.mesh), task(f"tracing {len(given.layers)} layers"):
             model = trace_model(given.layers, read, micro.shapes, given.splits)
         if self.plan is not None:
