@@ -12,24 +12,14 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe import saving
-from jpipe.checks import (
-    check_alive,
-    check_batch,
-    check_complete,
-    check_enough_layers,
-    check_is_variables,
-    check_key,
-    check_reads_nothing,
-    check_variables,
-)
+from jpipe import checks, saving
 from jpipe.execution import batches, programs, rows
 from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import as_items, put_together, ready_values, take_apart
+from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import as_mesh
 from jpipe.mesh.splits import Splits, check_shard_over
@@ -127,7 +117,7 @@ class Pipeline:
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         if not self.schedule.trains:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-        check_enough_layers(len(layers), num_stages, num_chunks)
+        checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
@@ -148,7 +138,7 @@ class Pipeline:
         self._jit_value_and_grad = jax.jit(value_and_grad)
         self._jit_evaluate = jax.jit(partial(programs.evaluate, self.planner))
         self._jit_apply = jax.jit(partial(programs.apply, self.planner), static_argnames="bare")
-        self._jit_take_apart = jax.jit(take_apart)
+        self._jit_to_layers = jax.jit(to_layers)
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -239,8 +229,8 @@ class Pipeline:
           where a process has only a part (`jax.device_get` where it has all).
         """
         plan = self.plan
-        check_variables(plan, variables)
-        return as_items(plan.model, self._jit_take_apart(variables))
+        checks.check_variables(plan, variables)
+        return to_items(plan.model, self._jit_to_layers(variables))
 
     def from_layer_variables(self, trees: list[Item], batch: Batch = None) -> Variables:
         """The inverse of `layer_variables`, under this pipeline's layout.
@@ -253,7 +243,7 @@ class Pipeline:
         plan = self.plan if batch is None else self.planner.plan_for(batch)
         if batch is not None:
             self.agreement.check(batch, "init")
-        return put_together(plan.model, plan.layouts, trees)
+        return from_items(plan.model, plan.layouts, trees)
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -294,13 +284,13 @@ class Pipeline:
           variables: the variables by collection.
           batch: a batch as for training, or the bare inputs.
         """
-        check_is_variables(variables)
+        checks.check_is_variables(variables)
         request, seen = self.planner.request, self.planner.plan_for(batch).traced
         bare = batches.is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
         if bare:
-            check_reads_nothing(request.layers)
+            checks.check_reads_nothing(request.layers)
         batches.check_no_example(batch, seen.inputs if bare else seen.batch)
-        check_complete(self.plan, variables)
+        checks.check_complete(self.plan, variables)
         self.planner.model(self.planner.for_evaluation(batch, bare=bare))
         self.agreement.check(batch, "bare" if bare else "apply")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
@@ -310,8 +300,8 @@ class Pipeline:
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
         plan = self.planner.plan_for(batch)
-        check_batch(plan, batch)
-        check_complete(plan, variables)
+        checks.check_batch(plan, batch)
+        checks.check_complete(plan, variables)
         self.planner.loss(self.planner.for_evaluation(batch))
         self.agreement.check(batch, "evaluate")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
@@ -336,7 +326,7 @@ class Pipeline:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)
-        check_complete(self.plan, variables)
+        checks.check_complete(self.plan, variables)
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
@@ -372,7 +362,7 @@ class Pipeline:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
-        check_alive("state", state)
+        checks.check_alive("state", state)
         self._check_training(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
@@ -383,7 +373,7 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        jitted: tuple[Any, ...] = self._jit_value_and_grad, self._jit_evaluate, self._jit_apply, self._jit_take_apart
+        jitted: tuple[Any, ...] = self._jit_value_and_grad, self._jit_evaluate, self._jit_apply, self._jit_to_layers
         for function in jitted:
             function.clear_cache()
         self.__dict__.pop("_jit_init", None)
@@ -393,20 +383,18 @@ class Pipeline:
     def _check_training(self, variables: Variables, batch: Batch, key: jax.Array | None) -> None:
         """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
         plan = self.planner.plan_for(batch)
-        check_batch(plan, batch)
-        check_complete(plan, variables)
+        checks.check_batch(plan, batch)
+        checks.check_complete(plan, variables)
         micro = self.planner.for_training(batch)
         model, _ = self.planner.model(micro), self.planner.loss(micro)
-        check_key(model, key)
+        checks.check_key(model, key)
 
     def _placed(self, variables: Variables) -> Variables:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
-        layouts = self.plan.layouts
-        return {name: layouts[name].placed(tree) for name, tree in variables.items()}
+        return {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
 
     @cached_property
     def _jit_init(self) -> Callable:
         plan = self.plan
-        shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, {n: layout.shapes for n, layout in plan.layouts.items()})
         return jax.jit(partial(programs.init_variables, plan), out_shardings=shardings)

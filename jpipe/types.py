@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 PyTree: TypeAlias = Any
 """Any nesting of containers that JAX knows (dicts, lists, tuples, registered classes) with arrays as leaves."""
 
-Structure: TypeAlias = Any
-"""That of a pytree, a `jax.tree_util.PyTreeDef`."""
-
 Leaf: TypeAlias = Any
 """An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
+
+Structure: TypeAlias = Any
+"""What `jax.tree.structure` gives, a pytree without its leaves; JAX's own name for it is no class to type checkers."""
 
 Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""

@@ -24,7 +24,7 @@ from jpipe.jax_tools.indexing import take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
 from jpipe.memory.buffers import Index
-from jpipe.memory.layout import StageTree, device_index, local, stacked
+from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import on_stages, rest_axes, shapes_only
 from jpipe.model.groups import LayerGroup
@@ -66,8 +66,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
                 name: layouts[name].storage.write(buffers[name], v, instance, leaves) for name, leaves in made.items()
             }
 
-        buffers = {name: layout.zeros() for name, layout in layouts.items()} | local(ready)
-        return stacked(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
+        buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
+        return add_stage_axis(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
@@ -102,8 +102,8 @@ def value_and_grad(
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, params = plan.layouts, plan.layouts["params"]
 
-    def body(variables: Buffers, batch: Batch, key: jax.Array, only: jax.Array | None) -> tuple[PyTree, ...]:
-        variables = local(variables)
+    def body(variables: dict[str, Buffers], batch: Batch, key: jax.Array, only: jax.Array | None) -> tuple[PyTree, ...]:
+        variables = drop_stage_axis(variables)
         stage = _stage(plan, step, variables, batch, key)
         sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True), only)
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
@@ -111,7 +111,7 @@ def value_and_grad(
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
             grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
-        return sums, stacked(updates), stacked(grads)
+        return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(plan)
     # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
@@ -158,8 +158,8 @@ def _forward(
     """What the stages give for a batch forward only; `out_specs` and `results` go to `on_stages`."""
     compiles(step.described())
 
-    def body(variables: Buffers, batch: Batch) -> list[jax.Array]:
-        return run_inference(step, _stage(plan, step, local(variables), batch, None))
+    def body(variables: dict[str, Buffers], batch: Batch) -> list[jax.Array]:
+        return run_inference(step, _stage(plan, step, drop_stage_axis(variables), batch, None))
 
     before = lambda variables, batch: (variables, _split(step, batch))
     run = on_stages(
