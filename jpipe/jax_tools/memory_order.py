@@ -9,7 +9,6 @@ then reads a row in the order that it wants, and copies that row at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,16 +24,11 @@ Order = tuple[int, ...]
 """The dimensions of an array, the outermost first."""
 
 
-def in_order(array: Any, order: Order | None) -> Any:
+def in_order(array: jax.Array, order: Order | None) -> jax.Array:
     """The array, held to an order; as the compiler likes it if that is None."""
     if order is None or array.ndim < 2:
         return array
     return with_layout_constraint(array, Layout(order))
-
-
-def row_major(array: Any) -> Any:
-    """The array with its last dimension innermost."""
-    return in_order(array, tuple(range(array.ndim)))
 
 
 def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
@@ -51,9 +45,9 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     Returns:
       For each of the results its order; None where there is no choice.
     """
-    inputs, outputs = {id(v) for v in jaxpr.jaxpr.invars}, jaxpr.jaxpr.outvars
+    inputs, outputs = set(jaxpr.jaxpr.invars), jaxpr.jaxpr.outvars
     shapes = [shape.shape for shape in shapes_of(outputs)]
-    chosen = [i for i in results if len(shapes[i]) > 1 and id(outputs[i]) not in inputs]
+    chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
         return [_row_major_order(shapes[i]) for i in results]
     found = dict(zip(chosen, _compiled_orders(jaxpr, chosen, mesh), strict=True))
@@ -69,14 +63,15 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(jaxpr)
     shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
-    specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
 
-    def chosen(*arguments: Any) -> tuple[list[Any], list[Any]]:
+    def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         found = run(*arguments)
         return [found[i] for i in results], found
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
+        everything = PartitionSpec()
+        on_devices = jax.shard_map(chosen, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False)
         formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
-        alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
+        alone = jax.jit(on_devices, out_shardings=formats)
         compiled = alone.lower(*shapes).compile()
     return [tuple(np.asarray(form.layout.major_to_minor).tolist()) for form in compiled.output_formats[0]]

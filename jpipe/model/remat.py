@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+Policy = Callable[..., bool]
+"""As `jax.checkpoint` takes it: `(primitive, *operands' types, **parameters) -> whether to save what it gives`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Remat:
     """
 
     keep_inputs: bool
-    policy: Callable[..., Any]
+    policy: Policy
 
     def wrap(self, function: Callable) -> Callable:
         """`function` under the policy."""
@@ -55,7 +58,7 @@ broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze spli
 _REMADE = frozenset(_ELEMENTWISE.split())
 
 
-def save_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
     """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
     return primitive.name not in _REMADE
 
@@ -69,7 +72,7 @@ MODES = {
 }
 
 
-def as_remat(remat: Any) -> Remat:
+def as_remat(remat: str | Policy) -> Remat:
     """The mode of a name, or of a `jax.checkpoint` policy.
 
     Raises:
@@ -86,15 +89,15 @@ def as_remat(remat: Any) -> Remat:
     raise TypeError(f"remat={remat!r} is neither a name ({sorted(MODES)}) nor a jax.checkpoint policy")
 
 
-def _check_policy(policy: Callable[..., Any]) -> None:
+def _check_policy(policy: Policy) -> None:
     """Asks a policy about one operation, as `jax.checkpoint` does.
 
     Raises:
       TypeError: it fails, or answers with another policy.
     """
-    answers: list[Any] = []
+    answers: list[object] = []
 
-    def ask(*arguments: Any, **parameters: Any) -> bool:
+    def ask(*arguments: object, **parameters: object) -> bool:
         try:
             answers.append(policy(*arguments, **parameters))
         except TypeError as error:
