@@ -37,9 +37,9 @@ class LayerRanges:
         return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
 
     @property
-    def longest(self) -> np.ndarray:
-        """int32 `[G]`: the most layers of a group that any virtual stage runs in one pass."""
-        return (self.stop - self.start).max(axis=(0, 1))
+    def most(self) -> np.ndarray:
+        """int32 `[G]`: the most layers of a group that any virtual stage has."""
+        return (self.stop - self.start).sum(axis=1).max(axis=0)
 
     @property
     def always_one(self) -> np.ndarray:

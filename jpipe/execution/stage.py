@@ -294,8 +294,9 @@ class Stage:
             return visit(turn(g, position, at), reads(turn(g, position, at), carry), carry)
 
         def run_range(g: int, start: Index, stop: Index, carry: Carry) -> Carry:
-            if ranges.longest[g] > 1:  # the position selects what is read, so that it differs from trip to trip
+            if ranges.most[g] > 1:  # the trip is the position, which selects what is read
                 return each(start, stop, given, partial(run_layer, g), carry, reverse=reverse)
+            # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
             read = lambda position, at, carry: (at, reads(turn(g, position, at), carry))
             body = lambda position, found, carry: visit(turn(g, position, found[0]), found[1], carry)
             return each(start, stop, given, body, carry, reads=read, reverse=reverse)
