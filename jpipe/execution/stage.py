@@ -330,20 +330,17 @@ class Stage:
         """
         step, sets = self.step, self.step.model.variable_sets  # layers with state never share: instance is position
 
-        def read(v: int, instance: Index, _: object) -> list[list[Leaf]] | None:
-            g = sets[v].group
-            if not step.model.groups[g].state_names:
-                return None
-            return [self._read_state(tree, g, instance) for tree in (totals, self.variables)]
+        def read(v: int, instance: Index, _: object) -> list[list[Leaf]]:
+            """The totals and the old state of an instance; nothing of a set without state."""
+            trees = (totals, self.variables) if step.model.groups[sets[v].group].state_names else ()
+            return [self._read_state(tree, sets[v].group, instance) for tree in trees]
 
-        def visit(
-            v: int, instance: Index, found: list[list[Leaf]] | None, buffers: dict[str, Buffers]
-        ) -> dict[str, Buffers]:
-            if found is None:
+        def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
+            if not found:
                 return buffers
-            g, (totals, old) = sets[v].group, found
-            new = step.mergings[g].finish(totals, old, step.num_microbatches)
-            return self._write_state(buffers, g, instance, new)
+            totals, old = found
+            new = step.mergings[sets[v].group].finish(totals, old, step.num_microbatches)
+            return self._write_state(buffers, sets[v].group, instance, new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
         return step.storages["params"].for_each_local(read, visit, self.device, zeros)

@@ -70,9 +70,8 @@ def each(
         i, carry = trip(*state)
         return jnp.asarray(i - 1 if reverse else i + 1), carry
 
-    if reverse:
-        return jax.lax.while_loop(lambda state: state[0] >= first, turn, (last - 1, carry))[1]
-    return jax.lax.while_loop(lambda state: state[0] < last, turn, (first, carry))[1]
+    goes_on = (lambda state: state[0] >= first) if reverse else (lambda state: state[0] < last)
+    return jax.lax.while_loop(goes_on, turn, (last - 1 if reverse else first, carry))[1]
 
 
 def when(condition: bool | jax.Array, given: Given, body: Callable[[Given, Carry], Carry], carry: Carry) -> Carry:

@@ -169,14 +169,6 @@ def test_what_is_made_again_needs_parameters_alone():
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
 
 
-def test_the_loss_follows_the_last_layer():
-    functions, _ = functions_of(nn.Dense(4), "none")
-    arguments, x = Arguments([], [], None, BATCH), [jnp.asarray(BATCH["inputs"])]
-    loss, weight = functions[2].forward(arguments, x).outputs
-    assert_close(loss, jnp.sum((2 * BATCH["inputs"]) ** 2) + jnp.sum(BATCH["inputs"]))
-    assert float(weight) == 3
-
-
 def test_loss_sums():
     numbers = lambda loss: [float(part) for part in loss_sums(loss)]
     assert numbers(jnp.float32(2)) == [2, 1]
