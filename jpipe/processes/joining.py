@@ -17,8 +17,7 @@ from typing import Any
 
 import jax
 
-NO_CLUSTER = "coordinator_address should be defined"
-"""What JAX says where it finds no cluster."""
+from jpipe.seam.runtime import finds_no_cluster
 
 
 def initialize(
@@ -63,7 +62,7 @@ def initialize(
             jax.distributed.initialize(**options)
             _end_on_errors()
         except ValueError as error:
-            if NO_CLUSTER not in str(error):
+            if not finds_no_cluster(error):
                 raise
         return not jax.distributed.is_initialized() or jax.process_index() == 0
     host, port = _check(*given)
