@@ -16,7 +16,7 @@ def table_of(name, **sizes):
 def test_what_arrives_in_which_slot():
     """As `_run_ticks` draws it: activations arrive in the slot for B, cotangents in that for F."""
     forward, backward = table_of("1f1b", num_stages=2, num_microbatches=3).slots
-    assert (forward.kinds, backward.kinds) == (("F",), ("B",))
+    assert (tuple(forward.kinds), tuple(backward.kinds)) == (("F",), ("B",))
     assert [_arrives(slot, kind) for kind in "FB" for slot in (forward, backward)] == [False, True, True, False]
 
 

@@ -32,7 +32,7 @@ def on_each_stage(run):
 
 def filled(storage, k):
     """A stage's buffers, where everything is its index plus one."""
-    return jax.tree.map(lambda a: jnp.full_like(a, k + 1.0), storage.zeros())
+    return jax.tree.map(lambda a: jnp.full_like(a, k + 1), storage.zeros())
 
 
 def test_all_stages_get_what_one_holds(step):
@@ -48,7 +48,7 @@ def test_gradients_of_all_uses_are_added_up_where_they_belong(step):
     storage = step.storages["params"]
 
     def run(k):
-        own = jnp.full(SHAPE.shape, 100.0) * (k + 1)
+        own = jnp.full(SHAPE.shape, 100 * (k + 1), jnp.float32)
         work = SimpleNamespace(gradients=filled(storage, k), shared_gradients={1: [own]})
         gradients = sum_shared_gradients(step, SimpleNamespace(device=k), work)
         return storage.read(gradients, 0, k), storage.read(gradients, 1, 0)
