@@ -6,7 +6,8 @@ matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ def compare(
         raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
     if not schedules:
         raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
-    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, times) for item in schedules]
+    timed = partial(simulate, **times)
+    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, timed) for item in schedules]
     titles = [f"{_name(timeline.schedule)}: {_in_numbers(timeline)}" for timeline in timelines]
     return _draw(timelines, titles, path, unit)
 
@@ -98,7 +100,11 @@ def check_matplotlib() -> None:
 
 
 def _as_timeline(
-    item: Any, num_stages: int | None, num_microbatches: int | None, num_chunks: int, times: dict[str, Any]
+    item: str | Schedule | Timeline,
+    num_stages: int | None,
+    num_microbatches: int | None,
+    num_chunks: int,
+    timed: Callable[[Schedule], Timeline],
 ) -> Timeline:
     if isinstance(item, Timeline):
         return item
@@ -107,7 +113,7 @@ def _as_timeline(
             raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
         chunks = num_chunks if item in CHUNKED else 1
         item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
-    return simulate(item, **times)
+    return timed(item)
 
 
 def _draw(

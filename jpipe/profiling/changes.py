@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.schedule import Schedule
+from jpipe.types import Batch
 
 FACTORS = (0.25, 0.5, 2, 4)
 """The numbers of micro-batches that are tried, by the one at hand."""
@@ -97,7 +97,7 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
     return cut, StageTimes(put(layers.forward), put(layers.backward), put(layers.recompute))
 
 
-def other_schedules(planner: Planner, batch: Any) -> dict[int, Schedule]:
+def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
     size, here = batch_size(batch), planner.schedule.num_microbatches
     tried = [_with_microbatches(planner, here * factor, size) for factor in FACTORS]
@@ -105,7 +105,7 @@ def other_schedules(planner: Planner, batch: Any) -> dict[int, Schedule]:
 
 
 def microbatch_sizes(
-    planner: Planner, batch: Any, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
+    planner: Planner, batch: Batch, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
 ) -> tuple[MicrobatchSize, ...]:
     """The number of micro-batches at hand and others, with what a step takes; in order.
 

@@ -13,7 +13,6 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.profiling.measure import Program
-from jpipe.terminal import progress
 
 WIDTH = 128
 ROWS = 32
@@ -203,21 +202,19 @@ def halves_apart(x):
 
 
 @pytest.mark.slow
-def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monkeypatch):
+def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(tasks):
     """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
-    shown, make_task = [], progress._Task
-    monkeypatch.setattr(progress, "_Task", lambda *given: shown.append(make_task(*given)) or shown[-1])
     layers = [nn.Dense(WIDTH), halves_apart, nn.softplus, jnp.sqrt, Wide(), nn.Dense(1)]
     options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
     made, pipe = (jpipe.Pipeline(layers, loss_fn, **options) for _ in range(2))
     batch = {"inputs": np.ones((8, WIDTH), np.float32), "targets": np.ones((8, 1), np.float32)}
     batch["inputs"][::2] = 2.0
     state, batch = made.create_state(jax.random.key(0), batch, optax.sgd(0.01)), made.place(batch)
-    shown.clear()
+    tasks.clear()
     with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
         found = jpipe.profile(pipe, state, batch, rounds=1)
     assert [row.num_microbatches for row in found.sizes] == [1, 2, 4]  # a layer refuses 8 of 1, the batch 16
-    begun = [task.what for task in shown]
+    begun = [task.description for task in tasks]
     for what in (
         "profiling a training step",
         "compiling the measured step",
@@ -226,7 +223,7 @@ def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monke
         "measuring costs",
     ):
         assert what in begun, what
-    assert all(task.total in (None, task.done) for task in shown)
+    assert all(task.total in (None, task.completed) for task in tasks)
 
 
 # --- wrong arguments ---
