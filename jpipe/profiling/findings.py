@@ -165,9 +165,7 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
     if promise > 1 - WORTH:
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
-    bounds = planner.partition.bounds
-    of_one = by_stage(planner, [cost.residual_bytes for cost in times.kept], bounds)
-    kept = float((held * of_one).max())
+    kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
     yield Finding(
         f'without recomputation (remat="none") a stage holds up to {kept / MIB:,.1f} MiB of residuals: step '
         f"{_percent(promise)}",

@@ -76,21 +76,19 @@ def _without_remat(layer: Layer) -> Layer:
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(
-        planner, [cost.backward + cost.weight_gradient for cost in costs], planner.partition.bounds
-    )
+    backward = lambda costs: by_stage(planner, [cost.backward + cost.weight_gradient for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
-def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
     """Sums `[K]` over each stage's layers.
 
     Args:
       planner: knows which stage each virtual stage is on.
       values: `[N]`.
-      bounds: `[K*V]`, `(start, stop)` by virtual stage.
+      bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
     """
     sums = np.zeros(planner.schedule.num_stages)
-    for virtual_stage, (start, stop) in enumerate(bounds):
+    for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
         sums[planner.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
     return sums
