@@ -19,14 +19,14 @@ import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
-    "seam": set(),
+    "seam": {"terminal"},
     "terminal": set(),
     "schedules": set(),
-    "processes": set(),
+    "processes": {"seam"},
     "jax_tools": {"seam", "terminal"},
     "partitioner": {"seam", "jax_tools"},
-    "mesh": {"partitioner"},
-    "layers": {"jax_tools"},
+    "mesh": {"seam", "partitioner"},
+    "layers": {"seam", "jax_tools"},
     "model": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers"},
     "memory": {"jax_tools", "partitioner", "mesh", "layers", "schedules", "model"},
     "planning": {"seam", "terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     },
     "pictures": {"schedules", "planning", "execution"},
     "checkpoints": {
+        "seam",
         "terminal",
         "jax_tools",
         "processes",
@@ -132,7 +133,7 @@ def test_schedules_know_no_jax():
 
 def test_flax_is_known_to_the_adapters_and_to_saving_alone():
     known = {name for name, modules in IMPORTS.items() if any(m.partition(".")[0] == "flax" for m in modules)}
-    assert known == {"jpipe.layers.flax", "jpipe.layers.adapt", "jpipe.saving"}
+    assert known == {"jpipe.layers.flax", "jpipe.layers.adapt", "jpipe.saving", "jpipe.seam.flax_inside"}
 
 
 def test_no_file_imports_itself_through_others():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
+from jpipe.seam.runtime import before_threads_end
 from jpipe.terminal.notices import warn_user
 from jpipe.terminal.progress import in_units, task
 from jpipe.training.train_state import TrainState
@@ -78,7 +78,7 @@ class Checkpointer:
         self._damaged: list[int] = []
         self._waiting = "waiting for the last checkpoint"
         self._preemption, self._is_closed = Preemption(), False
-        _wait_at_exit(self)
+        before_threads_end(self.close)
 
     def __enter__(self) -> Checkpointer:
         self._preemption.__enter__()
@@ -299,13 +299,6 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
         return [_item(layer["item"], found) for layer in about["layers"]]
 
     return _newest(path, steps if step is None else [step], read)[1]
-
-
-def _wait_at_exit(saved: Checkpointer) -> None:
-    """Has the program's end wait for what is being written, if nobody closed it."""
-    # Not `atexit`: that comes after Python has stopped the threads that orbax writes with, and the checkpoint is lost.
-    # There is no public name for what comes before; `concurrent.futures` of the standard library uses this one.
-    threading._register_atexit(saved.close)  # type: ignore[attr-defined]
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any]) -> tuple[int, Any, list[int]]:

@@ -21,13 +21,10 @@ from jax.experimental import multihost_utils
 
 from jpipe.checkpoints.containers import Json
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Named, Path, nested
+from jpipe.seam.runtime import may_pass
 
 FORMAT = 1
 ABOUT = "about"
-
-
-# What tensorstore says of a fault that may pass, or that is no checkpoint's.
-_PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 
 
 class DamagedError(Exception):
@@ -147,7 +144,7 @@ def _reading(what: epath.Path) -> Iterator[None]:
     except Exception as error:  # orbax and tensorstore raise all kinds, ValueError and Exception too
         words = "".join(traceback.format_exception(error))
         of_file = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if of_file or any(word in words for word in _PASSING):
+        if of_file or may_pass(words):
             raise
         first = str(error).partition("\n")[0]
         raise DamagedError(f"{what.name}: {type(error).__name__}: {first:.200}") from error

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from numpy.typing import ArrayLike
 
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.seam.inside import called_by, carry_out
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
+from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
 
 
-def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
+def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
     """The outputs of a jaxpr without random numbers or side effects.
 
     Operations that aren't known here are left to JAX, one by one.
@@ -21,108 +22,65 @@ def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
       arguments: its inputs, arrays or numbers.
     """
     with np.errstate(all="ignore"):
-        return _run(closed.jaxpr, closed.consts, arguments)
+        return _run(closed.jaxpr, [*closed.consts, *arguments])
 
 
-def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[np.ndarray]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
-    dtype: Callable[[Any], Any] = lambda v: v.aval.dtype
-    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], dtype(v))
+def _run(jaxpr: Jaxpr, inputs: Sequence[ArrayLike]) -> list[np.ndarray]:
+    """The outputs of a jaxpr for its constants and arguments."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], shapes_of([v])[0].dtype)
     for equation in jaxpr.eqns:
-        results = _results(equation, list(map(read, equation.invars)), jaxpr)
+        results = _results(equation, list(map(read, equation.invars)))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Sequence[Any]:
-    """The results of an equation of `jaxpr`."""
+def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
+    """The results of an equation."""
     name, params = equation.primitive.name, equation.params
-    if name in _CALLS:
-        return _run(next(iter(jaxprs_in_params(params))), _constants(params), operands)
+    if name in CALLS:
+        called = called_by(equation)
+        return _run(called.jaxpr, [*called.consts, *operands])
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return _run(branch.jaxpr, branch.consts, operands[1:])
+        return _run(branch.jaxpr, [*branch.consts, *operands[1:]])
     if name in _PLAIN:
         return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:
         return [_WITH_OPTIONS[name](equation, *operands)]
-    inputs = list(dict.fromkeys(v for v in equation.invars if not isinstance(v, Literal)))
-    values = dict(zip(equation.invars, operands, strict=True)) if inputs else {}
-    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[v] for v in inputs))
+    return carry_out(equation, operands)
 
 
-def _constants(params: dict[str, Any]) -> Sequence[Any]:
-    """The constants of the jaxpr that an equation with these parameters calls."""
-    return next((value.consts for value in params.values() if isinstance(value, ClosedJaxpr)), ())
-
-
-def _broadcast(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
-    shape = equation.params["shape"]
-    sizes = dict(zip(equation.params["broadcast_dimensions"], x.shape, strict=True))
-    return np.broadcast_to(x.reshape([sizes.get(d, 1) for d in range(len(shape))]), shape)
-
-
-def _cast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    return x.astype(equation.params["new_dtype"])
-
-
-def _reshape(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
-    result: Any = equation.outvars[0]
-    return x.reshape(result.aval.shape)
+def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
+    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
+    return np.broadcast_to(np.expand_dims(x, [d for d in range(len(shape)) if d not in kept]), shape)
 
 
 def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda equation, x: function(x, axis=tuple(equation.params["axes"]))
 
 
-_CALLS = ("jit", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call")
-
-_PLAIN: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "add_any"), np.add),
-    "sub": np.subtract,
-    "mul": np.multiply,
+_PLAIN: dict[str, Callable[..., np.ndarray]] = {
+    **{name: getattr(np, numpy) for name, numpy in NUMPY.items()},
     "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
-    "rem": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
-    "pow": np.power,
-    "neg": np.negative,
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "one_minus_square": lambda x: 1 - x * x,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "is_finite": np.isfinite,
-    "not": np.invert,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    **{name: getattr(np, name) for name in ("abs", "exp", "log", "log1p", "expm1", "sign", "sqrt", "square", "tanh")},
-    **{name: getattr(np, name) for name in ("cos", "sin", "floor", "ceil", "log2")},
-    **{
-        "eq": np.equal,
-        "ne": np.not_equal,
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-    },
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
-"""By primitive, a function of the operands."""
+"""By primitive, a function of the operands; which dtype it gives doesn't matter."""
 
-_WITH_OPTIONS: dict[str, Callable[..., Any]] = {
+_WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
-    "convert_element_type": _cast,
+    "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
     "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    **dict.fromkeys(
+        ("reshape", "squeeze", "expand_dims"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)
+    ),
     "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
     "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
-    "reduce_sum": _over_axes(np.sum),
-    "reduce_max": _over_axes(np.max),
-    "reduce_min": _over_axes(np.min),
-    "reduce_and": _over_axes(np.all),
-    "reduce_or": _over_axes(np.any),
+    **{name: _over_axes(getattr(np, numpy)) for name, numpy in REDUCTIONS.items()},
 }
 """By primitive, a function of the equation and the operands."""

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax_tools.jaxprs import scan_counts
 from jpipe.partitioner.equations import Handler, Partitioner, Value
 from jpipe.partitioner.rule_result import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.seam.inside import called_by, scan_counts
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.seam.primitives import CALLS
 
 
 def _call(partitioner: Partitioner, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """A jaxpr that is only called: as if its equations stood in the caller's place."""
-    return partitioner.run(equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"], operands)
+    return partitioner.run(called_by(equation), operands)
 
 
 def _on_parts(
@@ -172,6 +173,5 @@ def _cond(partitioner: Partitioner, equation: JaxprEqn, operands: list[Value]) -
     return partitioner.values(lax.switch(which, runs, *partitioner.parts_of(rest, shardings)), results)
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-CONTROL_FLOW: dict[str, Handler] = {**dict.fromkeys(_CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
+CONTROL_FLOW: dict[str, Handler] = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
 """The handlers of equations that hold jaxprs, by the name of the primitive."""

@@ -1,7 +1,7 @@
 """The rules of elementwise operations: shards stay, and what is linear in partial sums leaves them partial.
 
 A rule takes an equation, how each operand lies along one axis, and the axis; it says how the operands have to lie and
-how the result lies then, or None if they have to be whole (`jpipe.sharding.rule.Rule`).
+how the result lies then, or None if they have to be whole (`jpipe.partitioner.rule_result.Rule`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,6 @@ import jax.numpy as jnp
 from jpipe.partitioner.rule_result import RuleResult, aval_of, operand_shape, operand_size, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
-
-_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
-mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow real reduce_precision
-regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-sqrt square stop_gradient sub tan tanh xor zeta
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
-"""The names of elementwise primitives."""
 
 
 def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

@@ -7,8 +7,7 @@ which users speak of devices, are handed to functions of their own: handlers, by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh
 
 from jpipe.partitioner.rule_result import RuleResult, aval_of
 from jpipe.partitioner.rules import RULES, local_params
@@ -33,7 +30,8 @@ from jpipe.partitioner.shardings import (
     replicated,
     settled,
 )
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.inside import carry_out, scope_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 Axes = tuple[Axis, ...]
 
@@ -90,8 +88,7 @@ class Partitioner:
         """The results of one equation."""
         handler = self.handlers.get(equation.primitive.name)
         if handler:
-            scope = str(equation.source_info.name_stack)
-            with jax.named_scope(scope) if scope else nullcontext():
+            with scope_of(equation):
                 return handler(self, equation, operands)
         along_axes = self._apply_rules(equation, operands)
         wanted = [tuple(along.operands[i] for along in along_axes) for i in range(len(operands))]
@@ -181,27 +178,4 @@ def _without_mesh(constant: Any) -> Any:
 
 def _run_locally(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
     """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    params = local_params(equation, [np.shape(x) for x in operands], shapes)
-    variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
-    context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
-    single = equation.replace(invars=variables, params=params, ctx=context)
-    jaxpr = _EMPTY.jaxpr.replace(invars=variables, outvars=equation.outvars, eqns=[single], effects=equation.effects)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
-
-
-@cache
-def _context(context: Any, mesh: AbstractMesh) -> Any:
-    """The context of an equation (compute type and the like), but with another mesh."""
-    with context.manager, jax.sharding.use_abstract_mesh(mesh):
-        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
-
-
-_EMPTY = jax.make_jaxpr(lambda: ())()
-_VARIABLES: list[Var | Literal] = []
-
-
-def _variables(count: int) -> list[Var | Literal]:
-    """Variables of jaxprs, always the same."""
-    while len(_VARIABLES) < count:
-        _VARIABLES.extend(jax.make_jaxpr(lambda *x: x)(*[0.0] * 32).jaxpr.invars)
-    return _VARIABLES[:count]
+    return carry_out(equation, operands, local_params(equation, [np.shape(x) for x in operands], shapes))

@@ -20,6 +20,7 @@ from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.equations import Axes, Partitioner, Value
 from jpipe.partitioner.shardings import Sharding, local_struct
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
+from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 
@@ -64,7 +65,7 @@ def partition_jaxpr(
     pairs = zip(jaxpr.jaxpr.invars, shardings, strict=True)
     local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
     with _all_manual():
-        return LocalJaxpr(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*local), found)
+        return LocalJaxpr(with_named_axes(run, sizes)(*local)[0], found)
 
 
 def _mentions_axes() -> bool:
@@ -75,4 +76,4 @@ def _mentions_axes() -> bool:
 def _all_manual() -> AbstractContextManager:
     """The context of a program of one device: the mesh at hand, manual over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual)))
+    return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual)))

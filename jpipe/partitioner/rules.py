@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jpipe.partitioner.elementwise import ELEMENTWISE, elementwise
+from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import gather, scatter
 from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule_result import (
@@ -33,6 +33,7 @@ from jpipe.partitioner.rule_result import (
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import ELEMENTWISE
 
 # --- rules from the dimensions that an operation leaves alone ---
 

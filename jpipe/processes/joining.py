@@ -11,9 +11,7 @@ from types import TracebackType
 import jax
 
 from jpipe.processes.meeting import come, gather
-
-NO_CLUSTER = "coordinator_address should be defined"
-"""What JAX says where it finds no cluster."""
+from jpipe.seam.runtime import finds_no_cluster
 
 
 def initialize(
@@ -59,7 +57,7 @@ def initialize(
             join()
             _end_on_errors()
         except ValueError as error:
-            if NO_CLUSTER not in str(error):
+            if not finds_no_cluster(error):
                 raise
         return not jax.distributed.is_initialized() or jax.process_index() == 0
     host, port, own, count = _check(*given)
