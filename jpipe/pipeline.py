@@ -25,7 +25,7 @@ from jpipe.mesh.axes import as_mesh
 from jpipe.mesh.splits import Splits, check_shard_over
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
-from jpipe.model.remat import as_remat
+from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
@@ -98,7 +98,7 @@ class Pipeline:
         num_microbatches: int,
         num_chunks: int = 1,
         schedule: str | Schedule = "1f1b",
-        remat: str | Callable[..., object] = "layer",
+        remat: str | Policy = "layer",
         balance: str | Iterable[float] = "flops",
         mesh: Mesh | None = None,
         inputs: Callable[[Batch], PyTree] | None = None,

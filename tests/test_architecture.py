@@ -237,14 +237,9 @@ def test_no_two_classes_or_public_functions_have_one_name():
 
 WITHOUT_CODE = {"types.py", "__main__.py"}
 UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
-    "execution/executor.py",
-    "execution/shared_weights.py",
-    "execution/step.py",
     "jax_tools/concrete.py",
-    "jax_tools/memory_order.py",
     "jax_tools/trees.py",
     "layers/ends.py",
-    "model/layer_function.py",
     "partitioner/control_flow.py",
     "partitioner/elementwise.py",
     "partitioner/equations.py",
@@ -253,27 +248,10 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "partitioner/rule_result.py",
     "partitioner/rules.py",
     "partitioner/user_shardings.py",
-    "pictures/bars.py",
-    "pictures/gantt.py",
-    "pictures/in_flight.py",
-    "pictures/palette.py",
-    "pictures/summary.py",
-    "processes/agreement.py",
-    "processes/joining.py",
-    "processes/preemption.py",
-    "profiling/changes.py",
-    "profiling/device_memory.py",
-    "profiling/layer_times.py",
-    "profiling/measure.py",
-    "profiling/picture.py",
-    "profiling/profile_tables.py",
     "saving.py",
     "schedules/actions.py",
     "schedules/orders.py",
     "schedules/placing.py",
-    "terminal/first_calls.py",
-    "terminal/notices.py",
-    "view/server.py",
 }
 
 
@@ -288,9 +266,9 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9564
+MOST_LINES = 9558
 """Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
-MOST_ANYS = 349
+MOST_ANYS = 246
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

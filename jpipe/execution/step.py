@@ -22,7 +22,7 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.remat import Remat
-from jpipe.model.traced_layer import LocalForward, LocalLayer, local_forward, partition_layer
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.costs import TracedGroup
 from jpipe.planning.plan import Plan
@@ -75,8 +75,8 @@ class Step:
     spec: StepSpec
     model: Model
     functions: tuple[LayerFunction, ...]
-    forwards: tuple[LocalForward, ...]
-    layers: tuple[LocalLayer, ...]
+    forwards: tuple[DeviceForward, ...]
+    layers: tuple[DeviceLayer, ...]
     mergings: tuple[Merging, ...]
     storages: dict[str, Storage]
     residuals: Storage | None
@@ -134,7 +134,7 @@ def build_step(plan: Plan, traced: Model, spec: StepSpec, groups: Sequence[Trace
 
     layers = [partition_layer(g.traced, g.function.shardings(g.arguments, splits)) for g in groups]
     alone = remat.keep_inputs or not schedule.trains  # a forward of which nothing is kept
-    forwards = [local_forward(*call, splits) for call in calls] if alone else [layer.forward for layer in layers]
+    forwards = [trace_forward(*call, splits) for call in calls] if alone else [layer.forward for layer in layers]
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     residuals = None
     if schedule.trains:
