@@ -58,6 +58,7 @@ MAY_IMPORT = {
     },
     "profiling": {
         "terminal",
+        "jax_tools",
         "mesh",
         "schedules",
         "model",
@@ -213,9 +214,10 @@ def test_every_file_is_in_its_folders_row():
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
 SAME_STEMS: set[str] = set()
-HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
-    "Layer",
+HOMONYMS: set[str] = {
+    "gather",
 }
+"""To be kept empty: classes and public functions of one name in several modules."""
 
 
 def test_no_two_files_have_one_name():
@@ -237,21 +239,7 @@ def test_no_two_classes_or_public_functions_have_one_name():
 
 WITHOUT_CODE = {"types.py", "__main__.py"}
 UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
-    "checks.py",
-    "execution/batches.py",
-    "execution/configuration.py",
-    "execution/entry_points.py",
-    "execution/executor.py",
-    "execution/planner.py",
-    "execution/rows.py",
-    "execution/shared_weights.py",
-    "execution/step.py",
     "jax_tools/concrete.py",
-    "jax_tools/memory_order.py",
-    "jax_tools/trees.py",
-    "model/groups.py",
-    "model/layer_function.py",
-    "model/loss.py",
     "partitioner/control_flow.py",
     "partitioner/elementwise.py",
     "partitioner/equations.py",
@@ -260,25 +248,6 @@ UNTESTED: set[str] = {  # to be emptied: modules without a test file of their ow
     "partitioner/rule_result.py",
     "partitioner/rules.py",
     "partitioner/user_shardings.py",
-    "pictures/bars.py",
-    "pictures/gantt.py",
-    "pictures/in_flight.py",
-    "pictures/palette.py",
-    "pictures/summary.py",
-    "planning/options.py",
-    "planning/plan.py",
-    "processes/agreement.py",
-    "processes/joining.py",
-    "processes/preemption.py",
-    "profiling/changes.py",
-    "profiling/device_memory.py",
-    "profiling/layer_times.py",
-    "profiling/measure.py",
-    "profiling/picture.py",
-    "profiling/profile_tables.py",
-    "terminal/first_calls.py",
-    "terminal/notices.py",
-    "view/server.py",
 }
 
 
@@ -293,9 +262,9 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9640
+MOST_LINES = 9558
 """Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
-MOST_ANYS = 740
+MOST_ANYS = 246
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
 
-from jpipe.execution.batches import microbatch_shapes
+from jpipe.execution.batches import cut
 from jpipe.execution.planner import Planner
+from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import num_shards, shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import Cost, Layer, timed_costs
+from jpipe.planning.costs import Cost, TracedGroup, timed_costs
+from jpipe.types import Batch
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LayerTimes:
     others: Mapping[int, list[Cost]] = field(default_factory=dict)
 
 
-def measure_layers(planner: Planner, batch: Any, others: Sequence[int] = ()) -> LayerTimes:
+def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
     """Times of layers.
 
     Args:
@@ -45,52 +46,48 @@ def measure_layers(planner: Planner, batch: Any, others: Sequence[int] = ()) -> 
       others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
         all of them if no device has memory for them.
     """
-    model, layers = _layers(planner, batch, planner.schedule.num_microbatches)
+    model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
     variants = [(model, layers)]
-    if planner.remat is not MODES["none"]:
-        with shapes_only(planner.mesh):
+    if planner.request.remat is not MODES["none"]:
+        with shapes_only(planner.request.mesh):
             variants.append((model, list(map(_without_remat, layers))))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
             tried[num_microbatches] = _layers(planner, batch, num_microbatches)
     try:
-        found = timed_costs([*variants, *tried.values()], planner.mesh)
+        found = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
-        tried, found = {}, timed_costs(variants, planner.mesh)
+        tried, found = {}, timed_costs(variants, planner.request.mesh)
     kept = found[len(variants) - 1]
     return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Any, num_microbatches: int) -> tuple[Model, list[Layer]]:
-    shapes = microbatch_shapes(batch, num_microbatches * num_shards(planner.mesh))
-    with shapes_only(planner.mesh):
-        model = planner.model(shapes)
-        return model, planner.layers_of(model, shapes)
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[TracedGroup]]:
+    micro = cut(batch, num_microbatches * num_shards(planner.request.mesh))
+    return planner.model(micro), planner.groups(micro, key_shape())
 
 
-def _without_remat(layer: Layer) -> Layer:
+def _without_remat(layer: TracedGroup) -> TracedGroup:
     function = replace(layer.function, remat=MODES["none"])
-    return Layer(function, layer.arguments, trace_layer(function, layer.arguments))
+    return TracedGroup(function, layer.arguments, trace_layer(function, layer.arguments))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(
-        planner, [cost.backward + cost.weight_gradient for cost in costs], planner.partition.bounds
-    )
+    backward = lambda costs: by_stage(planner, [cost.backward + cost.weight_gradient for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
-def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
     """Sums `[K]` over each stage's layers.
 
     Args:
       planner: knows which stage each virtual stage is on.
       values: `[N]`.
-      bounds: `[K*V]`, `(start, stop)` by virtual stage.
+      bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
     """
-    sums = np.zeros(planner.schedule.num_stages)
-    for virtual_stage, (start, stop) in enumerate(bounds):
-        sums[planner.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
+    sums = np.zeros(planner.request.schedule.num_stages)
+    for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
+        sums[planner.request.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
     return sums

@@ -22,7 +22,7 @@ def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
         return variable_type.__name__
 
 
-def unsharded_creation() -> AbstractContextManager[Any]:
+def unsharded_creation() -> AbstractContextManager[object]:
     """A context in which nnx doesn't put new variables onto a mesh: where they lie is the layout's to say.
 
     By `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jpipe.terminal.notices import warn_once
+from jpipe.types import Leaf, PyTree, Shapes
 
 try:
     from jax.experimental import layout
@@ -82,7 +83,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     return len(list(constants.vals)), len(list(carry.vals))
 
 
-def scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
+def scope_of(equation: JaxprEqn) -> AbstractContextManager[object]:
     """The context of the `jax.named_scope`s under which an equation was traced.
 
     From its `source_info`. Without it the names of a layer's parts are missing in profiles, within loops and calls;
@@ -92,7 +93,9 @@ def scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
     return jax.named_scope(scope) if scope else nullcontext()
 
 
-def carry_out(equation: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[jax.Array]:
+def carry_out(
+    equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping[str, object] | None = None
+) -> list[jax.Array]:
     """The results of an equation for operands that may have other shapes than when it was traced, under another mesh.
 
     By a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came from
@@ -107,7 +110,7 @@ def carry_out(equation: JaxprEqn, operands: Sequence[Any], params: Mapping[str, 
     variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
     context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
     single = replaced(equation, invars=variables, params=dict(params or equation.params), ctx=context)
-    fields: dict[str, Any] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
+    fields: dict[str, object] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
     return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
 
 
@@ -132,7 +135,9 @@ def _variables(count: int) -> list[Var | Literal]:
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def with_named_axes(function: Callable[..., Any], sizes: Mapping[str, int]) -> Callable[..., tuple[ClosedJaxpr, Any]]:
+def with_named_axes(
+    function: Callable[..., PyTree], sizes: Mapping[str, int]
+) -> Callable[..., tuple[ClosedJaxpr, Shapes]]:
     """`jax.make_jaxpr` that also gives the shapes of the results, of a function that may name some axes.
 
     By the argument `axis_env`, which is documented, but for `jax.pmap`, which goes. Without it a layer with
@@ -175,7 +180,9 @@ def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
 
 
 def orders_chosen(
-    function: Callable[..., Any], arguments: Sequence[Any], shardings: tuple[list[NamedSharding], list[NamedSharding]]
+    function: Callable[..., PyTree],
+    arguments: Sequence[Leaf],
+    shardings: tuple[list[NamedSharding], list[NamedSharding]],
 ) -> list[tuple[int, ...]] | None:
     """The orders of dimensions that the compiler chooses for the first of two lists of results, if it says so.
 

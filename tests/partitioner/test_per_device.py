@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun, subjaxprs
 
-from jpipe.partitioner.elementwise import ELEMENTWISE
 from jpipe.partitioner.per_device import partition_jaxpr
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import (
@@ -23,6 +22,7 @@ from jpipe.partitioner.shardings import (
     replicated,
     settled,
 )
+from jpipe.seam.primitives import ELEMENTWISE
 
 AXES = (Axis(("data", "fsdp"), (1, 2), of_examples=True), Axis(("model",), (2,)))
 NAMES = ("stage", "data", "fsdp", "model")

@@ -24,9 +24,9 @@ def test_collections_are_called_as_in_linen(kind, name):
 
 def test_variables_are_made_off_the_mesh():
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    make = nnx.with_partitioning(nnx.initializers.ones_init(), ("elsewhere",))
+    make = nnx.with_partitioning(nnx.initializers.ones_init(), ("elsewhere",))  # an axis that the mesh hasn't
     with jax.set_mesh(mesh), unsharded_creation():
-        made = nnx.Param(make(jax.random.key(0), (4,)).get_value(), sharding=("elsewhere",))
+        made = nnx.Param(make(jax.random.key(0), (4,)))
     np.testing.assert_array_equal(made.get_value(), np.ones(4))
 
 

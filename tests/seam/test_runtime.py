@@ -1,6 +1,8 @@
 """What the seam to running programs relies on, in this version of JAX and Python, and what happens without it."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = """
 import json, sys, jax
 from jpipe.seam.runtime import shared_store, wait_for
-assert "jax._src.distributed" in sys.modules or True
 assert shared_store() is None
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 1, 0)
@@ -29,8 +30,6 @@ print(json.dumps([*found, wait_for(store, "jpipe/a", 0.2)]))
 
 
 def run(code, *arguments, **environment):
-    import os
-
     told = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ | told, timeout=120
@@ -46,8 +45,6 @@ def test_the_shared_store(unused_tcp_port_number):
 
 @pytest.fixture
 def unused_tcp_port_number():
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
