@@ -58,17 +58,16 @@ def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
 
 
 def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A cast of floating-point numbers that loses nothing; integers wrap around, in each part for itself.
+    """Over data axes: a cast of floating-point numbers to a type that has as large numbers as float32.
 
-    Over data axes also one to a narrower type with as large numbers: a gradient of narrow parameters is rounded on each
-    device, as it is for each micro-batch, rather than summed at each of them.
+    A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
+    of them. Over other axes the sum is taken first: what is cast is often used besides, as by a norm and the residual
+    connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
     """
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
-    if not (jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)):
-        return None
-    widens = jnp.promote_types(old, new) == new
-    as_large = jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
-    return _sum(equation, partial, axis) if widens or (axis.of_examples and as_large) else None
+    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    as_large = floats and jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    return _sum(equation, partial, axis) if axis.of_examples and as_large else None
 
 
 def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
