@@ -31,8 +31,8 @@ from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
 from jpipe.memory.layer_trees import as_items, put_together, ready_values, take_apart
 from jpipe.memory.layout import StageTree
-from jpipe.mesh.axes import as_mesh
 from jpipe.mesh.splits import Splits, check_shard_over
+from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.merging import check_rules
 from jpipe.model.remat import as_remat
 from jpipe.pictures.summary import summarize

@@ -20,8 +20,10 @@ from jpipe.jax_tools.memory_order import Order, result_orders
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import AnyLayer, describe
-from jpipe.mesh.axes import check_context, num_shards, shapes_only
+from jpipe.mesh.axes import num_shards
+from jpipe.mesh.programs import shapes_only
 from jpipe.mesh.splits import Splits
+from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight

@@ -19,7 +19,7 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.memory.layout import Layout, StageTree, local
 from jpipe.memory.records import Records, ScatteredLeaf, is_whole
-from jpipe.mesh.axes import on_stages
+from jpipe.mesh.programs import on_stages
 from jpipe.model.groups import Model
 
 

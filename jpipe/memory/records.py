@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.indexing import look_up
 from jpipe.memory.layout import Layout, device_index, local, stacked
-from jpipe.mesh.axes import AXIS, on_stages, part_shape
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.programs import on_stages
+from jpipe.mesh.specs import shard_shape
 from jpipe.partitioner.shardings import names_in
 
 Arrays = dict[str, dict[str, Any]]
@@ -42,7 +44,7 @@ class ScatteredLeaf:
     @property
     def dimension(self) -> int | None:
         """The dimension along which it is split over the stages, besides its other splits."""
-        parts, num_stages = part_shape(self.leaf.shape, self.spec, self.mesh, lambda name: True), self.mesh.shape[AXIS]
+        parts, num_stages = shard_shape(self.leaf.shape, self.spec, self.mesh, lambda name: True), self.mesh.shape[AXIS]
         return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
 
     @property

@@ -33,7 +33,7 @@ from jpipe.layers.base import (
 from jpipe.layers.ends import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
-from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 
 
@@ -160,7 +160,7 @@ def _outputs_at(
     weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
     given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
     wanted = [settled] * len(jaxpr.jaxpr.outvars)
-    return partition_jaxpr(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
+    return jaxpr_per_device(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
 
 
 def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:

@@ -22,7 +22,7 @@ from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
-from jpipe.partitioner.per_device import LocalJaxpr, partition_jaxpr
+from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
@@ -218,7 +218,7 @@ def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits 
     shardings = function.shardings(arguments, splits)
     jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
     given = [*shardings.arguments, *shardings.activation]
-    local = partition_jaxpr(jaxpr, shardings.axes, given, shardings.results(results))
+    local = jaxpr_per_device(jaxpr, shardings.axes, given, shardings.results(results))
     return _as_forward(local, results, ())
 
 
@@ -232,15 +232,15 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer
     axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
     # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
     wanted = [*shardings.results(layer.results), *[settled] * len(layer.vjp_leaves)]
-    forward = partition_jaxpr(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
-    remake = partition_jaxpr(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
+    forward = jaxpr_per_device(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
+    remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
         "residual": _chosen(forward.shardings[num_results:], layer.stored),
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
-    backward = partition_jaxpr(
+    backward = jaxpr_per_device(
         layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
     )
     local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
@@ -255,7 +255,7 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer
     )
 
 
-def _as_forward(local: LocalJaxpr, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
+def _as_forward(local: PerDeviceJaxpr, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
     count = len(jax.tree.leaves(results))
     shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
     return LocalForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)

@@ -12,7 +12,8 @@ import numpy as np
 
 from jpipe.execution.batches import microbatch_shapes
 from jpipe.execution.planner import Planner
-from jpipe.mesh.axes import num_shards, shapes_only
+from jpipe.mesh.axes import num_shards
+from jpipe.mesh.programs import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 from jpipe.jax_tools.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
 from jpipe.memory.storage import build_storage
-from jpipe.mesh.axes import on_stages, rest_axes
-from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.mesh.axes import rest_axes
+from jpipe.mesh.programs import on_stages
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
 from jpipe.training.probing import not_tried
 
@@ -118,7 +119,7 @@ def _on_device(
     """
     mesh = next(iter(layouts.values())).mesh
     axes = rest_axes(mesh)
-    at = lambda name: [of_spec(spec, axes, mesh.shape) for spec in layouts[name].storage.record_types[v].specs]
+    at = lambda name: [of_spec(spec, axes) for spec in layouts[name].storage.record_types[v].specs]
     whole = {n: jax.tree.unflatten(layouts[n].treedefs[v], layouts[n].storage.record_types[v].leaves) for n in own}
     names = sorted(own)
     with no_mesh():
@@ -127,7 +128,7 @@ def _on_device(
         )
     given = [s for name in names for s in at(name)] + [replicated(axes)] * len(jax.tree.leaves(extra))
     wanted = [s for name in sorted(found) for s in at(name)]
-    done = partition_jaxpr(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
+    done = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
     return replay(done.jaxpr, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
 
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 import jpipe
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.axes import as_mesh
 from jpipe.mesh.splits import WHOLE
+from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
