@@ -51,12 +51,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=2, help="layers of all stages but the last (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(default %(default)s)")
     parser.add_argument("--picture", help="where to save the profile's picture")
-    parser.add_argument("--trace", help="where to save a trace")
     options = parser.parse_args()
     on_cpu(options.stages)
     batch = make_batch(Size.of(options), options.microbatches)
     pipe, state = make(options, batch)
-    profile = jpipe.profile(pipe, state, batch, rounds=options.rounds, trace_dir=options.trace)
+    profile = jpipe.profile(pipe, state, batch, rounds=options.rounds)
     console.print(str(profile), highlight=False, markup=False)
     if options.picture:
         profile.plot(options.picture)

@@ -1,6 +1,6 @@
 """jpipe: pipeline parallelism for Flax models, exactly equal to the sequential model."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jpipe.layers.base import Layer as Layer
 from jpipe.layers.connections import pop as pop
@@ -30,11 +30,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ON_DEMAND = ("Checkpointer", "load_layers")
+"""What is imported when it is asked for: it needs orbax."""
 
-def __getattr__(name: str) -> Any:
-    """Imports orbax only for those who use it."""
-    if name in ("Checkpointer", "load_layers"):
+
+def __getattr__(name: str) -> object:
+    if name in _ON_DEMAND:
         from jpipe.checkpoints import checkpointer
 
         return getattr(checkpointer, name)
     raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND} - {"TYPE_CHECKING"})

@@ -1,4 +1,4 @@
-"""Words for what Python's types can't say: which pytrees are meant, and leaves that may be arrays or only their shapes."""
+"""Words for what Python's types can't say: which pytrees, and leaves that may be arrays or only their shapes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The house: folders import as listed in ARCHITECTURE.md and never back, files without circles, none too long."""
 
 import ast
+import io
 import re
-import subprocess
-import sys
+import tokenize
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import flax.linen as nn
@@ -18,17 +19,18 @@ import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
 MAY_IMPORT = {
+    "seam": set(),
     "terminal": set(),
     "schedules": set(),
     "processes": set(),
-    "jax_tools": {"terminal"},
-    "partitioner": {"jax_tools"},
+    "jax_tools": {"seam", "terminal"},
+    "partitioner": {"seam", "jax_tools"},
     "mesh": {"partitioner"},
     "layers": {"jax_tools"},
-    "model": {"terminal", "jax_tools", "partitioner", "mesh", "layers"},
+    "model": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers"},
     "memory": {"jax_tools", "partitioner", "mesh", "layers", "schedules", "model"},
-    "planning": {"terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
-    "training": {"jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
+    "planning": {"seam", "terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
+    "training": {"seam", "jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
     "execution": {
         "terminal",
         "jax_tools",
@@ -110,11 +112,6 @@ def test_tools_are_imported_when_they_are_called(name):
     assert not HAND_OVER[name] & imported_at_once(TREES[name])
 
 
-def test_importing_jpipe_imports_no_matplotlib():
-    code = "import sys, jpipe; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
-
-
 def test_every_folder_has_its_line():
     assert {path.parent.name for path in FILES} - {"jpipe"} == set(MAY_IMPORT)
 
@@ -123,7 +120,7 @@ def test_every_folder_has_its_line():
 def test_a_folder_imports_only_what_its_line_allows(folder):
     for name, modules in OWN.items():
         if name.startswith(f"jpipe.{folder}."):
-            found = {module.split(".")[1] for module in modules} - {folder}
+            found = {module.split(".")[1] for module in modules} - {folder, "types"}
             assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
 
 
@@ -204,8 +201,137 @@ def test_the_glossary_points_at_definitions():
         assert len(found) == 1, f"{name} isn't defined in {path}"
 
 
-def test_every_file_is_in_the_table():
-    table = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+def test_every_file_is_in_its_folders_row():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    rows = dict(re.findall(r"^\| `(?:jpipe|(\w+))/` \|(.*)$", text, re.MULTILINE))
     for path in FILES:
-        if path.stem != "__init__" and path.parent.name != "jax_tools":
-            assert f"`{path.stem}`" in table, path
+        folder = path.parent.name.removeprefix("jpipe")
+        assert path.stem == "__init__" or f"`{path.stem}`" in rows[folder], path
+
+
+# --- one name, one thing ----------------------------------------------------------------------------------------------
+
+SAME_STEMS: set[str] = set()
+HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
+    "Layer",
+    "forward",
+    "place",
+}
+
+
+def test_no_two_files_have_one_name():
+    stems = Counter(path.stem for path in FILES if path.stem != "__init__")
+    assert {stem for stem, count in stems.items() if count > 1} == SAME_STEMS
+
+
+def test_no_two_classes_or_public_functions_have_one_name():
+    defined = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
+    )
+    assert {name for name, count in defined.items() if count > 1} == HOMONYMS
+
+
+# --- tests mirror modules ---------------------------------------------------------------------------------------------
+
+WITHOUT_CODE = {"types.py", "__main__.py"}
+UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
+    "checkpoints/containers.py",
+    "checkpoints/contents.py",
+    "checkpoints/files.py",
+    "checkpoints/transfer.py",
+    "checks.py",
+    "execution/batches.py",
+    "execution/configuration.py",
+    "execution/entry_points.py",
+    "execution/executor.py",
+    "execution/planner.py",
+    "execution/rows.py",
+    "execution/shared_weights.py",
+    "execution/step.py",
+    "jax_tools/concrete.py",
+    "jax_tools/memory_order.py",
+    "jax_tools/trees.py",
+    "layers/ends.py",
+    "memory/buffers.py",
+    "memory/records.py",
+    "model/groups.py",
+    "model/layer_function.py",
+    "model/loss.py",
+    "partitioner/control_flow.py",
+    "partitioner/elementwise.py",
+    "partitioner/equations.py",
+    "partitioner/lookups.py",
+    "partitioner/products.py",
+    "partitioner/rule_result.py",
+    "partitioner/rules.py",
+    "partitioner/user_shardings.py",
+    "pictures/bars.py",
+    "pictures/gantt.py",
+    "pictures/in_flight.py",
+    "pictures/palette.py",
+    "pictures/summary.py",
+    "planning/options.py",
+    "planning/plan.py",
+    "processes/agreement.py",
+    "processes/joining.py",
+    "processes/preemption.py",
+    "profiling/changes.py",
+    "profiling/device_memory.py",
+    "profiling/layer_times.py",
+    "profiling/measure.py",
+    "profiling/picture.py",
+    "profiling/profile_tables.py",
+    "saving.py",
+    "schedules/actions.py",
+    "schedules/orders.py",
+    "schedules/placing.py",
+    "terminal/first_calls.py",
+    "terminal/notices.py",
+    "training/per_layer.py",
+    "training/train_state.py",
+    "training/update.py",
+    "view/server.py",
+}
+
+
+def test_every_module_has_its_test_file():
+    tests = Path(__file__).parent
+    modules = [p.relative_to(PACKAGE) for p in FILES if p.stem != "__init__"]
+    missing = {
+        str(p) for p in modules if str(p) not in WITHOUT_CODE and not (tests / p.parent / f"test_{p.name}").exists()
+    }
+    assert missing == UNTESTED
+
+
+# --- how much there is ------------------------------------------------------------------------------------------------
+
+MOST_LINES = 9640
+"""Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
+MOST_ANYS = 740
+"""Occurrences of the word `Any`, which says that nobody knows."""
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def lines_of_code(text: str) -> int:
+    """How many lines have code on them.
+
+    >>> lines_of_code('''x = (  # one
+    ...
+    ...     1)''')
+    2
+    """
+    documentation = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documentation.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in NO_CODE]
+    return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - documentation)
+
+
+def test_it_grows_no_further():
+    texts = [path.read_text() for path in FILES]
+    assert sum(map(lines_of_code, texts)) <= MOST_LINES
+    assert sum(len(re.findall(r"\bAny\b", text)) for text in texts) <= MOST_ANYS

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
 
 
 def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
@@ -35,7 +38,7 @@ def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> li
 def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Sequence[Any]:
     """The results of an equation of `jaxpr`."""
     name, params = equation.primitive.name, equation.params
-    if name in _CALLS:
+    if name in CALLS:
         return _run(next(iter(jaxprs_in_params(params))), _constants(params), operands)
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
@@ -55,72 +58,36 @@ def _constants(params: dict[str, Any]) -> Sequence[Any]:
     return next((value.consts for value in params.values() if isinstance(value, ClosedJaxpr)), ())
 
 
-def _broadcast(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
-    shape = equation.params["shape"]
-    sizes = dict(zip(equation.params["broadcast_dimensions"], x.shape, strict=True))
-    return np.broadcast_to(x.reshape([sizes.get(d, 1) for d in range(len(shape))]), shape)
-
-
-def _cast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
-    return x.astype(equation.params["new_dtype"])
-
-
-def _reshape(equation: JaxprEqn, x: np.ndarray, *_: Any) -> np.ndarray:
-    result: Any = equation.outvars[0]
-    return x.reshape(result.aval.shape)
+def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
+    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
+    return np.broadcast_to(np.expand_dims(x, [d for d in range(len(shape)) if d not in kept]), shape)
 
 
 def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda equation, x: function(x, axis=tuple(equation.params["axes"]))
 
 
-_CALLS = ("jit", "remat2", "closed_call", "custom_jvp_call", "custom_vjp_call")
-
-_PLAIN: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "add_any"), np.add),
-    "sub": np.subtract,
-    "mul": np.multiply,
+_PLAIN: dict[str, Callable[..., np.ndarray]] = {
+    **{name: getattr(np, numpy) for name, numpy in NUMPY.items()},
     "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
-    "rem": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
-    "pow": np.power,
-    "neg": np.negative,
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "one_minus_square": lambda x: 1 - x * x,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "is_finite": np.isfinite,
-    "not": np.invert,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    **{name: getattr(np, name) for name in ("abs", "exp", "log", "log1p", "expm1", "sign", "sqrt", "square", "tanh")},
-    **{name: getattr(np, name) for name in ("cos", "sin", "floor", "ceil", "log2")},
-    **{
-        "eq": np.equal,
-        "ne": np.not_equal,
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-    },
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
-"""By primitive, a function of the operands."""
+"""By primitive, a function of the operands; which dtype it gives doesn't matter."""
 
-_WITH_OPTIONS: dict[str, Callable[..., Any]] = {
+_WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
-    "convert_element_type": _cast,
+    "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
     "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    **dict.fromkeys(
+        ("reshape", "squeeze", "expand_dims"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)
+    ),
     "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
     "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
-    "reduce_sum": _over_axes(np.sum),
-    "reduce_max": _over_axes(np.max),
-    "reduce_min": _over_axes(np.min),
-    "reduce_and": _over_axes(np.all),
-    "reduce_or": _over_axes(np.any),
+    **{name: _over_axes(getattr(np, numpy)) for name, numpy in REDUCTIONS.items()},
 }
 """By primitive, a function of the equation and the operands."""

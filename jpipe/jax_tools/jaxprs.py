@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-CALLS = ("jit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "closed_call")
-"""Primitives that only call the jaxpr in their parameters."""
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.primitives import CALLS
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
 """From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.progress import task
 
 Order = tuple[int, ...]
@@ -50,12 +51,13 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     Returns:
       For each of the results its order; None where there is no choice.
     """
-    inputs = {id(v) for v in jaxpr.jaxpr.invars}
-    chosen = [i for i in results if len(jaxpr.out_avals[i].shape) > 1 and id(jaxpr.jaxpr.outvars[i]) not in inputs]
+    inputs, outputs = {id(v) for v in jaxpr.jaxpr.invars}, jaxpr.jaxpr.outvars
+    shapes = [shape.shape for shape in shapes_of(outputs)]
+    chosen = [i for i in results if len(shapes[i]) > 1 and id(outputs[i]) not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
-        return [_row_major_order(jaxpr.out_avals[i].shape) for i in results]
+        return [_row_major_order(shapes[i]) for i in results]
     found = dict(zip(chosen, _compiled_orders(jaxpr, chosen, mesh), strict=True))
-    return [found.get(i, _row_major_order(jaxpr.out_avals[i].shape)) for i in results]
+    return [found.get(i, _row_major_order(shapes[i])) for i in results]
 
 
 def _row_major_order(shape: Sequence[int]) -> Order | None:
@@ -66,7 +68,7 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(jaxpr)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=everywhere) for aval in jaxpr.in_avals]
+    shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
     specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
 
     def chosen(*arguments: Any) -> tuple[list[Any], list[Any]]:
@@ -74,7 +76,7 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
         return [found[i] for i in results], found
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
-        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.out_avals)
+        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
         alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
         compiled = alone.lower(*shapes).compile()
     return [tuple(np.asarray(form.layout.major_to_minor).tolist()) for form in compiled.output_formats[0]]

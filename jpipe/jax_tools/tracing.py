@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
-from jpipe.jax_tools.jaxprs import CALLS, changed
+from jpipe.jax_tools.jaxprs import changed
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
 
 
 def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
@@ -51,9 +53,6 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     raise failures[0]
 
 
-_CALLS_AND_LOOPS = (*CALLS, "pjit", "core_call", "scan", "while", "cond", "shard_map")
-
-
 def _is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an equation holds jaxprs that run as they are, kernels for instance: each knows the mesh of its trace."""
     is_jaxpr = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
@@ -61,7 +60,7 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
         params = [value for name, value in equation.params.items() if name != "update_jaxpr"]  # of a scatter: a sum
         values = jax.tree.leaves(params, is_leaf=is_jaxpr)
         inside = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values if is_jaxpr(value)]
-        if equation.primitive.name in _CALLS_AND_LOOPS:
+        if equation.primitive.name in CALLS | LOOPS_AND_BRANCHES | {"shard_map"}:
             if any(map(_is_opaque, inside)):
                 return True
         elif equation.primitive.name == "pallas_call" or any(isinstance(value, ClosedJaxpr) for value in values):
@@ -82,9 +81,9 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         named = [a for a in axes if a in names]
-        if not named or equation.primitive.name not in (*_REDUCTIONS, *_OVER_AXES):
+        if not named or equation.primitive.name not in SUMS_OVER_DEVICES | OVER_DEVICES:
             return equation
-        if equation.primitive.name in _OVER_AXES or equation.params.get("axis_index_groups"):
+        if equation.primitive.name in OVER_DEVICES or equation.params.get("axis_index_groups"):
             raise ValueError(
                 f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees the whole micro-batch and "
                 "all of its weights, so that only sums, means and the like over a whole axis have a meaning there; for "
@@ -94,10 +93,6 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
         return equation.replace(params=equation.params | {"axes": rest}) if rest else None
 
     return changed(jaxpr, without)
-
-
-_REDUCTIONS = ("psum", "pmax", "pmin", "psum_invariant", "pvary", "pbroadcast")  # the last two change nothing
-_OVER_AXES = ("axis_index", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 
 
 def replay(closed: ClosedJaxpr, result: Any) -> Callable[..., Any]:

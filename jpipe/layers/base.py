@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.functions import mode_arguments, same_value, signature_of
+from jpipe.layers.fingerprint import same_value
+from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Shared
 
 Activation = Any

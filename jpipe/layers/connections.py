@@ -31,7 +31,7 @@ from jpipe.layers.base import (
     describe,
     positional,
 )
-from jpipe.layers.functions import same_value
+from jpipe.layers.fingerprint import same_value
 
 Read = Callable[[Batch], Any]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""

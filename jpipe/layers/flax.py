@@ -36,7 +36,8 @@ from jpipe.layers.base import (
     Specs,
     Variables,
 )
-from jpipe.layers.functions import mode_arguments, same_value, signature_of, values_within
+from jpipe.layers.fingerprint import same_value, values_within
+from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Method, Shared
 
 ARRAYS = "arrays"

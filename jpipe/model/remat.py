@@ -26,6 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe.seam.primitives import CHEAP
+
 
 @dataclass(frozen=True)
 class Remat:
@@ -45,19 +47,9 @@ class Remat:
         return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
 
 
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-div erf erf_inv erfc exp exp2 expm1 floor integer_pow log log1p log2 logistic max min mul neg not one_minus_square or
-pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
-broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split transpose
-"""
-# Those in the last line only move elements. Comparisons are kept: what they give takes a byte.
-_REMADE = frozenset(_ELEMENTWISE.split())
-
-
 def save_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
-    return primitive.name not in _REMADE
+    return primitive.name not in CHEAP
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable

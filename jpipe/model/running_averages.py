@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.concrete import on_this_host
@@ -30,6 +30,7 @@ from jpipe.jax_tools.tracing import trace
 from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.jaxprs import uses
@@ -35,6 +34,7 @@ from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 
 def trace_model(

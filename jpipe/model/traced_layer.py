@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.dtypes import is_float
@@ -24,6 +23,7 @@ from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
 from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 

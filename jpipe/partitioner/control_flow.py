@@ -11,12 +11,13 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jpipe.jax_tools.jaxprs import scan_counts, uses
 from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jpipe.seam.primitives import CALLS
 
 
 def _call(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
@@ -177,6 +178,5 @@ def _cond(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[Devi
     return interpreter.values(lax.switch(which, runs, *interpreter.parts_of(rest, shardings)), results)
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-CONTROL_FLOW: dict[str, Handler] = {**dict.fromkeys(_CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
+CONTROL_FLOW: dict[str, Handler] = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
 """The handlers of equations that hold jaxprs, by the name of the primitive."""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jpipe.partitioner.rule import (
     Operation,
@@ -26,6 +25,7 @@ from jpipe.partitioner.rule import (
     result_shape,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def look_up(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

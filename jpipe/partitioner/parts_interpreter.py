@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh
 
 from jpipe.partitioner.conversions import convert
@@ -33,6 +33,7 @@ from jpipe.partitioner.shardings import (
     replicated,
     settled,
 )
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Axes = tuple[Axis, ...]
 

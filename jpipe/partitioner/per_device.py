@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpipe.jax_tools.tracing import replay
@@ -31,6 +30,7 @@ from jpipe.partitioner.shardings import (
     whole_shape,
 )
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import PyTree
 
 Specs = PyTree

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend.core import JaxprEqn
-
 from jpipe.partitioner.rule import Labels, RuleResult, by_labels, operand_shape, operand_size
 from jpipe.partitioner.shardings import Axis, AxisSharding
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def dot_general(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:

@@ -19,9 +19,9 @@ from typing import NamedTuple, cast
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn, Literal, Var
 
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn, Literal, Var
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
 
-from jpipe.partitioner.elementwise import ELEMENTWISE, elementwise
+from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import look_up, write
 from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule import (
@@ -32,6 +31,8 @@ from jpipe.partitioner.rule import (
     where_equal,
 )
 from jpipe.partitioner.shardings import REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.primitives import ELEMENTWISE
 
 # --- rules from the dimensions that an operation leaves alone ---
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
@@ -27,6 +26,7 @@ from jpipe.partitioner.shardings import (
     of_spec,
     settled,
 )
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def _constraint(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from jpipe.pictures.gantt import Legend
+
 CHUNKED = ("interleaved",)
 """The names of schedules that `compare` makes with `num_chunks`; others have one chunk."""
 
@@ -41,9 +43,8 @@ def plot(
     draw_gantt(path_or_ax, timeline)
     path_or_ax.set_title(title, fontsize=9)
     path_or_ax.set_xlabel(_time_label([timeline], unit))
-    handles, labels, handlers = legend_entries([timeline])
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    path_or_ax.legend(handles, labels, handler_map=handlers, frameon=False, fontsize=8, **place)
+    path_or_ax.legend(**legend_entries([timeline]), **place, frameon=False, fontsize=8)
     return path_or_ax
 
 
@@ -135,13 +136,16 @@ def _draw(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(_time_label(timelines, unit), fontsize=8)
-    handles, labels, handlers = legend_entries(timelines)
+    legend = legend_entries(timelines)
     if any(timeline.schedule.trains for timeline in timelines):
-        handles.append(Patch(facecolor=palette.MEMORY))
-        labels.append("micro-batches in flight")
-    figure.legend(
-        handles, labels, handler_map=handlers, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5
-    )
+        legend["handles"].append(Patch(facecolor=palette.MEMORY))
+        legend["labels"].append("micro-batches in flight")
+    return finish(figure, legend, path)
+
+
+def finish(figure: Figure, legend: Legend, path: str | os.PathLike[str] | None) -> Figure:
+    """The figure with a legend below it; saved, if it has a path."""
+    figure.legend(**legend, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -1,7 +1,7 @@
 """Who does what when: a line of bars for each stage, in a colour for each kind of action."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,6 +16,14 @@ from jpipe.pictures.bars import Bar, bars
 from jpipe.schedules.simulate import Timeline
 
 
+class Legend(TypedDict):
+    """Arguments of matplotlib's `legend`."""
+
+    handles: list[Patch | tuple[Patch, ...]]
+    labels: list[str]
+    handler_map: dict[type, HandlerBase]
+
+
 class Number(Text):
     """The micro-batch of a bar. Drawn only where the widest number of its picture would fit into the bar.
 
@@ -23,8 +31,10 @@ class Number(Text):
     together.
     """
 
-    def __init__(self, bar: Bar, digits: int, **properties: Any):
-        super().__init__((bar.start + bar.end) / 2, bar.stage, str(bar.microbatch), **properties)
+    def __init__(self, bar: Bar, digits: int, colour: str, font_size: float):
+        place = {"ha": "center", "va": "center_baseline", "clip_on": True}
+        middle = (bar.start + bar.end) / 2
+        super().__init__(middle, bar.stage, str(bar.microbatch), color=colour, fontsize=font_size, **place)
         self.bar = bar
         self._digits = digits
         self.set_in_layout(False)
@@ -70,9 +80,8 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> Non
                 label=f"{palette.NAMES[kind]} {chunk}",
             )
         )
-        look = {"color": palette.text_colour(colour), "fontsize": font_size, "clip_on": True}
         for bar in own if kind != "R" else ():
-            axes.add_artist(Number(bar, digits, ha="center", va="center_baseline", **look))
+            axes.add_artist(Number(bar, digits, palette.text_colour(colour), font_size))
     label_stages(axes, schedule.num_stages)
 
 
@@ -89,11 +98,17 @@ def label_stages(axes: Axes, num_stages: int) -> None:
     axes.spines[["left", "right", "top"]].set_visible(False)
 
 
-def legend_entries(timelines: Sequence[Timeline]) -> tuple[list[Any], list[str], dict[type, HandlerBase]]:
-    """Handles, labels and handler of a legend that says what is in these timelines: each kind, and the bubble."""
+def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
+    """Writes to the right of a bar's end, which may be at the edge of the axes."""
+    place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center_baseline"}
+    axes.annotate(text, end, fontsize=7, annotation_clip=False, **place)
+
+
+def legend_entries(timelines: Sequence[Timeline]) -> Legend:
+    """A legend that says what is in these timelines: each kind, and the bubble."""
     num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
     kinds = {bar.kind for timeline in timelines for bar in bars(timeline)}
-    handles: list[Any] = []
+    handles: list[Patch | tuple[Patch, ...]] = []
     labels: list[str] = []
     for kind in (kind for kind in palette.NAMES if kind in kinds):
         colours = [palette.shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
@@ -104,4 +119,4 @@ def legend_entries(timelines: Sequence[Timeline]) -> tuple[list[Any], list[str],
         labels[-1] += " (darker: later chunks)"
     handles.append(Patch(facecolor=palette.BUBBLE))
     labels.append("bubble: stage waits")
-    return handles, labels, {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+    return {"handles": handles, "labels": labels, "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}}

@@ -5,7 +5,7 @@ from matplotlib.patches import Rectangle
 
 from jpipe.pictures import palette
 from jpipe.pictures.bars import HEIGHT
-from jpipe.pictures.gantt import label_stages
+from jpipe.pictures.gantt import label_stages, write_beside
 from jpipe.schedules.simulate import Timeline
 
 
@@ -14,14 +14,13 @@ def peak(timeline: Timeline) -> float:
     return max(timeline.peak_in_flight) / timeline.schedule.num_chunks
 
 
-def draw_memory(axes: Axes, timeline: Timeline, *, scale: float, font_size: float = 7.0) -> None:
+def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
     """Draws an area for each stage, the first stage on top; beside it how much its peak is.
 
     Args:
       axes: where.
       timeline: of a schedule that trains.
       scale: how many micro-batches are as high as the line of a stage.
-      font_size: of the peaks.
     """
     num_stages, num_chunks = timeline.schedule.num_stages, timeline.schedule.num_chunks
     for stage in range(num_stages):
@@ -31,13 +30,5 @@ def draw_memory(axes: Axes, timeline: Timeline, *, scale: float, font_size: floa
         heights = [base - HEIGHT * count / num_chunks / scale for count in counts]
         axes.stairs(heights, [*times, timeline.makespan], baseline=base, fill=True, color=palette.MEMORY, snap=False)
         most = timeline.peak_in_flight[stage] / num_chunks
-        axes.annotate(
-            f"peak {most:g}" if stage == 0 else f"{most:g}",
-            (timeline.makespan, stage),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center_baseline",
-            fontsize=font_size,
-            annotation_clip=False,
-        )
+        write_beside(axes, f"peak {most:g}" if stage == 0 else f"{most:g}", (timeline.makespan, stage))
     label_stages(axes, num_stages)

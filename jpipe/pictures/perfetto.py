@@ -14,19 +14,17 @@ from jpipe.pictures.bars import Bar, bars
 from jpipe.pictures.palette import NAMES
 from jpipe.schedules.simulate import Timeline
 
-Event = dict[str, Any]
+Json = dict[str, Any]
 
 
-def chrome_trace(
-    timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3
-) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3) -> Json:
     """The trace as JSON objects; see `Timeline.to_chrome_trace`."""
     if not 0 < unit_in_seconds < math.inf:
         raise ValueError(f"unit_in_seconds={unit_in_seconds!r} must be positive and finite")
     scale = 1e6 * unit_in_seconds  # the format counts in microseconds
     drawn = list(bars(timeline))
     tracks = [kind for kind in NAMES if any(bar.kind == kind for bar in drawn)]
-    events: list[Event] = []
+    events: list[Json] = []
     for stage in range(timeline.schedule.num_stages):
         events += _names(stage, tracks)
         events += [_slice(bar, tracks, scale) for bar in drawn if bar.stage == stage]
@@ -48,7 +46,7 @@ def chrome_trace(
     return trace
 
 
-def _names(stage: int, tracks: list[str]) -> list[Event]:
+def _names(stage: int, tracks: list[str]) -> list[Json]:
     """What the viewer calls a stage and its tracks, in which order."""
     named = [("process_name", 0, {"name": f"stage {stage}"}), ("process_sort_index", 0, {"sort_index": stage})]
     for thread, kind in enumerate(tracks):
@@ -56,7 +54,7 @@ def _names(stage: int, tracks: list[str]) -> list[Event]:
     return [{"ph": "M", "name": name, "pid": stage, "tid": thread, "args": args} for name, thread, args in named]
 
 
-def _slice(bar: Bar, tracks: list[str], scale: float) -> Event:
+def _slice(bar: Bar, tracks: list[str], scale: float) -> Json:
     return {
         "ph": "X",
         "name": f"{bar.kind}{bar.microbatch}" + (f".{bar.chunk}" if bar.chunk else ""),
@@ -69,5 +67,5 @@ def _slice(bar: Bar, tracks: list[str], scale: float) -> Event:
     }
 
 
-def _counter(stage: int, time: float, count: int) -> Event:
+def _counter(stage: int, time: float, count: int) -> Json:
     return {"ph": "C", "name": "in flight", "pid": stage, "ts": time, "args": {"micro-batches": count}}

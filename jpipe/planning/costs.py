@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
@@ -28,6 +27,7 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
 from jpipe.planning.flops import Flops, count_flops
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
 
 PARAMETER_COPIES = 4

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.jaxprs import scan_counts
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 @dataclass(frozen=True)

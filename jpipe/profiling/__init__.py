@@ -1,5 +1,6 @@
 """What a training step's time goes into, measured on the devices at hand, and what would make it shorter.
 
-A tool: it takes a pipeline, and no folder imports it. Files in order of their imports: measure, memory; layer_times,
-prediction, changes, findings; trace, tables, profile; `picture` needs matplotlib, and is imported to draw.
+A tool: it takes a pipeline, and no folder imports it. Files in order of their imports: measure, device_memory;
+layer_times, prediction, changes, findings; profile_tables, profile; `picture` needs matplotlib, and is imported to
+draw.
 """

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -82,11 +82,6 @@ class Program:
             self._compiled = run.lower(*self._arguments, self.everything()).compile()
             self._no_ticks = self._placed(np.zeros(self._shape, np.int32)[:, :0])
             self._set_up = run.lower(*self._arguments, self._no_ticks).compile()
-
-    @cached_property
-    def text(self) -> str:
-        """The compiled program."""
-        return self._compiled.as_text() or ""
 
     @property
     def temporary_bytes(self) -> int:

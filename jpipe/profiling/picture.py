@@ -1,10 +1,9 @@
-"""A profile as a picture: what the step goes into, what each stage takes, and the timeline, predicted and traced."""
+"""A profile as a picture: what the step goes into, what each stage takes, and the timeline that these make."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jpipe.pictures import palette
-from jpipe.pictures.figures import new_figure
-from jpipe.pictures.gantt import draw_gantt, legend_entries
+from jpipe.pictures.figures import finish, new_figure
+from jpipe.pictures.gantt import draw_gantt, label_stages, legend_entries, write_beside
 from jpipe.pictures.palette import RGB
 from jpipe.profiling.prediction import MILLISECONDS, SLICES, StageTimes
 from jpipe.schedules.simulate import Timeline
@@ -33,7 +32,7 @@ NARROWEST = 0.045
 def draw(
     slices: Mapping[str, float],
     stages: StageTimes,
-    timelines: Mapping[str, Timeline],
+    timeline: Timeline,
     path: str | os.PathLike[str] | None,
 ) -> Figure:
     """Draws it; see `Profile.plot`.
@@ -41,30 +40,23 @@ def draw(
     Args:
       slices: seconds of the step by `SLICES`.
       stages: seconds of the stages.
-      timelines: by what they are; at least one.
+      timeline: as predicted from these.
       path: where to save the picture; None draws into a new pyplot figure.
     """
     num_stages = len(stages.forward)
     line = max(0.16, 0.3 - 0.02 * num_stages)
-    heights = [0.85, line * num_stages + 0.25, *[line * num_stages + 0.25] * len(timelines)]
+    heights = [0.85, line * num_stages + 0.25, line * num_stages + 0.25]
     figure = new_figure(path, (9.0, sum(heights) + 0.55 * len(heights) + 0.3))
     figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_slices(column[0], slices)
     _draw_stages(column[1], stages)
-    longest = max(timeline.makespan for timeline in timelines.values())
-    for axes, (name, timeline) in zip(column[2:], timelines.items(), strict=True):
-        axes.set_xlim(0, longest)
-        draw_gantt(axes, timeline, font_size=6.5)
-        _title(axes, f"Timeline, {name}: {timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}")
-    column[-1].set_xlabel("ms", fontsize=8)
-    handles, labels, handlers = legend_entries(list(timelines.values()))
-    figure.legend(
-        handles, labels, handler_map=handlers, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5
-    )
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
+    column[2].set_xlim(0, timeline.makespan)
+    draw_gantt(column[2], timeline, font_size=6.5)
+    in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
+    _title(column[2], f"Timeline, predicted from the stages' times: {in_numbers}")
+    column[2].set_xlabel("ms", fontsize=8)
+    return finish(figure, legend_entries([timeline]), path)
 
 
 def _title(axes: Axes, text: str) -> None:
@@ -80,8 +72,8 @@ def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
         axes.barh(0, width, left=left, color=COLOURS[name], edgecolor="white", linewidth=0.6)
         share = slices[name] / step
         if share >= NARROWEST:
-            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5}
-            axes.text(left + width / 2, 0, f"{share:.0%}", color=palette.text_colour(COLOURS[name]), **look)
+            colour = palette.text_colour(COLOURS[name])
+            axes.text(left + width / 2, 0, f"{share:.0%}", color=colour, ha="center", va="center", fontsize=7.5)
         handles.append(Patch(facecolor=COLOURS[name], label=f"{name} {share:.1%}"))
         left += width
     _title(axes, f"A step of {step * MILLISECONDS:.3g} ms, by what its time goes into")
@@ -103,17 +95,7 @@ def _draw_stages(axes: Axes, stages: StageTimes) -> None:
     mean = float(left.mean())
     axes.axvline(mean, color="black", linewidth=0.8, linestyle=":")
     for stage, end in enumerate(left):
-        axes.annotate(
-            f"{end / mean:.2f} of the mean",
-            (end, stage),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center_baseline",
-            fontsize=7,
-        )
+        write_beside(axes, f"{end / mean:.2f} of the mean", (end, stage))
     _title(axes, "Stages alone: ms for one micro-batch (dotted: the mean)")
-    axes.set_yticks(positions, [f"stage {stage}" for stage in positions])
     axes.set_xlim(0, 1.15 * float(left.max()))
-    axes.invert_yaxis()
-    axes.tick_params(left=False)
-    axes.spines[["left", "right", "top"]].set_visible(False)
+    label_stages(axes, len(positions))

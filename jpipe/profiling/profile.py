@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -19,11 +19,11 @@ from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.layer_times import measure_layers
 from jpipe.profiling.measure import Program, measure
 from jpipe.profiling.prediction import StageTimes, fit
-from jpipe.profiling.trace import record
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
+from jpipe.types import Batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,6 @@ class Profile:
       memory: bytes on a device.
       findings: in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
-      traced: the same as it ran, once, under the profiler; None if not asked for, or if the device's traces don't tell.
     """
 
     schedule: Schedule = field(repr=False)
@@ -63,7 +62,6 @@ class Profile:
     memory: Memory
     findings: tuple[Finding, ...]
     predicted: Timeline = field(repr=False)
-    traced: Timeline | None = field(repr=False)
 
     def __str__(self) -> str:
         findings = [f"- {finding.text}" for finding in self.findings] or ["none"]
@@ -81,7 +79,7 @@ class Profile:
             self.memory.table(),
         ]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
         schedule = self.schedule
         return {
@@ -102,7 +100,7 @@ class Profile:
         }
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draws the stages' times, the step's slices, and the timeline as predicted (and, if there is one, as traced).
+        """Draws what the step goes into, the stages' times, and the timeline that these make.
 
         Args:
           path: where to save the picture; None draws into a new pyplot figure.
@@ -115,20 +113,16 @@ class Profile:
         check_matplotlib()
         from jpipe.profiling.picture import draw
 
-        timelines = {"predicted from the stages' times": self.predicted}
-        if self.traced is not None:
-            timelines["as it ran, traced"] = self.traced
-        return draw(self.slices, self.stages, timelines, path)
+        return draw(self.slices, self.stages, self.predicted, path)
 
 
 def profile(
     pipe: Pipeline,
     state: TrainState,
-    batch: Any,
+    batch: Batch,
     *,
     rounds: int = 5,
     other_sizes: bool = True,
-    trace_dir: str | os.PathLike[str] | None = None,
 ) -> Profile:
     """Measures a training step on the devices at hand, and says what its time goes into and what would shorten it.
 
@@ -147,7 +141,6 @@ def profile(
       batch: a batch `[B, ...]`, as for training. It is brought to the devices once; the step doesn't count that.
       rounds: how often everything is timed; medians count.
       other_sizes: whether layers are timed in micro-batches of other sizes too, as far as the model takes them.
-      trace_dir: if given, one step is also recorded there by `jax.profiler`, and read as `Profile.traced`.
 
     Raises:
       TypeError: `pipe` is no pipeline, or `state` no state.
@@ -162,12 +155,10 @@ def profile(
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
     ):
-        return _profile(pipe, state, batch, rounds, other_sizes, None if trace_dir is None else os.fspath(trace_dir))
+        return _profile(pipe, state, batch, rounds, other_sizes)
 
 
-def _profile(
-    pipe: Pipeline, state: TrainState, batch: Any, rounds: int, other_sizes: bool, trace_dir: str | None
-) -> Profile:
+def _profile(pipe: Pipeline, state: TrainState, batch: Batch, rounds: int, other_sizes: bool) -> Profile:
     planner = pipe.planner
     program = Program(pipe, state, batch)
     measured = measure(pipe, program, state, rounds)
@@ -191,11 +182,10 @@ def _profile(
         memory=memory_of(program, state),
         findings=find(planner, model, times, sizes, measured.noise),
         predicted=stages.timeline(pipe.schedule),
-        traced=None if trace_dir is None else record(program, pipe.schedule, pipe.mesh, trace_dir),
     )
 
 
-def _check(pipe: Any, state: Any, batch: Any, rounds: Any) -> None:
+def _check(pipe: object, state: object, batch: Batch, rounds: object) -> None:
     from jpipe.pipeline import Pipeline
 
     if not isinstance(pipe, Pipeline):

@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
+from jpipe.seam.primitives import draws
 
 
 class Probe(dict[str, Any]):
@@ -147,8 +149,7 @@ def _both(leaves: dict[str, list[np.ndarray]]) -> tuple[Probe, Probe]:
 
 def _draws(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr draws random numbers, or one inside of it does."""
-    names = ("random_", "threefry", "rng_")
-    return any(e.primitive.name.startswith(names) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+    return any(draws(e.primitive.name) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
 
 
 def _device() -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.training.fingerprint import fingerprint
+from jpipe.layers.fingerprint import fingerprint
 from jpipe.training.train_state import TrainState
 from jpipe.training.update import global_norm, skips, update_with_loss
 

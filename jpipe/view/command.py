@@ -6,6 +6,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from jpipe import __version__
 from jpipe.view.server import PAGE, address_of, make_server
 
 PORT = 8427  # the same everywhere, so that a colleague's address works here
@@ -19,6 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         if options.save is not None:
             _save(options.save)
@@ -31,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jpipe", description="Pipeline parallelism for Flax models.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"jpipe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     view = commands.add_parser(
         "view",
         help="open a page that shows where a pipeline's time and memory go",

@@ -146,7 +146,7 @@ def profiled() -> Any:
     batch = pipe.place(own_rows(pipe, truth.batch))
     with jax.numpy_dtype_promotion("standard"):
         state = pipe.create_state(jax.random.key(3), batch, optax.adamw(1e-2))
-        profile = jpipe.profile(pipe, state, batch, rounds=2, other_sizes=False, trace_dir=OUT / "trace")
+        profile = jpipe.profile(pipe, state, batch, rounds=2, other_sizes=False)
     return {name: value for name, value in profile.as_dict().items() if name != "memory"}
 
 

@@ -48,7 +48,7 @@ def functions_of(layer, remat):
     return functions, shapes
 
 
-@pytest.mark.parametrize("remat", REMATS, ids=str)
+@pytest.mark.parametrize("remat", REMATS, ids=[*MODES, "dots_saveable"])
 @pytest.mark.parametrize("name", MIDDLE)
 def test_backward_equals_vjp(name, remat):
     functions, shapes = functions_of(MIDDLE[name], remat)

@@ -127,7 +127,5 @@ def test_wrong_specs_are_named(make_mesh):
         per_device(double, mesh, P("tensor"), P())
     with pytest.raises(ValueError, match=r"result\['y'\] of shape \(4, 3\) to be split by .*'model'.*doesn't divide"):
         on_mesh(lambda x: {"y": x}, mesh, P("data"), P("data", "model"))(np.zeros((4, 3)))
-    with pytest.raises(
-        ValueError, match=r"\['data', 'model'\] aren't manual; call it inside of jax.shard_map"
-    ):
+    with pytest.raises(ValueError, match=r"\['data', 'model'\] aren't manual; call it inside of jax.shard_map"):
         per_device(double, mesh, P("data"), P("data"))(np.zeros(4))

@@ -10,8 +10,8 @@ import test_products
 from jax import lax
 from jax.extend.core import subjaxprs
 
-from jpipe.partitioner.elementwise import ELEMENTWISE
 from jpipe.partitioner.rules import RULES
+from jpipe.seam.primitives import ELEMENTWISE
 from partitioned import array, case, compare, integers, traced
 
 

@@ -1,9 +1,7 @@
-"""`jpipe.profile`: stages timed with the others idle, slices that add up, findings, and a step read from a trace."""
+"""`jpipe.profile`: stages timed with the others idle, slices that add up, and findings."""
 
 import json
 import re
-from dataclasses import replace
-from itertools import pairwise
 
 import flax.linen as nn
 import jax
@@ -15,7 +13,6 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.profiling.measure import Program
-from jpipe.profiling.trace import _scopes, record
 from jpipe.terminal import progress
 
 WIDTH = 128
@@ -28,16 +25,6 @@ class Wide(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(8 * WIDTH)(x)))
-
-
-class Drawing(nn.Module):
-    """A layer with dropout."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x, deterministic):
-        return x + nn.Dropout(0.1)(nn.Dense(self.width)(x), deterministic=deterministic)
 
 
 def loss_fn(outputs, batch):
@@ -60,10 +47,9 @@ def unbalanced():
 
 
 @pytest.fixture(scope="module")
-def found(unbalanced, tmp_path_factory):
-    """A profile with a trace."""
+def found(unbalanced):
     pipe, state, batch = unbalanced
-    return jpipe.profile(pipe, state, batch, rounds=2, trace_dir=tmp_path_factory.mktemp("trace"))
+    return jpipe.profile(pipe, state, batch, rounds=2)
 
 
 # --- which actions run ---
@@ -162,73 +148,6 @@ def test_memory_is_that_of_the_arrays(unbalanced, found):
     assert memory.total == sum(map(getattr, [memory] * 5, vars(memory)))
 
 
-def test_a_trace_is_read_as_a_timeline_that_keeps_the_order(found):
-    """Every action once; none begins before what it waits for ended, on its own stage or on a neighbour."""
-    spans = {(span.stage, str(span.action)): span for span in found.traced.spans}
-    assert sorted(spans) == sorted((k, f"{kind}{m}") for k in range(2) for kind in "FB" for m in range(4))
-    for m in range(4):
-        assert spans[0, f"F{m}"].end <= spans[1, f"F{m}"].start
-        assert spans[1, f"F{m}"].end <= spans[1, f"B{m}"].start
-        assert spans[1, f"B{m}"].end <= spans[0, f"B{m}"].start
-    for stage in range(2):
-        own = [span for span in found.traced.spans if span.stage == stage]
-        assert [str(span.action) for span in own] == list(map(str, found.schedule.actions[stage]))
-        assert all(a.end <= b.start for a, b in pairwise(own))
-    assert found.traced.peak_in_flight == found.predicted.peak_in_flight
-
-
-COMPILED = """
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%a, %b), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/add"}
-}
-
-%inner (p: (f32[])) -> (f32[]) {
-  ROOT %deep = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/while/body/mul"}
-}
-
-%run_F (p: (f32[])) -> (f32[]) {
-  %fused = f32[] fusion(%p), kind=kLoop, calls=%add, metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block"}
-  %within = (f32[]) while(%p), body=%inner, metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/while"}
-  ROOT %unnamed = (f32[]) tuple(%fused)
-}
-
-%run_B (p: (f32[])) -> (f32[]) {
-  ROOT %back = (f32[]) tuple(%p), metadata={op_name="jit(f)/ticks/slot1/B/while/body/Block/mul"}
-}
-
-%tick (p: (f32[])) -> (f32[]) {
-  %while.1 = (f32[]) while(%p), body=%run_F, metadata={op_name="jit(f)/ticks/slot0/F/while"}
-  %while.2 = (f32[]) while(%while.1), body=%run_B, metadata={op_name="jit(f)/ticks/slot1/B/while"}
-  ROOT %taken_out = (f32[]) slice(%p), metadata={op_name="jit(f)/ticks/slot0/F/while/body/Block/slice"}
-}
-"""
-
-
-def test_an_operation_that_the_compiler_took_out_of_a_loop_is_no_part_of_it():
-    """Of a model with dropout a slice of the forward's key ran after the backward: the forward was drawn over it."""
-    assert _scopes(COMPILED) == {
-        "while.1": ((0, "F"), True),
-        "while.2": ((1, "B"), True),
-        "fused": ((0, "F"), False),
-        "within": ((0, "F"), False),
-        "deep": ((0, "F"), False),
-        "sum": ((0, "F"), False),
-        "back": ((1, "B"), False),
-    }
-
-
-def test_a_trace_of_layers_that_draw_keeps_the_order(tmp_path):
-    layers = [nn.Dense(WIDTH), *[Drawing(WIDTH) for _ in range(2)], nn.Dense(1)]
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=4, balance=[1, 3])
-    batch = {"inputs": np.ones((ROWS, WIDTH), np.float32), "targets": np.ones((ROWS, 1), np.float32)}
-    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
-    traced = record(Program(pipe, state, batch), pipe.schedule, pipe.mesh, str(tmp_path))
-    assert traced is not None
-    for stage in range(2):
-        own = [span for span in traced.spans if span.stage == stage]
-        assert all(a.end <= b.start for a, b in pairwise(own)), own
-
-
 def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
     text = str(found)
     for word in ("stage", "slowest", "computation", "weight update", "predicted", "optimizer", "Findings"):
@@ -240,8 +159,7 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
     found.plot(tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 20_000
     titles = [axes.get_title(loc="left") for axes in found.plot(tmp_path / "again.png").axes]
-    assert len(titles) == 4 and "as it ran" in titles[3]
-    assert len(replace(found, traced=None).plot(tmp_path / "untraced.png").axes) == 3
+    assert len(titles) == 3 and "Timeline, predicted" in titles[2]
 
 
 def test_the_compiled_step_names_ticks_slots_actions_layers_and_the_update(unbalanced):
@@ -269,12 +187,9 @@ def test_every_kind_of_pipeline_can_be_profiled(options, tmp_path):
     if "mesh" in options:
         options = options | {"mesh": jax.make_mesh(options["mesh"], ("stage", "data"))}
     pipe, state, batch = make(**options)
-    profile = jpipe.profile(pipe, state, batch, rounds=2, trace_dir=tmp_path)
+    profile = jpipe.profile(pipe, state, batch, rounds=2)
     assert sum(profile.slices.values()) == pytest.approx(profile.step, rel=1e-9)
     assert len(profile.stages.total) == pipe.schedule.num_stages
-    assert profile.traced is not None
-    count = 2 * pipe.schedule.num_stages * pipe.schedule.num_microbatches * pipe.schedule.num_chunks
-    assert len(profile.traced.spans) == count
     assert str(profile) and profile.plot(tmp_path / "profile.png")
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import tomllib
 import webbrowser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,6 @@ def test_a_port_in_use_is_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["veiw"], "invalid choice: 'veiw'"),
         (["view", "--port", "many"], "argument --port: invalid int value: 'many'"),
         (["view", "--port", "70000"], "port 70000 does not exist; use 1024 to 65535, or 0 for any that is free"),
@@ -127,6 +127,18 @@ def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
     assert command.main(["view", "--save", str(tmp_path / "pipeline.html")]) == 0
     assert (tmp_path / "pipeline.html").read_bytes() == PAGE.read_bytes()
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'pipeline.html'}")
+
+
+def test_alone_it_says_what_it_can_do(capsys):
+    assert command.main([]) == 0
+    assert "open a page that shows where a pipeline's time and memory go" in capsys.readouterr().out
+
+
+def test_it_knows_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"jpipe {version('jpipe')}\n"
 
 
 def test_help_names_the_command_and_its_options():

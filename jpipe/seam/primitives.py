@@ -1,0 +1,78 @@
+"""The names of JAX's primitives, by what they do: the one table from which all others derive.
+
+JAX documents functions, not the primitives that they become, and each version renames some. So whoever treats some
+operations differently asks for one of the sets below, and has to be safe for a name in none of them.
+`tests/seam/test_primitives.py` says which names a new version brought, and feeds an unknown primitive to each user.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+
+def _read(text: str) -> dict[str, str]:
+    """By primitive the NumPy function that does the same, "" if none does.
+
+    >>> _read("abs erf= sub=subtract")
+    {'abs': 'abs', 'erf': '', 'sub': 'subtract'}
+    """
+    entries = (entry.partition("=") for entry in text.split())
+    return {name: numpy if equals else name for name, equals, numpy in entries}
+
+
+_ARITHMETIC = _read("""
+abs acos=arccos acosh=arccosh add add_any=add and=bitwise_and asin=arcsin asinh=arcsinh atan=arctan atan2=
+atanh=arctanh cbrt ceil clamp= convert_element_type= copy= copy_p= cos cosh div= erf= erf_inv= erfc= exp exp2 expm1
+floor integer_pow= log log1p log2 logistic= max=maximum min=minimum mul=multiply neg=negative not=invert
+one_minus_square= or=bitwise_or polynomial= pow=power reduce_precision= rem=fmod round= rsqrt= select_n= sign sin sinh
+sqrt square stop_gradient= sub=subtract tan tanh xor=bitwise_xor
+""")
+_COMPARISONS = _read(
+    "eq=equal eq_to= ge=greater_equal gt=greater is_finite=isfinite le=less_equal le_to= lt=less lt_to= ne=not_equal"
+)
+_SPECIAL = _read("""
+bessel_i0e= bessel_i1e= digamma= igamma= igamma_grad_a= igammac= lgamma= polygamma= regularized_incomplete_beta= zeta=
+""")
+_OF_BITS = _read("clz= mulhi= nextafter population_count= shift_left= shift_right_arithmetic= shift_right_logical=")
+_OF_COMPLEX = _read("complex= conj imag real")
+_NAMED = _read("name=")  # of `jax.ad_checkpoint.checkpoint_name`, by which policies choose what to save
+
+ELEMENTWISE = frozenset(itertools.chain(_ARITHMETIC, _COMPARISONS, _SPECIAL, _OF_BITS, _OF_COMPLEX, _NAMED))
+"""Each element of the result follows from those at its place in the operands, or from a scalar."""
+
+NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _COMPARISONS | _OF_BITS | _OF_COMPLEX).items() if numpy}
+"""Elementwise primitives -> the NumPy functions that do the same."""
+
+MOVES = frozenset(
+    _read("broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split stack transpose unstack")
+)
+"""They put elements elsewhere, wherever these come from, and compute nothing."""
+
+CHEAP = frozenset(_ARITHMETIC) | MOVES
+"""What they give takes less time to make again than to write down and read back; a comparison gives single bytes."""
+
+CALLS = frozenset(_read("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"))
+"""They only call the jaxpr in their parameters."""
+
+LOOPS_AND_BRANCHES = frozenset(_read("cond scan while"))
+"""Their jaxprs run never, once or often; `jpipe.seam.inside.scan_counts` says which operands are what."""
+
+REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any reduce_prod=prod reduce_sum=sum")
+"""Reductions over the dimensions `axes` -> the NumPy functions that do the same."""
+
+SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pvary"))
+"""Over mesh axes: of one device they give what it has."""
+
+OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
+"""Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
+
+_RANDOM = ("random_", "threefry", "rng_")
+
+
+def draws(name: str) -> bool:
+    """Whether a primitive makes random numbers or their keys.
+
+    >>> draws("random_bits"), draws("add")
+    (True, False)
+    """
+    return name.startswith(_RANDOM)

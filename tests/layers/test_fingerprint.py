@@ -1,0 +1,185 @@
+"""Two values are the same only if code can't tell them apart; and where there is any doubt they aren't."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from cases import assert_equal
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.fingerprint import fingerprint, same_value, values_within
+
+# --- two values now ---------------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    c: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, jnp.asarray(jax.tree.leaves(self.c)[0], jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class CallableConstant:
+    c: Any
+
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, self.c)
+
+
+def closure(c):
+    return lambda x: x * jnp.copysign(1.0, c)
+
+
+def default(c):
+    def apply(x, *, c=c):
+        return x * jnp.copysign(1.0, c)
+
+    return apply
+
+
+PAIRS = [
+    (0.0, -0.0, False),
+    (1, True, False),
+    ((1,), (True,), False),
+    ([{"a": (0.0,)}], [{"a": (-0.0,)}], False),
+    ((np.float32(0.0),), (np.float32(-0.0),), False),
+    (np.float32(1), np.float64(1), False),
+    (complex(0.0, 0.0), complex(0.0, -0.0), False),
+    (frozenset([1]), frozenset([True]), False),
+    (float("nan"), float("nan"), True),
+    ((1, {"a": [0.5, None, "b"]}), (1, {"a": [0.5, None, "b"]}), True),
+    (frozenset([1, 2]), frozenset([2, 1]), True),
+    (functools.partial(max, 0.0), functools.partial(max, -0.0), False),
+    (functools.partial(max, 1, key=None), functools.partial(max, 1, key=None), True),
+    (nn.Dense(2), nn.Dense(2), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), True),
+    (nn.Dense(2, kernel_init=nn.initializers.normal(0.5)), nn.Dense(2, kernel_init=nn.initializers.normal(1.0)), False),
+]
+
+
+@pytest.mark.parametrize("make", [Constant, CallableConstant, closure, default])
+@pytest.mark.parametrize(("a", "b", "same"), PAIRS)
+def test_values_of_other_types_or_bits_make_other_layers(make, a, b, same):
+    """A regression: 0.0 == -0.0 and (1,) == (True,), so that unlike layers were taken for alike."""
+    first, second = as_layers([make(a), make(b)])
+    assert first.is_same(second) is same
+
+
+def test_functions_that_hold_themselves():
+    def make(c):
+        def count(x):
+            return count if x is None else x * c
+
+        return count
+
+    first, second, third = as_layers([make(1.0), make(1.0), make(2.0)])
+    assert first.is_same(second)
+    assert not first.is_same(third)
+
+
+def test_layers_of_other_bits_compute_other_things():
+    """A regression: both layers multiplied by 1."""
+    pipe = jpipe.Pipeline(
+        [Constant(0.0), Constant(-0.0)], lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, balance="even"
+    )
+    x = np.ones((2, 4), np.float32)
+    assert_equal(pipe.apply(pipe.init(jax.random.key(0), x), x), -jnp.asarray(x))
+
+
+def test_what_has_no_parts():
+    array, other = np.ones(2), np.ones(2)
+    assert same_value([array], [array])
+    assert not same_value([array], [other]), "arrays may differ, or change"
+    assert same_value({"a": SimpleNamespace(b=1)}, {"a": SimpleNamespace(b=1)}), "their class says so"
+    assert not same_value(object(), object())
+    assert same_value(max, max)
+
+
+def test_a_function_before_its_variable_is_set():
+    functions = [lambda: late for _ in range(2)]
+    assert same_value(functions[0], functions[0])
+    assert not same_value(*functions)
+    late = 1
+    assert same_value(*functions)
+    assert functions[0]() == late
+
+
+def test_values_within():
+    array, holder = np.ones(2), []
+    holder.append({"a": (lambda: array, holder)})
+    assert any(value is array for value in values_within(holder))
+
+
+# --- now and later ----------------------------------------------------------------------------------------------------
+
+RATE = 0.1
+SETTINGS = SimpleNamespace(rate=0.1)
+
+
+def is_matrix(tree):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+def rate():
+    return RATE
+
+
+SAME = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-3, mask=is_matrix, mu_dtype=jnp.bfloat16),
+    "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)),
+    "one's own schedule": lambda: optax.adam(lambda step: 0.1 / (1 + step)),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "per_layer": lambda: jpipe.per_layer(optax.lamb(1e-3)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(1e-3),
+    "global number": lambda: optax.adam(lambda step: rate()),
+}
+NOT_SAME = {
+    "number": (lambda: optax.sgd(0.1), lambda: optax.sgd(0.2)),
+    "sign of zero": (lambda: optax.scale(0.0), lambda: optax.scale(-0.0)),
+    "type": (lambda: optax.scale(1), lambda: optax.scale(1.0)),
+    "boolean": (lambda: optax.scale(1), lambda: optax.scale(True)),
+    "code": (lambda: optax.adam(lambda step: 0.1), lambda: optax.adam(lambda step: 0.2)),
+    "constant": (lambda: optax.adam(lambda step: 0.0), lambda: optax.adam(lambda step: -0.0)),
+    "array": (lambda: optax.scale(np.ones(())), lambda: optax.scale(np.ones(()))),
+}
+NEVER_SAME = {
+    "object": lambda: optax.adam(lambda step: SETTINGS.rate),
+    "method": lambda: optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+    "partial": lambda: optax.adam(functools.partial(max, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_made_anew(name):
+    assert fingerprint(SAME[name]()) == fingerprint(SAME[name]())
+    assert hash(fingerprint(SAME[name]())) == hash(fingerprint(SAME[name]()))
+
+
+@pytest.mark.parametrize("name", NOT_SAME)
+def test_others(name):
+    first, second = NOT_SAME[name]
+    assert fingerprint(first()) != fingerprint(second())
+
+
+@pytest.mark.parametrize("name", NEVER_SAME)
+def test_what_may_have_changed(name):
+    assert fingerprint(NEVER_SAME[name]()) != fingerprint(NEVER_SAME[name]())
+
+
+def test_a_global_number_that_changed(monkeypatch):
+    """In a function that the schedule calls: as in a notebook whose cell with the rate is run again."""
+    make = SAME["global number"]
+    before = fingerprint(make())
+    monkeypatch.setitem(globals(), "RATE", 0.2)
+    assert fingerprint(make()) != before

@@ -1,0 +1,34 @@
+"""What `import jpipe` gives: the names that users were promised, and nothing slow."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jpipe
+from jpipe.checkpoints import checkpointer
+
+PUBLIC = {
+    "Action", "Checkpointer", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared", "Timeline",
+    "TrainState", "compare", "initialize", "load_layers", "make_mesh", "make_schedule", "partition", "per_layer",
+    "pop", "profile", "reads", "show_progress", "simulate", "stash",
+}  # fmt: skip
+
+
+def test_dir_lists_what_users_may_use_and_folders():
+    names = {name for name in dir(jpipe) if not name.startswith("_")}
+    modules = {name.split(".")[1] for name in sys.modules if name.startswith("jpipe.")}
+    assert names >= PUBLIC
+    assert names - PUBLIC <= modules
+    assert all(getattr(jpipe, name) for name in PUBLIC)
+
+
+def test_what_needs_orbax_is_imported_when_it_is_asked_for():
+    assert jpipe.Checkpointer is checkpointer.Checkpointer and jpipe.load_layers is checkpointer.load_layers
+    code = "import sys, jpipe; sys.exit(bool({'matplotlib', 'orbax'} & {name.split('.')[0] for name in sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jpipe' has no attribute 'Pipelines'"):
+        jpipe.Pipelines  # noqa: B018
