@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jpipe.mesh.axes import AXIS, is_batch_axis, rest_axes, stage_axes
 from jpipe.mesh.specs import spec_of, split_by
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
+from jpipe.types import Shapes
 
 SMALLEST = 1024
 """The fewest elements of a weight that is split over `shard_over`: for a smaller one, a collective costs more."""
@@ -57,7 +57,7 @@ class Splits:
         return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
 
     def at_rest(
-        self, name: str, variables: Mapping[str, Any], specs: Mapping[str, Sequence[PartitionSpec]]
+        self, name: str, variables: Mapping[str, Shapes], specs: Mapping[str, Sequence[PartitionSpec]]
     ) -> dict[str, list[PartitionSpec]]:
         """What each leaf of a layer's variables is split over at rest.
 

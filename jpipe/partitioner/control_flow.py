@@ -102,14 +102,8 @@ def _scan(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[Devi
         found = body(*parts[:num_consts], *state, *xs)
         return found[:num_carry], found[num_carry:]
 
-    state, ys = lax.scan(
-        iteration,
-        parts[num_consts:first_slice],
-        parts[first_slice:],
-        length=p["length"],
-        reverse=p["reverse"],
-        unroll=p["unroll"],
-    )
+    options = {name: p[name] for name in ("length", "reverse", "unroll")}
+    state, ys = lax.scan(iteration, parts[num_consts:first_slice], parts[first_slice:], **options)
     return interpreter.values([*state, *ys], [*carry, *map(_of_stacked, of_each)])
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, Sharding, is_nested
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, Sharding, blocks_of
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
@@ -35,7 +35,7 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
     # Then it goes by way of whole arrays, along the axes that change.
     order = sorted(range(len(axes)), key=lambda i: not isinstance(wanted[i], Shard))
     path = _path(now, wanted, order)
-    if not all(is_nested(sharding, axes) for sharding in path):
+    if any(blocks_of(sharding, axes) is None for sharding in path):
         between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))
         path = [*_path(now, between, order), *_path(between, wanted, order)]
     for following in path:
@@ -101,13 +101,8 @@ def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
 
 def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """From the whole dimension to this device's shard of it."""
-    own = lax.dynamic_index_in_dim(
-        _split_dim(x, dim, outer, axis.size),
-        lax.axis_index(axis.names),
-        dim + 1,
-        keepdims=False,
-        allow_negative_indices=False,
-    )
+    blocks, device = _split_dim(x, dim, outer, axis.size), lax.axis_index(axis.names)
+    own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
     return _merge_dims(own, dim, 2)
 
 

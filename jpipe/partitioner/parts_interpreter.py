@@ -34,6 +34,7 @@ from jpipe.partitioner.shardings import (
     settled,
 )
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.types import Leaf
 
 Axes = tuple[Axis, ...]
 
@@ -106,7 +107,7 @@ class PartsInterpreter:
         assert types == [(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)], equation
         return self.values(results, found)
 
-    def whole(self, array: Any) -> DeviceValue:
+    def whole(self, array: Leaf) -> DeviceValue:
         """A value that all devices have as a whole."""
         return DeviceValue(array, replicated(self.axes))
 
@@ -173,7 +174,7 @@ class PartsInterpreter:
         return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
 
 
-def _without_mesh(constant: Any) -> Any:
+def _without_mesh(constant: Leaf) -> Leaf:
     """A constant without the mesh that it was made under, whose axes were of other types."""
     plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
     return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant

@@ -105,20 +105,18 @@ def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
     >>> part_shape((4, 6), (Shard(0), PARTIAL), (Axis(("data",), (2,)), Axis(("model",), (2,))))
     (2, 6)
     """
-    result = list(shape)
-    for along, axis in zip(sharding, axes, strict=True):
-        if isinstance(along, Shard):
-            result[along.dim] //= axis.size
-    return tuple(result)
+    return tuple(n // count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
 
 
 def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
     """The shape of a whole array from that of a device's part: the inverse of `part_shape`."""
-    result = list(shape)
-    for along, axis in zip(sharding, axes, strict=True):
-        if isinstance(along, Shard):
-            result[along.dim] *= axis.size
-    return tuple(result)
+    return tuple(n * count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
+
+
+def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
+    """Of each dimension, how many devices share it."""
+    shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
+    return [math.prod(size for dim, size in shards if dim == own) for own in range(ndim)]
 
 
 def part_struct(leaf: Leaf, sharding: Sharding, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
@@ -133,19 +131,19 @@ def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axi
 
 def is_possible(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> bool:
     """Whether an array of a whole shape can be sharded so: blocks divide dimensions, and lie within one another."""
-    pairs = [(s, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
-    return is_nested(sharding, axes) and not any(shape[s.dim] % (s.outer * size) for s, size in pairs)
+    blocks = blocks_of(sharding, axes)
+    return blocks is not None and not any(shape[dim] % count for dim, count in blocks.items())
 
 
-def is_nested(sharding: Sharding, axes: Sequence[Axis]) -> bool:
-    """Whether the blocks of axes that split the same dimension lie within one another."""
-    blocks: dict[int, int] = {}  # dimension -> the number of blocks that the axes so far cut it into
+def blocks_of(sharding: Sharding, axes: Sequence[Axis]) -> dict[int, int] | None:
+    """Dimension -> into how many blocks it is cut; None where those of several axes don't lie within one another."""
+    blocks: dict[int, int] = {}
     pairs = [(s, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
     for shard, size in sorted(pairs, key=lambda pair: pair[0].outer):
         if shard.outer % blocks.get(shard.dim, 1):
-            return False
+            return None
         blocks[shard.dim] = shard.outer * size
-    return True
+    return blocks
 
 
 def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:

@@ -74,9 +74,9 @@ def test_at_work_and_examples(mesh):
     assert [axis.names for axis in splits.axes] == [("data", "fsdp"), ("model",)]
     assert splits.at_work(PartitionSpec("fsdp", "model")) == (REPLICATED, Shard(1))
     assert splits.at_work(PartitionSpec(("fsdp", "model"))) == (REPLICATED, Shard(0, 2))
-    assert splits.is_data(8) == (Shard(0), REPLICATED)
-    assert splits.is_data(6) == (REPLICATED, REPLICATED)
-    assert WHOLE.axes == WHOLE.is_data(8) == WHOLE.at_work(PartitionSpec("model")) == ()
+    assert splits.of_examples(8) == (Shard(0), REPLICATED)
+    assert splits.of_examples(6) == (REPLICATED, REPLICATED)
+    assert WHOLE.axes == WHOLE.of_examples(8) == WHOLE.at_work(PartitionSpec("model")) == ()
 
 
 def test_check_shard_over(mesh):
