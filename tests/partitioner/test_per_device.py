@@ -21,7 +21,7 @@ SPECS |= {"a": P(), "b": P()}
 
 
 def rms(x, weight):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     return weight * (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
