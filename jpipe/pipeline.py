@@ -29,7 +29,7 @@ from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
-from jpipe.memory.layer_trees import as_items, put_together, ready_values, take_apart
+from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.splits import Splits, check_shard_over
 from jpipe.mesh.users_mesh import as_mesh
@@ -155,7 +155,7 @@ class Pipeline:
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
         self._jit_value_and_grad = jax.jit(value_and_grad)
         self._jit_forward = jax.jit(partial(entry_points.forward, self.planner), static_argnames=("with_loss", "bare"))
-        self._jit_take_apart = jax.jit(take_apart)
+        self._jit_to_layers = jax.jit(to_layers)
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -247,7 +247,7 @@ class Pipeline:
         """
         plan = self.planner.known_plan()
         check_variables(plan, variables)
-        return as_items(plan.model, self._jit_take_apart(variables))
+        return to_items(plan.model, self._jit_to_layers(variables))
 
     def from_layer_variables(self, trees: list[Any], batch: Any = None) -> Variables:
         """The inverse of `layer_variables`, under this pipeline's layout.
@@ -260,7 +260,7 @@ class Pipeline:
         plan = self.planner.known_plan() if batch is None else self.planner.plan_for(batch)
         if batch is not None:
             self.agreement.check(batch, "init")
-        return put_together(plan.model, plan.layouts, trees)
+        return from_items(plan.model, plan.layouts, trees)
 
     def modules(self, variables: dict[str, Any]) -> list[Any]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -380,7 +380,7 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        compiled: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_take_apart)
+        compiled: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_to_layers)
         for function in compiled:
             function.clear_cache()
         self.__dict__.pop("_jit_init", None)
@@ -390,7 +390,7 @@ class Pipeline:
     def _placed(self, variables: Variables) -> Variables:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
         layouts = self.planner.known_plan().layouts
-        return {name: layouts[name].placed(tree) for name, tree in variables.items()}
+        return {name: layouts[name].on_devices(tree) for name, tree in variables.items()}
 
     @cached_property
     def _jit_init(self) -> Callable:

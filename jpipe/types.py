@@ -10,6 +10,9 @@ PyTree: TypeAlias = Any
 Leaf: TypeAlias = Any
 """An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
 
+Structure: TypeAlias = Any
+"""What `jax.tree.structure` gives, a pytree without its leaves; JAX's own name for it is no class to type checkers."""
+
 Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
 

@@ -33,6 +33,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("jpipe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("jpipe")
 
+pytest_plugins = ["terminals"]
 MakeMesh = Callable[..., Mesh]
 
 

@@ -23,7 +23,6 @@ import jpipe
 import process_worker
 from cases import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.execution.rows import data_shard
-from jpipe.processes.agreement import differences
 
 WORKER = Path(process_worker.__file__)
 SECONDS = 240
@@ -280,21 +279,6 @@ def test_a_process_that_never_starts(tmp_path):
     assert "processes [1, 2] of 3 did not come to port" in found
 
 
-@pytest.mark.parametrize(
-    "arguments, kind, message",
-    [
-        (("localhost:1234",), ValueError, "num_processes is missing; pass coordinator, num_processes and process_id"),
-        (("localhost", 2, 0), ValueError, "coordinator='localhost' is no address; pass 'host:port'"),
-        (("localhost:99999", 2, 0), ValueError, "coordinator='localhost:99999' is no address"),
-        (("localhost:1234", 2, 2), ValueError, "process_id=2 is not among num_processes=2"),
-        (("localhost:1234", "2", 0), TypeError, "num_processes='2' is not an integer"),
-    ],
-)
-def test_wrong_arguments_of_initialize(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        jpipe.initialize(*arguments)
-
-
 def test_one_process_feeds_all_rows_and_places_them_likewise(make_mesh):
     mesh = make_mesh((2, 4), ("stage", "data"))
     assert data_shard(mesh) == (0, 1)
@@ -305,10 +289,3 @@ def test_one_process_feeds_all_rows_and_places_them_likewise(make_mesh):
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 4)}
     with pytest.raises(ValueError, match=r"6 rows of each of 1 parts make a batch of 6, .* place a multiple of 4 rows"):
         pipe.place(x[:6])
-
-
-def test_what_differs_is_named_with_its_values():
-    facts = {f"field {i}": "1" for i in range(5)}
-    message = differences({0: facts, 1: facts, 2: {name: "2" for name in facts}})
-    assert message.startswith("the processes disagree on field 0: 1 in process 0, 1, 2 in process 2; field 1")
-    assert "(and 2 more)" in message

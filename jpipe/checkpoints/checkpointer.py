@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +23,19 @@ from jpipe.checkpoints.containers import (
     value_from_json,
     value_to_json,
 )
-from jpipe.checkpoints.contents import LAYERS, Contents, Named, first_difference
+from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_alive, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
+from jpipe.seam.runtime import before_threads_end
 from jpipe.terminal.notices import warn_user
 from jpipe.terminal.progress import in_units, task
 from jpipe.training.train_state import TrainState
+from jpipe.types import Batch, PyTree
+
+Found = TypeVar("Found")
 
 
 class Checkpointer:
@@ -78,7 +81,7 @@ class Checkpointer:
         self._damaged: list[int] = []
         self._waiting = "waiting for the last checkpoint"
         self._preemption, self._is_closed = Preemption(), False
-        _wait_at_exit(self)
+        before_threads_end(self.close)
 
     def __enter__(self) -> Checkpointer:
         self._preemption.__enter__()
@@ -103,11 +106,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for what is being written, and ends orbax's threads; after that nothing can be saved or restored."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
-            self._manager.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._finish(self._manager.close)
 
     @property
     def latest_step(self) -> int | None:
@@ -120,14 +121,17 @@ class Checkpointer:
         Raises:
           RuntimeError: it couldn't be written.
         """
-        if self._is_closed:
-            return
+        if not self._is_closed:
+            self._finish(self._manager.wait_until_finished)
+
+    def _finish(self, waits: Callable[[], None]) -> None:
+        """Waits for what is being written, as one of the manager's methods does."""
         with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
-            self._manager.wait_until_finished()
+            waits()
 
     # --- saving ---
 
-    def save(self, pipe: Pipeline, state: TrainState, position: Any = None) -> None:
+    def save(self, pipe: Pipeline, state: TrainState, position: PyTree = None) -> None:
         """Saves a state, in the background: it may be donated to the next step once this returns.
 
         This waits until the checkpoint before is on disk. A state of a step that this object has saved or restored
@@ -173,7 +177,7 @@ class Checkpointer:
         self._own.add(step)
         self._waiting = f"waiting until step {step} ({in_units(size, 'bytes')}) is on disk"
 
-    def _check(self, pipe: Any) -> None:
+    def _check(self, pipe: Pipeline) -> None:
         """Checks that this can still be used, and with a pipeline.
 
         Raises:
@@ -199,7 +203,7 @@ class Checkpointer:
         Raises:
           ValueError: one is.
         """
-        (newest, *_) = [*files.steps_in(self.directory), -1]
+        newest = max(files.steps_in(self.directory), default=-1)
         if newest >= step:
             raise ValueError(
                 f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
@@ -221,7 +225,9 @@ class Checkpointer:
 
     # --- restoring ---
 
-    def restore(self, pipe: Pipeline, batch: Any, tx: optax.GradientTransformation) -> tuple[TrainState | None, Any]:
+    def restore(
+        self, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation
+    ) -> tuple[TrainState | None, PyTree]:
         """The state of the last whole checkpoint under this pipeline's layout, and the position in the data.
 
         A checkpoint that can't be read is passed over with a warning.
@@ -248,7 +254,9 @@ class Checkpointer:
         self._own.add(step)
         return found
 
-    def _restored(self, step: int, pipe: Pipeline, batch: Any, tx: Any) -> tuple[TrainState, Any]:
+    def _restored(
+        self, step: int, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation
+    ) -> tuple[TrainState, PyTree]:
         directory = self.directory / str(step)
         about = files.if_all_can(lambda: files.read_about(directory))
         keys = {name: on_all(_key_from_json(key), pipe.mesh) for name, key in about["random_keys"].items()}
@@ -270,7 +278,7 @@ class Checkpointer:
         return restored, containers_from_json(about["position"], value_from_json)
 
 
-def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[Any]:
+def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[PyTree]:
     """Each layer's own variables from a checkpoint, on the host, without a pipeline.
 
     They are what `Pipeline.layer_variables` gives, without Flax's metadata boxes: for a linen layer `module.apply(item,
@@ -291,24 +299,18 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
         parent = f"; did you mean {path.parent}?" if path.name.isdigit() else ""
         raise FileNotFoundError(f"{path} has no checkpoint{which}; it has those of {sorted(steps)}{parent}")
 
-    def read(step: int) -> list[Any]:
+    def read(step: int) -> list[PyTree]:
         about = files.read_about(path / str(step))
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == LAYERS}
         with task(f"reading the layers of step {step}"):
             found = files.read_arrays(path / str(step), wanted)
-        return [_item(layer["item"], found) for layer in about["layers"]]
+        array_of = lambda path: found[tuple(path)]
+        return [containers_from_json(layer["item"], array_of) for layer in about["layers"]]
 
     return _newest(path, steps if step is None else [step], read)[1]
 
 
-def _wait_at_exit(saved: Checkpointer) -> None:
-    """Has the program's end wait for what is being written, if nobody closed it."""
-    # Not `atexit`: that comes after Python has stopped the threads that orbax writes with, and the checkpoint is lost.
-    # There is no public name for what comes before; `concurrent.futures` of the standard library uses this one.
-    threading._register_atexit(saved.close)  # type: ignore[attr-defined]
-
-
-def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Any]) -> tuple[int, Any, list[int]]:
+def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Found]) -> tuple[int, Found, list[int]]:
     """`(step, what read gives for it, steps that are damaged)` of the first of some steps that can be read.
 
     Raises:
@@ -328,11 +330,6 @@ def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], A
         f"none of the checkpoints in {directory} can be read: {'; '.join(reasons.values())}; to start anew, choose "
         "another directory"
     )
-
-
-def _item(encoded: Json, named: Named) -> Any:
-    """A layer's own tree, of arrays by path."""
-    return containers_from_json(encoded, lambda path: named[tuple(path)])
 
 
 def _key_to_json(key: jax.Array) -> Json:

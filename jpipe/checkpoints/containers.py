@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Json = Any
+from jpipe.types import Leaf, PyTree
+
+Json: TypeAlias = Any
 """What `json.dumps` takes."""
+Key: TypeAlias = Any
+"""One of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
 
 
-def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any], Json]) -> Json:
+def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Leaf], Json]) -> Json:
     """A pytree of dicts, lists and tuples as JSON.
 
     Args:
@@ -25,7 +29,7 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
       TypeError: a dict's key is no string or number.
     """
 
-    def convert(path: tuple[str, ...], node: Any) -> Json:
+    def convert(path: tuple[str, ...], node: PyTree) -> Json:
         """A part of the tree, and all below it; `path` leads to it."""
         if node is None:
             return {"none": True}
@@ -41,7 +45,7 @@ def containers_to_json(tree: Any, leaf_to_json: Callable[[tuple[str, ...], Any],
     return convert((), tree)
 
 
-def _key_to_json(path: tuple[str, ...], key: Any) -> str | int | float | bool:
+def _key_to_json(path: tuple[str, ...], key: Key) -> str | int | float | bool:
     """A dict's key itself, of another container the name of its field; `path` leads to the container."""
     found = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(found) not in (str, int, float, bool):
@@ -52,7 +56,7 @@ def _key_to_json(path: tuple[str, ...], key: Any) -> str | int | float | bool:
     return found
 
 
-def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Any]) -> Any:
+def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf]) -> PyTree:
     """The inverse of `containers_to_json`; `leaf_from_json` that of its `leaf_to_json`."""
     ((kind, value),) = encoded.items()
     again = lambda child: containers_from_json(child, leaf_from_json)
@@ -63,12 +67,12 @@ def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Any]) -
     return None if kind == "none" else leaf_from_json(value)
 
 
-def name_of(key: Any) -> str:
+def name_of(key: Key) -> str:
     """A key of a pytree's path as text: `kernel`, `0`."""
     return jax.tree_util.keystr((key,), simple=True)
 
 
-def value_to_json(path: tuple[str, ...], value: Any) -> Json:
+def value_to_json(path: tuple[str, ...], value: object) -> Json:
     """A number, string, bytes or array as JSON.
 
     Raises:
@@ -89,7 +93,7 @@ def value_to_json(path: tuple[str, ...], value: Any) -> Json:
     return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 
 
-def value_from_json(encoded: Json) -> Any:
+def value_from_json(encoded: Json) -> Leaf:
     """The inverse of `value_to_json`."""
     ((kind, value),) = encoded.items()
     if kind == "value":

@@ -1,16 +1,28 @@
 """What a checkpoint of a training state holds: named arrays in the layers' own layout, whatever the pipeline's.
 
-A name is a path: `layers/0003_Block/params/Dense_0/kernel` is a parameter of layer 3, `optimizer/1/0/mu/0003_Block/
-Dense_0/kernel` a moment of it in an optimiser's state, `optimizer/1/0/count` what belongs to no layer. Variables that
-layers share are stored once, with the first layer that uses them.
+A name is a path. What lies in two stages' buffers (`jpipe.memory.storage`) as
+
+    state.variables["params"]           kernels of layers 0 1 | 2 3, biases of layers 0 1 | 2 3
+    state.opt_state[1][0].mu            moments, laid out as these
+    state.opt_state[1][0].count         a number
+
+is in the checkpoint, a record (a layer, or those that share its variables) after the other,
+
+    layers/0000_Dense/params/kernel     optimizer/1/0/mu/0000_Dense/kernel
+    layers/0000_Dense/params/bias       optimizer/1/0/mu/0000_Dense/bias        a `NamedRecord` of two trees:
+    layers/0001_Dense/params/kernel     ...                                     layers/params and optimizer/1/0/mu
+    optimizer/1/0/count                                                         `without_layer`
+
+Variables that layers share are stored once, with the first layer that uses them. Beside the arrays is a `description`,
+by which two models are told apart, and a layer's own tree put together again without its pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +32,10 @@ from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.records import Arrays, Records
 from jpipe.model.groups import Model
 from jpipe.training.train_state import TrainState
+from jpipe.types import Leaf, PyTree
 
 Path = tuple[str, ...]
-Named = dict[Path, Any]
+Named = dict[Path, Leaf]
 """Arrays, or their shapes, by path."""
 
 LAYERS, OPTIMIZER = "layers", "optimizer"
@@ -33,16 +46,18 @@ _OF_BUFFERS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
-    """The arrays of a layer, or of layers that share them.
+class NamedRecord:
+    """The arrays of a layer, or of layers that share them, in all trees.
 
     Attributes:
       record_type, record: its place (`jpipe.memory.records`).
+      users: the layers.
       shapes: by tree and path, as shapes with shardings, in the order of the leaves.
     """
 
     record_type: int
     record: int
+    users: tuple[int, ...]
     shapes: dict[str, Named]
 
     @property
@@ -80,17 +95,17 @@ class Contents:
         return {path: leaf for path, leaf in self._of_optimizer if not isinstance(leaf, StageTree) and not is_key(leaf)}
 
     @cached_property
-    def num_bytes(self) -> int:
-        """The bytes of the arrays of all layers."""
-        return sum(record.num_bytes for record in self.each_record)
-
-    @cached_property
     def random_keys(self) -> Named:
         """The state's random key, as `(key,)`, and those in the optimiser's state."""
         return {("key",): self.state.key} | {path: leaf for path, leaf in self._of_optimizer if is_key(leaf)}
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of the arrays of all layers."""
+        return sum(record.num_bytes for record in self.each_record)
+
     @property
-    def _of_optimizer(self) -> list[tuple[Path, Any]]:
+    def _of_optimizer(self) -> list[tuple[Path, Leaf | StageTree]]:
         found = jax.tree_util.tree_leaves_with_path(self.state.opt_state, is_leaf=_is_tree)
         return [((OPTIMIZER, *(map(name_of, path) if path else ("state",))), leaf) for path, leaf in found]
 
@@ -104,7 +119,7 @@ class Contents:
         """The buffers of all trees, as `records` takes them."""
         return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
 
-    def filled(self, arrays: Arrays, named: Named) -> tuple[dict[str, StageTree], Any]:
+    def filled(self, arrays: Arrays, named: Named) -> tuple[dict[str, StageTree], PyTree]:
         """Variables and optimiser state made of these buffers and, by path, of what belongs to no layer."""
         variables = {
             name: StageTree(arrays[f"{LAYERS}/{name}"], tree.layout) for name, tree in self.state.variables.items()
@@ -136,47 +151,35 @@ class Contents:
         """A layer's name in the checkpoint: its index and the name of its kind."""
         return f"{layer:04d}_{self.model.group_at(layer).layer.name}"
 
-    def paths(self, record_type: int, users: Sequence[int]) -> dict[str, list[Path]]:
-        """The names of a record's leaves, by tree.
-
-        Args:
-          record_type: the index of its type.
-          users: the layers that use it.
-        """
-        found = {}
-        for path, tree in self.trees.items():
-            count = len(tree.layout.storage.record_types[record_type].leaves)
-            numbered = jax.tree.unflatten(tree.layout.treedefs[record_type], range(count))
-            if path[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
-                prefix, numbered = (
-                    (LAYERS, self.layer_name(users[0]), path[1]),
-                    self._unboxed(path[1], users[0], numbered),
-                )
-            else:
-                prefix = (*path, self.layer_name(users[0]))
-            leaves = jax.tree_util.tree_leaves_with_path(numbered)
-            assert [leaf for _, leaf in leaves] == list(range(count))
-            if count:
-                found["/".join(path)] = [(*prefix, *map(name_of, keys)) for keys, _ in leaves]
-        return found
-
-    def _unboxed(self, collection: str, layer: int, tree: Any) -> Any:
-        layer_kind = self.model.group_at(layer).layer
-        return layer_kind.from_item(layer_kind.to_item({collection: tree})).get(collection, tree)
-
     @cached_property
-    def each_record(self) -> list[Record]:
+    def each_record(self) -> list[NamedRecord]:
         """The arrays of each layer, or of those that share them, in the order of layers."""
-        found, arrays = [], self.arrays
+        found, arrays, layouts = [], self.arrays, self.records.layouts
         for v, j, users in self.records.places:
-            paths, shapes = self.paths(v, users), {}
-            for name, leaves in self.records.leaves(v).items():
-                # An optimiser may keep other dtypes than the parameters'.
-                buffers = self.records.layouts[name].storage.record_types[v].buffers
-                own = [leaf.shape.update(dtype=arrays[name][b].dtype) for leaf, b in zip(leaves, buffers, strict=True)]
-                shapes[name] = dict(zip(paths[name], own, strict=True))
-            found.append(Record(v, j, shapes))
+            shapes, leaves = {}, self.records.leaves(v)
+            for path in self.trees:
+                if (name := "/".join(path)) in leaves:
+                    # An optimiser may keep other dtypes than the parameters'.
+                    dtypes = [arrays[name][buffer].dtype for buffer in layouts[name].storage.record_types[v].buffers]
+                    own = [leaf.shape.update(dtype=dtype) for leaf, dtype in zip(leaves[name], dtypes, strict=True)]
+                    shapes[name] = dict(zip(self._paths(path, v, users[0]), own, strict=True))
+            found.append(NamedRecord(v, j, users, shapes))
         return found
+
+    def _paths(self, tree: Path, record_type: int, layer: int) -> Iterator[Path]:
+        """The names of a record's leaves in a tree, in the order of the leaves."""
+        treedef, own = self.trees[tree].layout.treedefs[record_type], self.layer_name(layer)
+        numbered, prefix = jax.tree.unflatten(treedef, range(treedef.num_leaves)), (*tree, own)
+        if tree[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
+            numbered, prefix = self._unboxed(layer, {tree[1]: numbered}).get(tree[1], numbered), (LAYERS, own, tree[1])
+        for number, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(numbered)):
+            assert leaf == number, "another order than that of the leaves"
+            yield (*prefix, *map(name_of, keys))
+
+    def _unboxed(self, layer: int, variables: dict[str, PyTree]) -> dict[str, PyTree]:
+        """A layer's variables by collection without Flax's metadata boxes."""
+        kind = self.model.group_at(layer).layer
+        return kind.from_item(kind.to_item(variables))
 
     def shapes(self) -> Named:
         """All arrays as shapes with shardings, by path.
@@ -199,26 +202,26 @@ class Contents:
         Each layer has a name, the name of the layer that its variables are stored with, and how its own tree is put
         together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves.
         """
-        layers = [{"name": self.layer_name(i), "stored": None, "item": None} for i in range(self.model.num_layers)]
-        items: dict[int, dict[str, Any]] = {}
-        for v, _, users in self.records.places:
-            paths = self.paths(v, users)
-            for i in users:
-                items[i] = {name: self._named(v, name, paths) for name in self.state.variables}
-                layers[i]["stored"] = self.layer_name(users[0])
-        for i, layer in enumerate(layers):
-            group = self.model.group_at(i)
-            own = {name: tree for name, tree in items.get(i, {}).items() if name in group.variables}
-            plain = group.layer.from_item(group.layer.to_item(own))  # without metadata boxes
-            layer["item"] = containers_to_json(group.layer.to_item(plain), lambda _, leaf: list(leaf.path))
+        record_of = {i: record for record in self.each_record for i in record.users}
+        layers = []
+        for i in range(self.model.num_layers):
+            group, record = self.model.group_at(i), record_of.get(i)
+            own = (
+                {}
+                if record is None
+                else {n: self._named(record, n) for n in self.state.variables if n in group.variables}
+            )
+            item = containers_to_json(group.layer.to_item(self._unboxed(i, own)), lambda _, leaf: list(leaf.path))
+            stored = None if record is None else self.layer_name(record.users[0])
+            layers.append({"name": self.layer_name(i), "stored": stored, "item": item})
         named = self.shapes() | self.random_keys
         arrays = [[list(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())]
         return {"layers": layers, "arrays": arrays}
 
-    def _named(self, record_type: int, collection: str, paths: Mapping[str, list[Path]]) -> Any:
+    def _named(self, record: NamedRecord, collection: str) -> PyTree:
         """A layer's tree of a collection with names as leaves."""
-        treedef = self.state.variables[collection].layout.treedefs[record_type]
-        return jax.tree.unflatten(treedef, list(map(_Name, paths.get(f"{LAYERS}/{collection}", []))))
+        treedef = self.state.variables[collection].layout.treedefs[record.record_type]
+        return jax.tree.unflatten(treedef, map(_Name, record.shapes.get(f"{LAYERS}/{collection}", ())))
 
 
 @lru_cache(maxsize=4)
@@ -227,12 +230,12 @@ def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
     return Records(dict(layouts))
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> TypeGuard[jax.Array]:
     """Whether it is a random key, or the shape of one."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key)
 
 
-def _is_tree(node: Any) -> bool:
+def _is_tree(node: object) -> TypeGuard[StageTree]:
     return isinstance(node, StageTree)
 
 
@@ -251,9 +254,13 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
       own: the pipeline's.
     """
     for there, here in zip(saved["layers"], own["layers"], strict=False):
-        for what in ("name", "stored"):
-            if there[what] != here[what]:
-                return f"layer {here['name']} is {_difference(there, what)} in the checkpoint"
+        if there["name"] != here["name"]:
+            return f"layer {here['name']} is called {there['name']} in the checkpoint"
+        if there["stored"] != here["stored"]:
+            one = (
+                "without variables" if not there["stored"] else f"one that shares its variables with {there['stored']}"
+            )
+            return f"layer {here['name']} is {one} in the checkpoint"
     for longer, shorter, whose in ((saved, own, "the checkpoint"), (own, saved, "the pipeline")):
         if len(longer["layers"]) > len(shorter["layers"]):
             extra = longer["layers"][len(shorter["layers"])]["name"]
@@ -269,24 +276,3 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
 
 def _in_words(array: tuple[str, list[int]] | None) -> str:
     return "missing" if array is None else f"{array[0]}{array[1]}"
-
-
-def _difference(layer: Json, what: str) -> str:
-    if what == "name":
-        return f"called {layer['name']}"
-    return "without variables" if layer["stored"] is None else f"one that shares its variables with {layer['stored']}"
-
-
-def nested(named: Mapping[Path, Any]) -> dict[str, Any]:
-    """A flat dict by path as nested dicts.
-
-    >>> nested({("a", "b"): 1, ("a", "c"): 2})
-    {'a': {'b': 1, 'c': 2}}
-    """
-    tree: dict[str, Any] = {}
-    for path, leaf in named.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jpipe.checkpoints.containers import Json
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Named, Path, nested
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Named
+from jpipe.seam.runtime import may_pass
 
 FORMAT = 1
 ABOUT = "about"
-
-
-# What tensorstore says of a fault that may pass, or that is no checkpoint's.
-_PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+Result = TypeVar("Result")
 
 
 class DamagedError(Exception):
@@ -99,7 +97,7 @@ def _of_all(mine: int) -> list[int]:
     return [mine] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(mine)).tolist()
 
 
-def if_all_can(work: Callable[[], Any]) -> Any:
+def if_all_can(work: Callable[[], Result]) -> Result:
     """What `work` gives, if it can in all processes; nobody is left waiting for one where it can't.
 
     Raises:
@@ -107,9 +105,9 @@ def if_all_can(work: Callable[[], Any]) -> Any:
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    found, raised = None, None
+    found, raised = [], None
     try:
-        found = work()
+        found.append(work())
     except Exception as error:
         raised = error
     mine = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
@@ -118,7 +116,7 @@ def if_all_can(work: Callable[[], Any]) -> Any:
         raise raised
     if worst:
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return found
+    return found[0]
 
 
 def first_does(work: Callable[[], None]) -> None:
@@ -132,7 +130,7 @@ def first_does(work: Callable[[], None]) -> None:
 def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) -> None:
     """Starts to write a checkpoint; the arrays may be changed once this returns."""
     some = {path: leaf for path, leaf in named.items() if leaf.size}  # orbax holds no arrays without elements
-    items = {name: ocp.args.PyTreeSave(tree) for name, tree in nested(some).items()}
+    items = {name: ocp.args.PyTreeSave(tree) for name, tree in ocp.tree.from_flat_dict(some).items()}
     arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})})
     manager.save(step, args=arguments, force=True)
 
@@ -147,7 +145,7 @@ def _reading(what: epath.Path) -> Iterator[None]:
     except Exception as error:  # orbax and tensorstore raise all kinds, ValueError and Exception too
         words = "".join(traceback.format_exception(error))
         of_file = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if of_file or any(word in words for word in _PASSING):
+        if of_file or may_pass(words):
             raise
         first = str(error).partition("\n")[0]
         raise DamagedError(f"{what.name}: {type(error).__name__}: {first:.200}") from error
@@ -193,25 +191,13 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     for item in (LAYERS, OPTIMIZER):
         wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item and shape.size}
         if wanted:
-            tree = nested(wanted)
-            restore_args = jax.tree.map(_restore_args, tree)
-            arguments = ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
+            tree = ocp.tree.from_flat_dict(wanted)
+            how = ocp.checkpoint_utils.construct_restore_args(tree)
+            arguments = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
             with _reading(directory / item):
                 restored = ocp.PyTreeCheckpointHandler().restore(directory / item, args=arguments)
-            found |= {(item, *path): _at(restored, path) for path in wanted}
+            found |= {(item, *path): array for path, array in ocp.tree.to_flat_dict(restored).items()}
     return found
-
-
-def _restore_args(shape: Any) -> ocp.RestoreArgs:
-    if getattr(shape, "sharding", None) is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=shape.dtype)
-    return ocp.ArrayRestoreArgs(sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype)
-
-
-def _at(tree: Mapping[str, Any], path: Path) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
 
 
 def steps_in(directory: epath.Path) -> list[int]:

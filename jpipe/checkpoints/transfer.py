@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import Contents, Named, Record
+from jpipe.checkpoints.contents import Contents, Named, NamedRecord
 from jpipe.memory.records import Arrays
 from jpipe.terminal.progress import task
 
@@ -51,23 +51,27 @@ def _to_host(leaf: jax.Array) -> jax.Array:
 
 
 def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
-    """(new buffers with each layer's arrays, what belongs to no layer)."""
+    """(new buffers with each layer's arrays, what belongs to no layer); `contents` of a state's shapes."""
     read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
         named, arrays = read(contents.without_layer), None
         for portion in _portions(contents):
             found = read({path: shape for record in portion for path, shape in record.named.items()})
-            if arrays is None:  # once something could be read
-                dtypes = {(name, b): leaf.dtype for name, tree in contents.arrays.items() for b, leaf in tree.items()}
-                arrays = contents.records.zeros(dtypes)
+            arrays = arrays or _zeros(contents.arrays)  # once something could be read
             for record in portion:
                 leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
-                arrays = contents.records.write(arrays, record.record_type, record.record, leaves)
+                arrays = contents.records.put(arrays, record.record_type, record.record, leaves)
             advance(sum(record.num_bytes for record in portion))
     return arrays or {}, named
 
 
-def _portions(contents: Contents) -> list[list[Record]]:
+def _zeros(shapes: Arrays) -> Arrays:
+    """New buffers, each stage's on its own devices."""
+    make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))()
+
+
+def _portions(contents: Contents) -> list[list[NamedRecord]]:
     """Runs of records, each about `AT_ONCE` of the state's bytes."""
     total = contents.num_bytes
     portions, room = [], 0.0

@@ -24,7 +24,7 @@ from jpipe.jax_tools.indexing import take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
 from jpipe.memory.buffers import Index
-from jpipe.memory.layout import StageTree, device_index, local, stacked
+from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Leaf
 from jpipe.mesh.axes import rest_axes
 from jpipe.mesh.programs import on_stages, shapes_only
@@ -64,8 +64,8 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
                 name: layouts[name].storage.write(buffers[name], v, instance, leaves) for name, leaves in made.items()
             }
 
-        buffers = {name: layout.zeros() for name, layout in layouts.items()} | local(ready)
-        return stacked(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
+        buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
+        return add_stage_axis(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
@@ -93,7 +93,7 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
     layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
 
     def body(variables: Any, batch: Any, key: Any, only: Any) -> Any:
-        variables = local(variables)
+        variables = drop_stage_axis(variables)
         stage = _stage(plan, step, variables, batch, key)
         sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True), only)
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
@@ -101,7 +101,7 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
             grads = jax.tree.map(divide, params.reduced(grads), variables["params"])
-        return sums, stacked(updates), stacked(grads)
+        return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(plan)
     # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
@@ -127,7 +127,7 @@ def forward(
     plan, step = planner.known_plan(), planner.step(batch, train=False, with_loss=with_loss, bare=bare)
 
     def body(variables: Any, batch: Any) -> Any:
-        return run_inference(step, _stage(plan, step, local(variables), batch, None))
+        return run_inference(step, _stage(plan, step, drop_stage_axis(variables), batch, None))
 
     loses = step.spec.loss_fn is not None
     out = list(zip(step.outputs_at, step.outputs, strict=True))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from numpy.typing import ArrayLike
 
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.seam.inside import called_by, carry_out
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
 from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
 
 
-def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
+def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
     """The outputs of a jaxpr without random numbers or side effects.
 
     Operations that aren't known here are left to JAX, one by one.
@@ -22,40 +22,33 @@ def interpret(closed: ClosedJaxpr, *arguments: Any) -> list[np.ndarray]:
       arguments: its inputs, arrays or numbers.
     """
     with np.errstate(all="ignore"):
-        return _run(closed.jaxpr, closed.consts, arguments)
+        return _run(closed.jaxpr, [*closed.consts, *arguments])
 
 
-def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[np.ndarray]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
-    dtype: Callable[[Any], Any] = lambda v: v.aval.dtype
-    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], dtype(v))
+def _run(jaxpr: Jaxpr, inputs: Sequence[ArrayLike]) -> list[np.ndarray]:
+    """The outputs of a jaxpr for its constants and arguments."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], shapes_of([v])[0].dtype)
     for equation in jaxpr.eqns:
-        results = _results(equation, list(map(read, equation.invars)), jaxpr)
+        results = _results(equation, list(map(read, equation.invars)))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _results(equation: JaxprEqn, operands: list[np.ndarray], jaxpr: Jaxpr) -> Sequence[Any]:
-    """The results of an equation of `jaxpr`."""
+def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
+    """The results of an equation."""
     name, params = equation.primitive.name, equation.params
     if name in CALLS:
-        return _run(next(iter(jaxprs_in_params(params))), _constants(params), operands)
+        called = called_by(equation)
+        return _run(called.jaxpr, [*called.consts, *operands])
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return _run(branch.jaxpr, branch.consts, operands[1:])
+        return _run(branch.jaxpr, [*branch.consts, *operands[1:]])
     if name in _PLAIN:
         return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:
         return [_WITH_OPTIONS[name](equation, *operands)]
-    inputs = list(dict.fromkeys(v for v in equation.invars if not isinstance(v, Literal)))
-    values = dict(zip(equation.invars, operands, strict=True)) if inputs else {}
-    alone = jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation])
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[v] for v in inputs))
-
-
-def _constants(params: dict[str, Any]) -> Sequence[Any]:
-    """The constants of the jaxpr that an equation with these parameters calls."""
-    return next((value.consts for value in params.values() if isinstance(value, ClosedJaxpr)), ())
+    return carry_out(equation, operands)
 
 
 def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:

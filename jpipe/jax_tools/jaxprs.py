@@ -7,13 +7,13 @@ some equations the parameters hold jaxprs themselves: calls (`jit`), loops, bran
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.inside import called_by, needed_part, replaced
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS
+from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
 """From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
@@ -47,8 +47,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     """The jaxpr that an equation only calls, with the equation's operands as inputs; None if it does anything else."""
     if equation.primitive.name not in CALLS:
         return None
-    called = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
-    called = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+    called = called_by(equation).jaxpr
     return called if len(called.invars) == len(equation.invars) else None
 
 
@@ -59,7 +58,7 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
       closed: the jaxpr.
       wanted: for each output, whether it is wanted; all are by default.
     """
-    return dce_jaxpr(closed.jaxpr, wanted or [True] * len(closed.jaxpr.outvars))[1]
+    return needed_part(closed, wanted or [True] * len(closed.jaxpr.outvars))[1]
 
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -71,13 +70,13 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
 def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without what gives nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside of it too.
 
-    `dce_jaxpr` keeps those, and with them whatever they show.
+    What takes out dead code keeps those, and with them whatever they show.
     """
 
     def change(equation: JaxprEqn) -> JaxprEqn | None:
-        return equation.replace(effects=frozenset()) if equation.outvars else None
+        return replaced(equation, effects=frozenset()) if equation.outvars else None
 
-    return ClosedJaxpr(changed(closed.jaxpr, change).replace(effects=frozenset()), closed.consts)
+    return ClosedJaxpr(replaced(changed(closed.jaxpr, change), effects=frozenset()), closed.consts)
 
 
 def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -90,8 +89,7 @@ def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
     def change(equation: JaxprEqn) -> JaxprEqn | None:
         if equation.primitive.name != "reduce_precision":
             return equation
-        aval: Any = equation.outvars[0].aval
-        dtype = aval.dtype
+        dtype = shapes_of(equation.outvars)[0].dtype
         full = {"exponent_bits": jnp.finfo(dtype).nexp, "mantissa_bits": jnp.finfo(dtype).nmant}
         return None if dtype.itemsize >= 4 and equation.params == full else equation
 
@@ -103,8 +101,11 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
 
     What is in a `shard_map` stays: there an array is one device's part.
     """
-    standing_for: dict[Var, Any] = {}  # by a dropped result, the operand in its place
-    resolve = lambda v: v if isinstance(v, Literal) else standing_for.get(v, v)
+    standing_for: dict[Var, Var | Literal] = {}  # by a dropped result, the operand in its place
+
+    def resolve(v: Var | Literal) -> Var | Literal:
+        return v if isinstance(v, Literal) else standing_for.get(v, v)
+
     equations = []
     for equation in jaxpr.eqns:
         operands, new = list(map(resolve, equation.invars)), change(equation)
@@ -115,11 +116,11 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
         params = new.params
         if new.primitive.name != "shard_map":
             params = {name: _changed_inside(value, change) for name, value in params.items()}
-        equations.append(new.replace(invars=operands, params=params))
-    return jaxpr.replace(eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
+        equations.append(replaced(new, invars=operands, params=params))
+    return replaced(jaxpr, eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
-def _changed_inside(value: Any, change: Change) -> Any:
+def _changed_inside(value: PyTree, change: Change) -> PyTree:
     """`changed` for an equation's parameter: a jaxpr (of `jit`, a loop), several (branches), or anything else."""
     if isinstance(value, Jaxpr):
         return changed(value, change)
@@ -129,12 +130,3 @@ def _changed_inside(value: Any, change: Change) -> Any:
         inside = [_changed_inside(v, change) for v in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value
-
-
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """(how many operands of a `scan` are constants, how many are its carry), as different versions of JAX say it."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()  # trees with None for an operand
-    return len(list(constants.vals)), len(list(carry.vals))

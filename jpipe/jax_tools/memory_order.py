@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.seam.inside import held_to, orders_chosen
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.progress import task
 
@@ -29,7 +28,7 @@ def in_order(array: Any, order: Order | None) -> Any:
     """The array, held to an order; as the compiler likes it if that is None."""
     if order is None or array.ndim < 2:
         return array
-    return with_layout_constraint(array, Layout(order))
+    return held_to(array, order)
 
 
 def row_major(array: Any) -> Any:
@@ -56,7 +55,8 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     chosen = [i for i in results if len(shapes[i]) > 1 and id(outputs[i]) not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
         return [_row_major_order(shapes[i]) for i in results]
-    found = dict(zip(chosen, _compiled_orders(jaxpr, chosen, mesh), strict=True))
+    orders = _compiled_orders(jaxpr, chosen, mesh)
+    found = dict(zip(chosen, orders, strict=True)) if orders else {}
     return [found.get(i, _row_major_order(shapes[i])) for i in results]
 
 
@@ -64,7 +64,7 @@ def _row_major_order(shape: Sequence[int]) -> Order | None:
     return tuple(range(len(shape))) if len(shape) > 1 else None
 
 
-def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
+def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order] | None:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(jaxpr)
@@ -76,7 +76,5 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
         return [found[i] for i in results], found
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
-        formats = [Format(Layout.AUTO, everywhere)] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
-        alone = jax.jit(jax.shard_map(chosen, mesh=mesh, **specs), out_shardings=formats)
-        compiled = alone.lower(*shapes).compile()
-    return [tuple(np.asarray(form.layout.major_to_minor).tolist()) for form in compiled.output_formats[0]]
+        shardings = [everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
+        return orders_chosen(jax.shard_map(chosen, mesh=mesh, **specs), shapes, shardings)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jpipe.jax_tools.indexing import Index
+from jpipe.types import Leaf
 
 Key = jax.Array
 """A typed random key, a scalar."""
@@ -34,12 +33,12 @@ def key_shape(key: Key | None = None) -> jax.ShapeDtypeStruct:
 
 def example_key(shape: jax.ShapeDtypeStruct) -> Key:
     """A random key of the implementation of `shape`, always the same."""
-    implementations: list[Any] = []  # JAX tells them of keys, not of their dtypes
+    implementations = []  # JAX tells them of keys, not of their dtypes
     jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), shape)
     return jax.random.key(0, impl=implementations[0])
 
 
-def as_key(key: Any) -> Key:
+def as_key(key: Leaf) -> Key:
     """A user's random key, typed or raw, as a typed one.
 
     Raises:
@@ -53,7 +52,7 @@ def as_key(key: Any) -> Key:
     raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
 
 
-def _wrapped(key: Any) -> Key:
+def _wrapped(key: Leaf) -> Key:
     """A raw key as a typed one of JAX's default implementation: nothing in it says which it is of.
 
     Raises:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,34 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
 from jpipe.jax_tools.jaxprs import changed
+from jpipe.seam.inside import replaced, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
+from jpipe.types import PyTree, Shapes
 
 
-def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
+def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJaxpr, Shapes]:
     """Traces a user's function.
 
     A layer sees all of a micro-batch, whatever devices have it. What it reduces over a mesh axis
     (`nn.BatchNorm(axis_name="data")`) is whole already, so such reductions are left out.
 
-    A function that can't be traced where there is a mesh is traced as if there were none: Flax constrains parameters to
-    axes in their metadata that the mesh may lack, and some modules constrain what they have reshaped. So is one whose
-    jaxpr holds others that run as they are, for these would remember the mesh.
+    Where there is a mesh, there are two ways to trace, and neither serves all functions:
+
+        function                                              in the mesh                 as if there were none
+        names an axis (a constraint, a sum, `shard_map`)      its axes are found          fails: no such axis
+        constrains what it reshaped, or over an axis that     fails                       nothing is constrained
+          the mesh lacks (Flax, by a parameter's metadata)
+        holds a program that runs as it is (a kernel)         it would keep this mesh,    it fits everywhere
+                                                                and run in another
+        anything else                                         same                        same
+
+    So the first way is tried first, and the second where that fails or finds such a program; if both fail, it isn't
+    the mesh's fault, and the first error tells more.
 
     Args:
       function: from pytrees of arrays to a pytree of arrays.
-      shapes: its arguments, pytrees of arrays or ShapeDtypeStructs.
+      arguments: pytrees of arrays, or of their shapes.
 
     Returns:
       `(jaxpr, shapes of the function's result)`; the jaxpr takes and gives the leaves.
@@ -36,21 +46,30 @@ def trace(function: Callable, *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     Raises:
       ValueError: it asks for its index along a mesh axis, which isn't known there.
     """
-    contexts = [nullcontext()] if jax.sharding.get_abstract_mesh().empty else [nullcontext(), no_mesh()]
-    failures: list[Exception] = []  # if none is the mesh's fault, the first says whose
-    for context in contexts:
-        with context:
-            names = _named_axes()
-            axes = [(name, 1) for name in names]
-            try:
-                closed, result = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
-                jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
-            except Exception as error:
-                failures.append(error)
-                continue
-            if context is contexts[-1] or not _is_opaque(jaxpr):
-                return ClosedJaxpr(jaxpr, closed.consts), result
-    raise failures[0]
+    if jax.sharding.get_abstract_mesh().empty:
+        return _traced(function, arguments)
+    failure: Exception | None = None
+    try:
+        closed, shapes = _traced(function, arguments)
+        if not _is_opaque(closed.jaxpr):
+            return closed, shapes
+    except Exception as error:
+        failure = error
+    try:
+        with no_mesh():
+            return _traced(function, arguments)
+    except Exception as error:
+        failure = failure or error
+    raise failure
+
+
+def _traced(function: Callable[..., PyTree], arguments: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Shapes]:
+    """Traces a function in the mesh at hand, without its reductions over the mesh's axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = [name for name, axis_type in types if axis_type != AxisType.Manual]
+    closed, shapes = with_named_axes(function, dict.fromkeys(names, 1))(*arguments)
+    return ClosedJaxpr(_without_axes(closed.jaxpr, names) if names else closed.jaxpr, closed.consts), shapes
 
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
@@ -66,12 +85,6 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
         elif equation.primitive.name == "pallas_call" or any(isinstance(value, ClosedJaxpr) for value in values):
             return True
     return False
-
-
-def _named_axes() -> list[str]:
-    """The axes of the mesh in context that a traced function may name."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
@@ -90,12 +103,12 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
                 "a program of single devices, use jax.shard_map in the layer"
             )
         rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
-        return equation.replace(params=equation.params | {"axes": rest}) if rest else None
+        return replaced(equation, params=equation.params | {"axes": rest}) if rest else None
 
     return changed(jaxpr, without)
 
 
-def replay(closed: ClosedJaxpr, result: Any) -> Callable[..., Any]:
+def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
     """The function that a jaxpr was traced from.
 
     Args:
@@ -108,13 +121,13 @@ def replay(closed: ClosedJaxpr, result: Any) -> Callable[..., Any]:
     structure, run = jax.tree.structure(result), jaxpr_as_fun(closed)
     as_array = lambda leaf, aval: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         leaves = run(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(structure, map(as_array, leaves, closed.out_avals))
 
     return call
 
 
-def no_mesh() -> AbstractContextManager[Any]:
+def no_mesh() -> AbstractContextManager[object]:
     """A context in which there is no mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

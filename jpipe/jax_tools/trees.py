@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.types import PyTree
 
-def check_same_structure(what: str, given: Any, expected: Any) -> None:
+
+def check_same_structure(what: str, given: PyTree, expected: PyTree) -> None:
     """Compares two pytrees' structures.
 
     Raises:
@@ -39,7 +39,7 @@ def _outline(paths: list[str]) -> str:
     return "[" + ", ".join(path or "a bare array" for path in paths[:8]) + (", ..." if len(paths) > 8 else "") + "]"
 
 
-def check_same_shapes(what: str, tree: Any, expected: Any) -> None:
+def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
     """Compares shapes and dtypes, leaf by leaf, of pytrees of the same structure.
 
     Raises:

@@ -39,6 +39,7 @@ from jpipe.layers.base import (
 from jpipe.layers.fingerprint import same_value, values_within
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Method, Shared
+from jpipe.seam.flax_inside import collection_of, unsharded_creation
 
 ARRAYS = "arrays"
 """The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
@@ -242,7 +243,7 @@ class NnxLayer:
         found: list[Any] = []  # the graph definition, or what isn't a module
 
         def make(key: jax.Array) -> nnx.State | None:
-            with nnx.use_eager_sharding(False):  # the layout splits variables, not their creation
+            with unsharded_creation():
                 module = _mark_arrays(factory(rngs=nnx.Rngs(key)))
             found.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
             return nnx.state(module) if isinstance(module, nnx.Module) else None
@@ -276,7 +277,7 @@ class NnxLayer:
         if self.factory is None:
             assert self.ready is not None
             return self.ready
-        with nnx.use_eager_sharding(False):
+        with unsharded_creation():
             return _collections(nnx.state(_mark_arrays(self.factory(rngs=nnx.Rngs(key)))))
 
     def apply(self, variables: Variables, inputs: Inputs, context: Context) -> tuple[Activation, Variables]:
@@ -363,7 +364,7 @@ def _collection(variable: Any) -> str:
         return ARRAYS
     if isinstance(variable, nnx.Param):  # of a type of its own too, such as LoRAParam
         return "params"
-    return nnx.variablelib.variable_name_from_type(type(variable), allow_register=True)
+    return collection_of(type(variable))
 
 
 def _collections(state: Any) -> Variables:

@@ -64,6 +64,15 @@ class Boundaries:
 def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: Sequence[int]) -> Boundaries:
     """The common format for a model's boundaries.
 
+    All boundaries are records of one row on one device, since a device holds one activation at a time; each begins at
+    entry 0 of every buffer. What crosses is then a run from entry 0 on, as long as the largest cut needs. Here layers
+    0 to 3 give x [4, 3], (x, mask [4]), (x, y [4, 3]) and x, and the cuts are after layers 0 and 1:
+
+        boundary            0    1    2    3        crossing_sizes, the most at boundaries 0 and 1
+        float32_4x3         x    x    x    x        1
+        bool_4                  mask                1
+        float32_4x3_of_1              y             none: `y` is the second of its type, in a buffer of its own
+
     Args:
       boundaries: for each boundary between a layer and the next, its leaves as one device has them.
       cuts: the indices of the boundaries between two virtual stages: of the last layer of each but the last.

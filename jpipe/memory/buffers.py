@@ -11,7 +11,7 @@ Which leaf lies where is written in a `Storage` (`jpipe.memory.storage`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jpipe.jax_tools.indexing import Index as Index
 from jpipe.jax_tools.indexing import put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
+from jpipe.types import Leaf
 
 
 class LeafType(NamedTuple):
@@ -84,7 +85,7 @@ class StackedBuffer:
         return PartitionSpec(None, *self.type.spec)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Of its leaves."""
         return jnp.dtype(self.type.dtype)
 
@@ -106,7 +107,7 @@ class StackedBuffer:
             return array + leaf.astype(array.dtype)[None]
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
-    def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
+    def fill(self, array: np.ndarray, entry: int, leaf: Leaf) -> None:
         """`put` on the host, into the array itself."""
         array[entry] = np.asarray(leaf)
 
@@ -126,7 +127,7 @@ class FlatBuffer:
       size: the elements of the array.
     """
 
-    dtype: Any
+    dtype: np.dtype
     strides: tuple[int, ...]
     size: int
 
@@ -152,7 +153,7 @@ class FlatBuffer:
         """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
-    def fill(self, array: np.ndarray, entry: int, leaf: Any) -> None:
+    def fill(self, array: np.ndarray, entry: int, leaf: Leaf) -> None:
         """`put` on the host, into the array itself."""
         flat = np.asarray(leaf).reshape(-1)
         array[entry : entry + flat.size] = flat

@@ -1,13 +1,16 @@
 """Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
 
-The model is never put on one device: leaves are split over `stage` (`jpipe.memory.records`). An *item* is one layer's
-variables as its own library has them (linen, nnx, or bare parameters).
+    buffers [K, ...]  --to_layers-->    trees by layer and collection  --to_items-->    each library's own (linen, nnx)
+                      <--from_layers--                                 <--from_items--  checked
+
+The model is never put on one device: what comes out is split over `stage` (`jpipe.memory.records`), and what goes in is
+given to each device part by part. An *item* is one layer's variables as its own library has them (linen, nnx, or bare
+parameters).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +20,31 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
-from jpipe.memory.layout import Layout, StageTree, local
-from jpipe.memory.records import Records, ScatteredLeaf, is_whole
+from jpipe.memory.layout import Layout, StageTree, drop_stage_axis
+from jpipe.memory.records import Arrays, Records, ScatteredLeaf, is_whole
 from jpipe.mesh.programs import on_stages
 from jpipe.model.groups import Model
+from jpipe.types import Leaf, PyTree
+
+LayerTrees = Mapping[int, Mapping[str, PyTree]]
+"""Layer -> collection -> the layer's tree of whole arrays."""
 
 
-def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
-    """Each layer's own trees: index -> collection -> tree of whole arrays. To be called under `jax.jit`.
+def to_layers(trees: dict[str, StageTree]) -> dict[int, dict[str, PyTree]]:
+    """`LayerTrees` of some or all collections, laid out by one pipeline. To be called under `jax.jit`.
 
     Layers without variables are missing; a collection that a layer lacks is `{}`. Leaves are split over `stage`, so
     that no device gets all of the model (`jpipe.memory.records`).
-
-    Args:
-      trees: some or all collections, laid out by one pipeline.
     """
     records = Records({name: tree.layout for name, tree in trees.items()})
-    places, layout = records.places, records.layout
-    names = [list(records.leaves(v)) for v, _, _ in places]
+    places = records.places
 
-    def body(arrays: dict[str, Any]) -> list[dict[str, list[Any]]]:
-        return [records.scatter(local(arrays), v, j) for v, j, _ in places]
+    def body(arrays: Arrays) -> list[dict[str, list[jax.Array]]]:
+        return [records.scatter(drop_stage_axis(arrays), v, j) for v, j, _ in places]
 
-    plain = {name: dict(tree) for name, tree in trees.items()}
-    in_specs = {name: dict(tree.layout.specs) for name, tree in trees.items()}
-    specs = [records.specs(v, own) for (v, _, _), own in zip(places, names, strict=True)]
-    found = on_stages(body, layout.mesh, (in_specs,), specs)(plain)
+    specs = [records.scattered_specs(v) for v, _, _ in places]
+    run = on_stages(body, records.layout.mesh, (records.specs,), specs)
+    found = run({name: dict(tree) for name, tree in trees.items()})
     taken = {
         i: {name: jax.tree.unflatten(tree.layout.treedefs[v], own.get(name, [])) for name, tree in trees.items()}
         for (v, _, users), own in zip(places, found, strict=True)
@@ -51,46 +53,59 @@ def take_apart(trees: dict[str, StageTree]) -> dict[int, dict[str, Any]]:
     return dict(sorted(taken.items()))
 
 
-def put_together_on_devices(layouts: dict[str, Layout], taken: dict[int, dict[str, Any]]) -> dict[str, StageTree]:
-    """The inverse of `take_apart`: global arrays by collection, of leaves that may be global arrays themselves.
+def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, StageTree]:
+    """The inverse of `to_layers`: global arrays by collection. Outside of `jax.jit`; in a cluster by all processes.
 
-    No process needs all of a leaf, and no device gets more than its part of the model and one layer at a time. To be
-    called outside of `jax.jit`; in a cluster by all processes.
+    Leaves may lie anywhere. Where this process can read all of a record it gives each of its devices that device's part
+    of the buffers; a record of which it has only a part is put in on the devices (`Records.put`). Neither a device nor
+    a host gets all of the model.
 
     Args:
-      layouts: the layout of each collection, of one pipeline. Leaves may have other dtypes than it names, such as an
-        optimiser's moments: an array has that of its leaves.
-      taken: index -> collection -> tree of whole arrays, as `take_apart` gives them, of any number of stages: each on
-        the host (the same in all processes), or split in any way over the layouts' devices. Of layers that share
-        variables the first one's count. The places of layers and collections that are missing hold zeros.
+      layouts: the layout of each collection, of one pipeline. An array has the dtype that it names.
+      trees: as `to_layers` gives them, of any number of stages. Of layers that share variables the first one's count.
+        The places of layers and collections that are missing hold zeros.
     """
-    records = Records(layouts)
-    dtypes, found = {}, []  # of each (collection, buffer); (record type, record, leaves by collection)
+    records, here, elsewhere = Records(layouts), {name: {} for name in layouts}, {}
     for v, j, users in records.places:
-        item = taken.get(users[0], {})
-        leaves = {name: jax.tree.leaves(item[name]) for name in layouts if item.get(name)}
-        found.append((v, j, leaves))
-        for name, own in leaves.items():
-            buffers = layouts[name].storage.record_types[v].buffers
-            dtypes |= {(name, buffer): leaf.dtype for buffer, leaf in zip(buffers, own, strict=True)}
-    arrays = records.zeros(dtypes)
-    for v, j, leaves in found:
-        arrays = records.write(arrays, v, j, leaves) if leaves else arrays
-    return {name: StageTree(tree, layouts[name]) for name, tree in arrays.items()}
+        own = trees.get(users[0], {})
+        leaves = {name: found for name in layouts if (found := jax.tree.leaves(own.get(name)))}
+        if all(map(is_whole, jax.tree.leaves(leaves))):
+            for name, found in leaves.items():
+                here[name][v, j] = found
+        else:
+            elsewhere[v, j] = leaves
+    arrays = {name: _from_host(layout, here[name]) for name, layout in layouts.items()}
+    for (v, j), leaves in elsewhere.items():
+        arrays = records.put(arrays, v, j, leaves)
+    return {name: StageTree(arrays[name], layout) for name, layout in layouts.items()}
 
 
-def as_items(model: Model, taken: dict[int, dict[str, Any]]) -> list[Any]:
-    """What `take_apart` found, as the layers' own libraries have it, a list of N."""
+def _from_host(layout: Layout, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> dict[str, jax.Array]:
+    """Global arrays by buffer of the leaves of each (record type, record); the places of others hold zeros."""
+
+    def make(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            """A device's part `[1, ...]` of `[K, ...]`."""
+            assert index, "JAX asks for slices"
+            return layout.storage.on_host(name, index[0].start or 0, leaves)[None][(slice(None), *index[1:])]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+
+    return {name: make(name, shape) for name, shape in layout.shapes.items()}
+
+
+def to_items(model: Model, trees: LayerTrees) -> list[PyTree]:
+    """`LayerTrees` as the layers' own libraries have them, a list of N items."""
     items = []
     for index in range(model.num_layers):
         group = model.group_at(index)
-        own = {name: tree for name, tree in taken.get(index, {}).items() if name in group.variables}
+        own = {name: tree for name, tree in trees.get(index, {}).items() if name in group.variables}
         items.append(group.layer.to_item(_as_auto(own)))
     return items
 
 
-def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[str, StageTree]:
-    """Items laid out as global arrays by collection: the inverse of `take_apart` followed by `as_items`.
+def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTree]) -> dict[str, StageTree]:
+    """Items as global arrays by collection: the inverse of `to_layers` followed by `to_items`.
 
     Args:
       model: the layers.
@@ -105,7 +120,7 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
     if len(trees) != model.num_layers:
         raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
     _check_no_tracers(trees)
-    found: dict[str, dict[int, list[Any]]] = {name: {} for name in layouts}
+    found: dict[int, dict[str, PyTree]] = {}
     for index, tree in enumerate(trees):
         group = model.group_at(index)
         try:
@@ -115,33 +130,16 @@ def put_together(model: Model, layouts: dict[str, Layout], trees: Any) -> dict[s
         # There and back, so that both have the containers that `from_item` makes.
         expected = group.layer.from_item(group.layer.to_item(group.variables))
         _check_item(f"trees[{index}] ({group.layer.name})", own, expected, remedy=_remedy(model, index))
-        for name in group.variables:
-            found[name][index] = jax.tree.leaves(own[name])
-    _check_tied(model, found["params"])
-    return laid_out(layouts, found)
+        found[index] = {name: own[name] for name in group.variables}
+    _check_tied(model, found)
+    return from_layers(layouts, found)
 
 
-def laid_out(layouts: dict[str, Layout], leaves: dict[str, dict[int, list[Any]]]) -> dict[str, StageTree]:
-    """Leaves by collection and layer, as `Layout.place` takes them, as global arrays.
-
-    Those that are whole in this process go by way of the host; if one isn't, all stay on the devices.
-    """
-    if all(is_whole(leaf) for leaf in jax.tree.leaves(leaves)):
-        return {name: layouts[name].place(found) for name, found in leaves.items()}
-    taken: dict[int, dict[str, Any]] = {}
-    for name, found in leaves.items():
-        for index, own in found.items():
-            taken.setdefault(index, {})[name] = own
-    return put_together_on_devices({name: layouts[name] for name in leaves}, taken)
-
-
-def ready_values(layouts: dict[str, Layout], layers: Sequence[AnyLayer]) -> dict[str, dict[str, Any]]:
+def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> Arrays:
     """Buffers by collection with the values of layers that come with their own."""
-    leaves: dict[str, dict[int, Any]] = {}
-    for index, layer in enumerate(layers):
-        for name, tree in (layer.ready or {}).items():
-            leaves.setdefault(name, {})[index] = jax.tree.leaves(tree)
-    return {name: dict(tree) for name, tree in laid_out(layouts, leaves).items()}
+    trees = {index: layer.ready for index, layer in enumerate(layers) if layer.ready}
+    some = {name: layout for name, layout in layouts.items() if any(name in tree for tree in trees.values())}
+    return {name: dict(tree) for name, tree in from_layers(some, trees).items()} if some else {}
 
 
 def _remedy(model: Model, index: int) -> str:
@@ -152,7 +150,7 @@ def _remedy(model: Model, index: int) -> str:
     return f"; it shares its parameters with layer {first}: give it the same tree as trees[{first}]"
 
 
-def _check_item(what: str, own: Any, expected: dict[str, Any], *, remedy: str) -> None:
+def _check_item(what: str, own: Mapping[str, PyTree], expected: Mapping[str, PyTree], *, remedy: str) -> None:
     """Checks one layer's variables by collection against their shapes.
 
     Raises:
@@ -166,19 +164,15 @@ def _check_item(what: str, own: Any, expected: dict[str, Any], *, remedy: str) -
         check_same_shapes(f"{what}[{name!r}]", own[name], tree)
 
 
-def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
+def _check_tied(model: Model, trees: LayerTrees) -> None:
     """Checks that layers which share their parameters were given the same ones.
-
-    Args:
-      model: the layers.
-      params: the leaves of each layer's parameters.
 
     Raises:
       ValueError: naming the first two that differ.
     """
     for first, *others in (users for known in model.variable_sets for users in known.users):
         for other in others:
-            pairs = zip(params.get(first, []), params.get(other, []), strict=True)
+            pairs = zip(*(jax.tree.leaves(trees[index].get("params")) for index in (first, other)), strict=True)
             if not all(a is b or _are_equal(a, b) for a, b in pairs):
                 raise ValueError(
                     f"trees[{first}] and trees[{other}] differ, but layers {first} and {other} "
@@ -187,7 +181,7 @@ def _check_tied(model: Model, params: dict[int, list[Any]]) -> None:
                 )
 
 
-def _are_equal(a: Any, b: Any) -> bool:
+def _are_equal(a: Leaf, b: Leaf) -> bool:
     """`np.array_equal`, also of arrays that are split over processes; all of these get the same answer."""
     if is_whole(a) and is_whole(b):
         return np.array_equal(a, b)
@@ -197,7 +191,7 @@ def _are_equal(a: Any, b: Any) -> bool:
     return bool(jax.jit(jnp.array_equal, out_shardings=everywhere)(known.put(a), known.put(b)))
 
 
-def _check_no_tracers(trees: Any) -> None:
+def _check_no_tracers(trees: PyTree) -> None:
     """Checks that arrays have values.
 
     Raises:
@@ -211,14 +205,16 @@ def _check_no_tracers(trees: Any) -> None:
             )
 
 
-def _as_auto(tree: Any) -> Any:
+def _as_auto(tree: PyTree) -> PyTree:
     """Arrays split as they are, but by Auto axes: plain Flax computes with them however they are split."""
 
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tracer) or AxisType.Explicit not in leaf.sharding.mesh.axis_types:
+    def convert(leaf: jax.Array) -> jax.Array:
+        if isinstance(leaf, Tracer) or not isinstance(leaf.sharding, NamedSharding):
             return leaf
-        mesh = leaf.sharding.mesh
+        mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
+        if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+            return leaf
         auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        return jax.device_put(leaf, NamedSharding(auto, leaf.sharding.spec))
+        return jax.device_put(leaf, NamedSharding(auto, spec))
 
     return jax.tree.map(convert, tree)

@@ -1,7 +1,7 @@
 """The layout of variables: which buffers hold them, as global arrays split over the stages.
 
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
-its `Layout`. `Layout.place` lays out the layers' leaves; `jpipe.memory.layer_trees` takes them out again.
+its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
 
 *At rest*, between steps, arrays are split over all mesh axes that their specs name. *At work* they are gathered along
 the data axes.
@@ -10,22 +10,24 @@ the data axes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis
 from jpipe.mesh.specs import gather_axes, scatter_axes, shard_shape
 from jpipe.model.groups import Model
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
+from jpipe.types import Leaf, PyTree, Structure
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Layout:
     """
 
     storage: Storage
-    treedefs: tuple[Any, ...]
+    treedefs: tuple[Structure, ...]
     users: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
 
@@ -58,14 +60,19 @@ class Layout:
         return StageTree(self.storage.specs((AXIS,)), self)
 
     @cached_property
+    def shardings(self) -> StageTree:
+        """Shardings of the global arrays."""
+        return StageTree({name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}, self)
+
+    @cached_property
     def shapes(self) -> StageTree:
         """ShapeDtypeStructs of the global arrays, with their shardings."""
-        sharded = lambda leaf, spec: jax.ShapeDtypeStruct(
-            (self.num_stages, *leaf.shape), leaf.dtype, sharding=NamedSharding(self.mesh, spec)
-        )
-        return jax.tree.map(sharded, StageTree(self.storage.shapes(), self), self.specs)
+        whole = lambda a, sharding: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding)
+        return jax.tree.map(whole, StageTree(self.storage.shapes(), self), self.shardings)
 
-    def zeros(self, dtype_of: Callable[[Any], Any] = lambda dtype: dtype, *, at_work: bool = False) -> Buffers:
+    def zeros(
+        self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, at_work: bool = False
+    ) -> Buffers:
         """A device's own part of zero buffers, inside of a program on all devices.
 
         Args:
@@ -80,7 +87,7 @@ class Layout:
         """A device's buffers with the data axes gathered."""
         return {n: gather_axes(buffers[n], known.spec, is_batch_axis) for n, known in self.storage.named_buffers}
 
-    def gathered_leaves(self, variable_set: int, leaves: list[Any]) -> list[Any]:
+    def gathered_leaves(self, variable_set: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`gathered` of the leaves of one layer, whose variables are of this set."""
         specs = self.storage.record_types[variable_set].specs
         return [gather_axes(leaf, spec, is_batch_axis) for leaf, spec in zip(leaves, specs, strict=True)]
@@ -89,39 +96,16 @@ class Layout:
         """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
         return {n: self._reduced(buffers[n], known.spec) for n, known in self.storage.named_buffers}
 
-    def _reduced(self, array: Any, spec: PartitionSpec) -> Any:
+    def _reduced(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         scattered = {name for entry in spec for name in names_in(entry)}
         whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
         array = scatter_axes(array, spec, is_batch_axis)
         return jax.lax.psum(array, whole) if whole else array
 
-    def placed(self, tree: StageTree) -> StageTree:
-        """The arrays of a tree, with those on the host moved to where they belong."""
-        move = lambda leaf, shape: jax.device_put(leaf, shape.sharding) if isinstance(leaf, np.ndarray) else leaf
-        return StageTree({name: move(leaf, self.shapes[name]) for name, leaf in tree.items()}, self)
-
-    def place(self, leaves: dict[int, list[Any]]) -> StageTree:
-        """Global arrays that hold the leaves of the given layers; each device gets its own part from the host.
-
-        Args:
-          leaves: by layer, in the order of `jax.tree.leaves`; of layers that share variables the first one's count.
-            The places of others hold zeros.
-        """
-        by_record = {
-            (v, j): leaves[users[0]]
-            for v, instances in enumerate(self.users)
-            for j, users in enumerate(instances)
-            if users[0] in leaves
-        }
-
-        def make(name: str, shape: jax.ShapeDtypeStruct) -> Any:
-            def fill(index: Any) -> np.ndarray:
-                stage = index[0].start or 0
-                return self.storage.assemble(stage, by_record, name)[None][(slice(None), *index[1:])]
-
-            return jax.make_array_from_callback(shape.shape, shape.sharding, fill)
-
-        return StageTree({name: make(name, shape) for name, shape in self.shapes.items()}, self)
+    def on_devices(self, tree: StageTree) -> StageTree:
+        """A tree with those of its arrays that are on the host moved to where they belong."""
+        move = lambda leaf, sharding: jax.device_put(leaf, sharding) if isinstance(leaf, np.ndarray) else leaf
+        return StageTree({name: move(leaf, self.shardings[name]) for name, leaf in tree.items()}, self)
 
 
 NOT_SAVED = (
@@ -138,26 +122,30 @@ class StageTree(dict):
     sums and norms over all elements are exact.
     """
 
-    def __init__(self, buffers: Buffers, layout: Layout):
+    def __init__(self, buffers: Mapping[str, Leaf], layout: Layout):
         super().__init__(buffers)
         self.layout = layout
 
     def __copy__(self) -> StageTree:
         return StageTree(dict(self), self.layout)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageTree:
+    def __deepcopy__(self, memo: dict[int, object]) -> StageTree:
         return StageTree(copy.deepcopy(dict(self), memo), self.layout)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(NOT_SAVED)
 
 
-def _flatten(tree: StageTree) -> tuple[Any, Any]:
+_Kept = tuple[tuple[str, ...], Layout]
+"""What of a `StageTree` isn't a leaf: the names of its buffers, and the layout."""
+
+
+def _flatten(tree: StageTree) -> tuple[list[Leaf], _Kept]:
     names = tuple(sorted(tree))
     return [tree[name] for name in names], (names, tree.layout)
 
 
-def _flatten_with_keys(tree: StageTree) -> tuple[Any, Any]:
+def _flatten_with_keys(tree: StageTree) -> tuple[list[tuple[object, Leaf]], _Kept]:
     children, kept = _flatten(tree)
     return list(zip(map(jax.tree_util.DictKey, kept[0]), children, strict=True)), kept
 
@@ -204,16 +192,16 @@ def make_layouts(
     return layouts
 
 
-def local(tree: Any) -> Any:
-    """A stage's own buffers `[...]` out of its part `[1, ...]` of global arrays."""
+def drop_stage_axis(tree: PyTree) -> PyTree:
+    """A stage's own buffers `[...]` out of its part `[1, ...]` of global arrays `[K, ...]`."""
     return jax.tree.map(lambda a: a[0], tree)
 
 
-def stacked(tree: Any) -> Any:
-    """The inverse of `local`."""
+def add_stage_axis(tree: PyTree) -> PyTree:
+    """The inverse of `drop_stage_axis`."""
     return jax.tree.map(lambda a: a[None], tree)
 
 
-def device_index(mesh: Mesh) -> Any:
+def device_index(mesh: Mesh) -> Index:
     """The index of this stage, inside of a program on the stages; a Python integer if there is only one."""
     return 0 if mesh.shape[AXIS] == 1 else jax.lax.axis_index(AXIS)

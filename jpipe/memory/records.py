@@ -1,4 +1,4 @@
-"""One layer's arrays at a time, out of the buffers of all stages and into them.
+"""One record at a time, out of the buffers of all stages (`Records.take`) and into them (`Records.put`).
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part of the model
 and of one layer: a leaf that one stage has is *scattered*, split over `stage` along the first dimension that K divides.
@@ -8,22 +8,24 @@ A leaf without such a dimension is on all stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.indexing import look_up
-from jpipe.memory.layout import Layout, device_index, local, stacked
+from jpipe.jax_tools.indexing import Index, look_up
+from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.programs import on_stages
 from jpipe.mesh.specs import shard_shape
 from jpipe.partitioner.shardings import names_in
+from jpipe.types import Leaf
 
-Arrays = dict[str, dict[str, Any]]
+Arrays = dict[str, Buffers]
 """Global arrays `[K, ...]` by collection and buffer."""
 
 
@@ -61,7 +63,7 @@ class ScatteredLeaf:
         sharding = NamedSharding(self.mesh, self.result_spec)
         return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
 
-    def scatter(self, leaf: jax.Array, mine: Any) -> jax.Array:
+    def scatter(self, leaf: jax.Array, mine: jax.Array | bool) -> jax.Array:
         """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
         if leaf.dtype == jnp.bool_:
             return self.scatter(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
@@ -70,11 +72,11 @@ class ScatteredLeaf:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
 
-    def gather(self, part: jax.Array) -> jax.Array:
+    def unscatter(self, part: jax.Array) -> jax.Array:
         """The inverse of `scatter`: the leaf, as each stage has it, from a device's part."""
         return part if self.dimension is None else jax.lax.all_gather(part, AXIS, axis=self.dimension, tiled=True)
 
-    def put(self, leaf: Any) -> jax.Array:
+    def put(self, leaf: Leaf) -> jax.Array:
         """The leaf shared out; of one that is on the host, or whole in this process, each device gets its part.
 
         Raises:
@@ -94,7 +96,7 @@ class ScatteredLeaf:
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def is_whole(leaf: Any) -> bool:
+def is_whole(leaf: Leaf) -> bool:
     """Whether this process can read all of a leaf."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
@@ -103,19 +105,23 @@ def is_whole(leaf: Any) -> bool:
 class Records:
     """The records of some trees of variables, each with the leaves that all of these trees have for it.
 
-    What works on one record is compiled once for a record type.
+    What works on one record is compiled once for a record type: which one, and so who has it, is an argument.
 
     Attributes:
       layouts: the layout of each tree by name, of one pipeline: the same record types, with other leaves.
     """
 
     layouts: Mapping[str, Layout]
-    _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
         """One of them, for what all have in common."""
         return next(iter(self.layouts.values()))
+
+    @property
+    def specs(self) -> dict[str, dict[str, PartitionSpec]]:
+        """PartitionSpecs of `Arrays`."""
+        return {name: dict(layout.specs) for name, layout in self.layouts.items()}
 
     @property
     def places(self) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -129,36 +135,24 @@ class Records:
         pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items() if known.leaves}
         return {name: [ScatteredLeaf(*pair, self.layout.mesh) for pair in own] for name, own in pairs.items()}
 
-    def specs(self, record_type: int, names: Sequence[str]) -> dict[str, list[PartitionSpec]]:
-        """The PartitionSpecs of the scattered leaves of some trees."""
-        leaves = self.leaves(record_type)
-        return {name: [known.result_spec for known in leaves[name]] for name in names}
+    def scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
+        """PartitionSpecs of a scattered record's leaves."""
+        return {name: [leaf.result_spec for leaf in own] for name, own in self.leaves(record_type).items()}
 
-    def scatter(self, arrays: Arrays, record_type: int, record: Any) -> dict[str, list[Any]]:
+    def scatter(self, arrays: Mapping[str, Buffers], record_type: int, record: Index) -> dict[str, list[jax.Array]]:
         """A device's part of a record, out of its own buffers; inside of a program on the stages."""
-        mine = self._mine(record_type, record)
-        return {
-            name: [
-                known.scatter(leaf, mine)
-                for known, leaf in zip(
-                    leaves, self.layouts[name].storage.read(arrays[name], record_type, record), strict=True
-                )
-            ]
-            for name, leaves in self.leaves(record_type).items()
-        }
+        mine, found = self._mine(record_type, record), {}
+        for name, own in self.leaves(record_type).items():
+            read = self.layouts[name].storage.read(arrays[name], record_type, record)
+            found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
+        return found
 
     def take(self, arrays: Arrays, record_type: int, record: int) -> dict[str, list[jax.Array]]:
-        """A record's leaves by tree, scattered over all devices."""
-        key = ("take", record_type)
-        if key not in self._compiled:
-            body = lambda arrays, record: self.scatter(local(arrays), record_type, record)
-            out_specs = self.specs(record_type, list(self.leaves(record_type)))
-            run = on_stages(body, self.layout.mesh, (self._specs, PartitionSpec()), out_specs)
-            self._compiled[key] = jax.jit(run)
-        return self._compiled[key](arrays, np.int32(record))
+        """One record out of the arrays: its leaves by tree, scattered over all devices."""
+        return self._take(arrays, record_type, np.int32(record))
 
-    def write(self, arrays: Arrays, record_type: int, record: int, leaves: Mapping[str, Sequence[Any]]) -> Arrays:
-        """The arrays, which are donated, with a record's leaves written.
+    def put(self, arrays: Arrays, record_type: int, record: int, leaves: Mapping[str, Sequence[Leaf]]) -> Arrays:
+        """One record into the arrays, which are donated: the inverse of `take`.
 
         Args:
           arrays: of all trees.
@@ -166,43 +160,55 @@ class Records:
           record: its index among the records of the type.
           leaves: by tree (some may be missing), on the host or split in any way over the layouts' devices.
         """
-        known, names = self.leaves(record_type), tuple(sorted(leaves))
-        key = ("write", record_type, names)
-        if key not in self._compiled:
-            self._compiled[key] = self._writer(record_type, names)
-        put = {name: [s.put(leaf) for s, leaf in zip(known[name], leaves[name], strict=True)] for name in names}
-        return self._compiled[key](arrays, put, np.int32(record))
+        known = self.leaves(record_type)
+        parts = {name: [s.put(leaf) for s, leaf in zip(known[name], own, strict=True)] for name, own in leaves.items()}
+        return self._put(arrays, record_type, parts, np.int32(record))
 
-    def _writer(self, record_type: int, names: tuple[str, ...]) -> Callable[..., Arrays]:
-        """`(arrays, scattered leaves by tree, record) -> arrays` on all devices, compiled."""
-        leaves = self.leaves(record_type)
+    @cached_property
+    def _take(self) -> Callable[..., dict[str, list[jax.Array]]]:
+        """`(arrays, record type, record) -> scattered leaves by tree` on all devices, compiled."""
 
-        def body(arrays: Arrays, parts: dict[str, list[Any]], record: Any) -> Arrays:
-            arrays, mine = local(arrays), self._mine(record_type, record)
-            for name in names:
-                storage = self.layouts[name].storage
-                whole = [known.gather(part) for known, part in zip(leaves[name], parts[name], strict=True)]
-                # On other stages something else lies in this place, and is written back.
-                old = storage.read(arrays[name], record_type, record)
-                new = [jnp.where(mine, a, b) for a, b in zip(whole, old, strict=True)]
-                arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
-            return stacked(arrays)
+        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
+            body = lambda arrays, record: self.scatter(drop_stage_axis(arrays), record_type, record)
+            specs = (self.specs, PartitionSpec()), self.scattered_specs(record_type)
+            return on_stages(body, self.layout.mesh, *specs)(arrays, record)
 
-        in_specs = (self._specs, self.specs(record_type, names), PartitionSpec())
-        run = on_stages(body, self.layout.mesh, in_specs, self._specs)
-        shardings = jax.tree.map(lambda a: a.sharding, {name: dict(lay.shapes) for name, lay in self.layouts.items()})
-        return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+        return jax.jit(take, static_argnums=1)
 
-    def zeros(self, dtypes: Mapping[tuple[str, str], Any]) -> Arrays:
-        """New arrays; `dtypes` by tree and buffer, where they aren't those of the layout."""
-        shapes = {name: dict(layout.shapes) for name, layout in self.layouts.items()}
-        dtype = lambda name, buffer: dtypes.get((name, buffer), shapes[name][buffer].dtype)
-        make = lambda: {n: {b: jnp.zeros(a.shape, dtype(n, b)) for b, a in tree.items()} for n, tree in shapes.items()}
-        return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))()
+    @cached_property
+    def _put(self) -> Callable[..., Arrays]:
+        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled.
 
-    @property
-    def _specs(self) -> Arrays:
-        return {name: dict(layout.specs) for name, layout in self.layouts.items()}
+        All devices run the same program, so each of them writes, also those that don't have the record. There something
+        else lies in its place, and is written back (K = 4, a leaf w of record 2 of 3, which device 1 has):
 
-    def _mine(self, record_type: int, record: Any) -> Any:
+            device                          0       1       2       3
+            parts, as `take` gives them     w[0]    w[1]    w[2]    w[3]
+            after `unscatter`               w       w       w       w
+            at the record's entry           a       b       c       d       (`storage.read`)
+            written there                   a       w       c       d
+        """
+
+        def put(arrays: Arrays, record_type: int, parts: dict[str, list[jax.Array]], record: Leaf) -> Arrays:
+            leaves = self.leaves(record_type)
+
+            def body(arrays: Arrays, parts: dict[str, list[jax.Array]], record: Index) -> Arrays:
+                arrays, mine = drop_stage_axis(arrays), self._mine(record_type, record)
+                for name, own in parts.items():
+                    storage = self.layouts[name].storage
+                    whole = [known.unscatter(part) for known, part in zip(leaves[name], own, strict=True)]
+                    old = storage.read(arrays[name], record_type, record)
+                    new = [jnp.where(mine, a, b) for a, b in zip(whole, old, strict=True)]
+                    arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
+                return add_stage_axis(arrays)
+
+            specs = {name: spec for name, spec in self.scattered_specs(record_type).items() if name in parts}
+            in_specs = (self.specs, specs, PartitionSpec())
+            return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
+
+        shardings = {name: dict(layout.shardings) for name, layout in self.layouts.items()}
+        return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
+
+    def _mine(self, record_type: int, record: Index) -> jax.Array | bool:
+        """Whether this device has the record."""
         return look_up(self.layout.storage.record_types[record_type].devices, record) == device_index(self.layout.mesh)

@@ -1,14 +1,30 @@
 """Where every layer's arrays lie on its stage's device.
 
 One program runs on all stages, so an array has the same shape on all of them, while layers differ: their leaves lie in
-buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs. A stacked buffer `[size, *shape]` holds
-leaves of one type, and an entry is a leaf; a flat buffer `[size]` holds leaves of one dtype end to end, and an entry is
-an element.
+buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs.
 
 What is stored together is a *record*: one layer's parameters, one layer's residuals for a micro-batch, the activation
 at one boundary. Records with the same leaves are of one *record type*. A `Storage` says where each leaf of each record
 lies, as plain data. The same class keeps parameters, gradients, state, an optimiser's state, residuals, and what
-crosses boundaries (`jpipe.memory.boundaries`).
+crosses boundaries (`jpipe.memory.boundaries`). Five equal layers and two ends, in two stages:
+
+    record type 0: w [4, 4], b [4]      records 0 1 2, on device 0; 3 4, on device 1
+    record type 1: e [9, 8]             record 0, on device 0
+    record type 2: h [8, 7]             record 0, on device 1
+
+    buffer                              device 0           device 1
+    float32_4x4  [3, 4, 4]  stacked     w0  w1  w2         w3  w4  --       an entry is a leaf: w4 has entry 1
+    float32_4    [3, 4]     stacked     b0  b1  b2         b3  b4  --
+    float32      [72]       flat        eeeeeeeeee         hhhhhhh---       an entry is an element: e and h have entry 0
+
+The kernels of a run of layers are one array that a loop slices; leaves that few stages have share a flat one. Records
+on several devices may have the same entry, since each device has arrays of its own. Places marked `-` are of no record:
+they hold zeros, or whatever lies there.
+
+A buffer that holds many micro-batches in flight repeats this, a *row* for each: row r begins at entry `r * stride`,
+where a device's stride is what its own leaves need, so that the device with few leaves may have more rows.
+
+    float32_4x4, rows = (1, 2)      w0  w1  w2  --      w3  w4 | w3' w4'        strides (3, 2), size 4
 
 A *device* is an index k along `stage` here. Shapes are those of the whole stage; where other mesh axes split a buffer,
 `read`, `write` and `add` work on a device's part of it and give its part of each leaf.
@@ -17,10 +33,10 @@ A *device* is an index k along `stage` here. Shapes are those of the whole stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +48,12 @@ from jpipe.jax_tools.indexing import look_up, take_slice
 from jpipe.jax_tools.loops import each, tie
 from jpipe.jax_tools.memory_order import Order
 from jpipe.memory.buffers import Buffer, FlatBuffer, Index, LeafType, StackedBuffer
+from jpipe.types import Leaf as Leaf
 
-Leaf = Any
-"""An array, or its shape while it is only traced."""
-Buffers = dict[str, Any]
+Buffers = dict[str, jax.Array]
 """The arrays of one device, by the name of the buffer."""
+Carry = TypeVar("Carry")
+Read = TypeVar("Read")
 
 WASTE = 1 / 4
 """How much memory stacking may cost, as a share. Types of leaves that most owners have, or that mesh axes split, are
@@ -103,11 +120,11 @@ class Storage:
         """One stage's arrays, of any values: nothing is written to memory."""
         return {name: jax.lax.empty(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
 
-    def shapes(self) -> Buffers:
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """`zeros` as ShapeDtypeStructs."""
         return jax.eval_shape(self.zeros)
 
-    def specs(self, prefix: tuple = ()) -> Buffers:
+    def specs(self, prefix: tuple[str, ...] = ()) -> dict[str, PartitionSpec]:
         """PartitionSpecs of the arrays, `prefix` in front."""
         return {name: PartitionSpec(*prefix, *buffer.spec) for name, buffer in self.named_buffers}
 
@@ -146,13 +163,13 @@ class Storage:
             arrays[name] = change(arrays[name], self._entry(known, i, record, None), leaf)
         return arrays
 
-    def assemble(self, device: int, leaves: dict[tuple[int, int], Any], name: str) -> np.ndarray:
-        """One buffer of one stage, whole, `[size, ...]`, on the host.
+    def on_host(self, name: str, device: int, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
+        """One buffer of one device, `[size, ...]`, in NumPy.
 
         Args:
+          name: the buffer.
           device: its index along `stage`.
           leaves: the leaves of each (record type, record); places of records that are missing hold zeros.
-          name: the buffer.
         """
         buffer = self.buffers[name]
         array = np.zeros(buffer.shape, buffer.dtype)
@@ -164,13 +181,19 @@ class Storage:
         return array
 
     def for_each_local(
-        self, read: Callable[[int, Any, Any], Any], body: Callable[[int, Any, Any, Any], Any], device: Any, carry: Any
-    ) -> Any:
+        self,
+        read: Callable[[int, jax.Array, Carry], Read],
+        body: Callable[[int, jax.Array, Read, Carry], Carry],
+        device: Index,
+        carry: Carry,
+    ) -> Carry:
         """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
         To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
-        for records that this device has, and for no others. What `read` gives is tied to the trip before the body gets
-        it: else a compiler may compute the body ahead of the loop, on devices too that have no such record.
+        for records that this device has, and for no others: device k takes the first `count[k]` entries of row k of a
+        table `[K, longest]`, which for type 0 of the picture above is [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
+        What `read` gives is tied to the trip before the body gets it: else a compiler may compute the body ahead of the
+        loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
             if not known.devices:
@@ -180,7 +203,7 @@ class Storage:
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in own], jnp.int32)
             count = look_up([len(row) for row in own], device)
 
-            def visit(i: Any, carry: Any, t: int = t, table: Any = table) -> tuple[Any, Any]:
+            def visit(i: Index, carry: Carry, t: int = t, table: jax.Array = table) -> tuple[Index, Carry]:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
                 (record, values), i = tie((record, read(t, record, carry)), i)
                 return i, body(t, record, values, carry)
@@ -234,19 +257,30 @@ def build_storage(
     assert len({leaf_type.name for leaf_type in used}) == len(used), "two types of leaves would share a buffer"
     needs = _Needs.of(types, owners, device_of, rows or (1,) * num_devices)
     stacked = needs.stacked(waste)
-    buffers: dict[str, Buffer] = {}
-    for leaf_type in sorted(stacked, key=lambda leaf_type: leaf_type.name):
-        strides = needs.strides(needs.counts[leaf_type])
-        buffers[leaf_type.name] = StackedBuffer(leaf_type, strides, needs.size(strides))
-    flat = [leaf_type for leaf_type in needs.counts if leaf_type not in stacked]
-    for dtype in sorted({leaf_type.dtype for leaf_type in flat}):
-        strides = needs.strides(needs.elements(leaf_type for leaf_type in flat if leaf_type.dtype == dtype))
-        buffers[dtype] = FlatBuffer(jnp.dtype(dtype), strides, needs.size(strides))
-    record_types = _place(leaves, specs, types, owners, device_of, stacked)
-    return Storage(record_types, tuple(buffers.items()), num_devices)
+    buffers: dict[str, Buffer] = {
+        leaf_type.name: StackedBuffer(leaf_type, needs.strides(count := needs.counts[leaf_type]), needs.size(count))
+        for leaf_type in sorted(stacked, key=lambda leaf_type: leaf_type.name)
+    }
+    for dtype, count in sorted(needs.elements(stacked).items()):
+        buffers[dtype] = FlatBuffer(jnp.dtype(dtype), needs.strides(count), needs.size(count))
+
+    # Each owner's leaves are put down one after the other, as if it had its device to itself.
+    ends: Counter[tuple[str, int]] = Counter()  # by (buffer, owner), the first entry that is free
+    record_types = []
+    for group, spec, kinds, own in zip(leaves, specs, types, owners, strict=True):
+        names = tuple(kind.name if kind in stacked else kind.dtype for kind in kinds)
+        entries: list[list[int]] = [[] for _ in kinds]
+        for owner in own:
+            for name, kind, found in zip(names, kinds, entries, strict=True):
+                found.append(ends[name, owner])
+                ends[name, owner] += 1 if kind in stacked else kind.elements
+        # Without records there are no buffers for the leaves to lie in.
+        lies = (tuple(group), tuple(spec), names) if own else ((), (), ())
+        record_types.append(RecordType(*lies, tuple(device_of[k] for k in own), tuple(map(tuple, entries))))
+    return Storage(tuple(record_types), tuple(buffers.items()), num_devices)
 
 
-def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
+def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
     """Tags for `build_storage`, by which no two leaves of a record, nor of two types, share a stacked buffer.
 
     For `unroll`, where each leaf is to be an array of its own. Leaves that lie flat still share one.
@@ -254,42 +288,26 @@ def each_apart(leaves: Sequence[Sequence[Any]]) -> list[list[tuple[int, ...]]]:
     return [[(t, i) for i in range(len(group))] for t, group in enumerate(leaves)]
 
 
-def _place(
-    leaves: Sequence[Sequence[jax.ShapeDtypeStruct]],
-    specs: Sequence[Sequence[PartitionSpec]],
-    types: Sequence[Sequence[LeafType]],
-    owners: Sequence[Sequence[int]],
-    device_of: Sequence[int],
-    stacked: set[LeafType],
-) -> tuple[RecordType, ...]:
-    """Places leaves one after the other in their buffers, owner by owner."""
-    ends: Counter = Counter()  # by (buffer, owner)
-    placed = []
-    for t, group in enumerate(types):
-        names = tuple(leaf_type.name if leaf_type in stacked else leaf_type.dtype for leaf_type in group)
-        entries = [[0] * len(owners[t]) for _ in group]
-        for record, owner in enumerate(owners[t]):
-            for i, leaf_type in enumerate(group):
-                entries[i][record] = ends[names[i], owner]
-                ends[names[i], owner] += 1 if leaf_type in stacked else leaf_type.elements
-        # Without records there are no buffers for the leaves to lie in.
-        used = (tuple(leaves[t]), tuple(specs[t]), names) if owners[t] else ((), (), ())
-        devices = tuple(device_of[owner] for owner in owners[t])
-        placed.append(RecordType(*used, devices, tuple(map(tuple, entries))))
-    return tuple(placed)
-
-
 @dataclass(frozen=True)
 class _Needs:
-    """What buffers have to hold.
+    """What every owner has to store, from which follows how large a buffer is.
+
+    A row holds one owner's leaves at a time, and any of the device's owners may come; one shape has to do for all
+    devices. With four owners, virtual stages 0 and 2 on device 0 and 1 and 3 on device 1, for one type of leaf:
+
+        counts by owner    3  1  2  2
+        device_of          0  1  0  1
+        strides            max(3, 2) = 3 on device 0, max(1, 2) = 2 on device 1
+        rows               2 and 4
+        size               max(3 * 2, 2 * 4) = 8 leaves
 
     Attributes:
-      counts: for each type of leaf, how many of them each owner has.
+      counts: for each type of leaf `[owners]`, how many of them each owner has.
       device_of: for each owner, its device.
       rows: for each device, how many rows it needs.
     """
 
-    counts: dict[LeafType, Counter]
+    counts: dict[LeafType, np.ndarray]
     device_of: Sequence[int]
     rows: Sequence[int]
 
@@ -301,43 +319,42 @@ class _Needs:
         device_of: Sequence[int],
         rows: Sequence[int],
     ) -> _Needs:
-        counts: dict[LeafType, Counter] = {}
+        counts: dict[LeafType, np.ndarray] = {}
         for group, own in zip(types, owners, strict=True):
             for leaf_type in group if own else ():
-                counts.setdefault(leaf_type, Counter()).update(own)
+                more = np.bincount(own, minlength=len(device_of))
+                counts[leaf_type] = counts.get(leaf_type, np.zeros_like(more)) + more
         return cls(counts, device_of, rows)
 
-    def elements(self, leaf_types: Any) -> Counter:
-        """The elements that leaves of these types take, by owner."""
-        total: Counter = Counter()
-        for leaf_type in leaf_types:
-            total.update({owner: n * leaf_type.elements for owner, n in self.counts[leaf_type].items()})
+    def elements(self, stacked: Collection[LeafType]) -> dict[str, np.ndarray]:
+        """By dtype, `[owners]`: the elements of all leaves that lie flat."""
+        total: dict[str, np.ndarray] = {}
+        for leaf_type, counts in self.counts.items():
+            if leaf_type not in stacked:
+                more = counts * leaf_type.elements
+                total[leaf_type.dtype] = total.get(leaf_type.dtype, np.zeros_like(more)) + more
         return total
 
-    def strides(self, counts: Counter) -> tuple[int, ...]:
+    def strides(self, counts: np.ndarray) -> tuple[int, ...]:
         """`[K]`: what a row takes on each device, in leaves or elements as `counts`: what its fullest owner needs."""
-        on = lambda device: [n for owner, n in counts.items() if self.device_of[owner] == device]
-        return tuple(max(on(device) or [0]) for device in range(len(self.rows)))
+        most = np.zeros(len(self.rows), counts.dtype)
+        np.maximum.at(most, np.asarray(self.device_of), counts)
+        return tuple(most.tolist())
 
-    def size(self, strides: Sequence[int]) -> int:
-        """What the device with the most needs."""
-        return max(n * r for n, r in zip(strides, self.rows, strict=True))
+    def size(self, counts: np.ndarray) -> int:
+        """What the device with the most needs for all of its rows."""
+        return max(n * r for n, r in zip(self.strides(counts), self.rows, strict=True))
 
-    def num_bytes(self, stacked: set[LeafType]) -> int:
+    def num_bytes(self, stacked: Collection[LeafType]) -> int:
         """What all buffers take, if leaves of these types are stacked and others flat."""
-        flat: dict[str, list[LeafType]] = {}
-        for leaf_type in self.counts:
-            if leaf_type not in stacked:
-                flat.setdefault(leaf_type.dtype, []).append(leaf_type)
-        flat_sizes = {dtype: self.size(self.strides(self.elements(group))) for dtype, group in flat.items()}
-        own = sum(self.size(self.strides(self.counts[leaf_type])) * leaf_type.num_bytes for leaf_type in stacked)
-        return own + sum(jnp.dtype(dtype).itemsize * size for dtype, size in flat_sizes.items())
+        flat = sum(jnp.dtype(dtype).itemsize * self.size(count) for dtype, count in self.elements(stacked).items())
+        return flat + sum(self.size(self.counts[leaf_type]) * leaf_type.num_bytes for leaf_type in stacked)
 
     def is_common(self, leaf_type: LeafType) -> bool:
         """Whether owners use more than half of a stacked buffer of this type, on the average."""
         counts = self.counts[leaf_type]
-        used = sum(n * self.rows[self.device_of[owner]] for owner, n in counts.items())
-        return self.size(self.strides(counts)) * len(self.device_of) < 2 * used
+        used = sum(n * self.rows[device] for n, device in zip(counts.tolist(), self.device_of, strict=True))
+        return self.size(counts) * len(self.device_of) < 2 * used
 
     def stacked(self, waste: float) -> set[LeafType]:
         """The types of leaves that are stacked; the others lie flat.

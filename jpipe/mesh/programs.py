@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jpipe.mesh.axes import AXIS
+from jpipe.seam.inside import with_axis_types
 from jpipe.types import PyTree
 
 
@@ -21,7 +22,7 @@ def shapes_only(mesh: Mesh) -> AbstractContextManager:
     The other axes are Auto, so that a layer that constrains how its activations are split finds the axes that it names.
     """
     types = dict.fromkeys(mesh.axis_names, AxisType.Auto) | {AXIS: AxisType.Manual}
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types))
+    return jax.sharding.use_abstract_mesh(with_axis_types(mesh.abstract_mesh, types))
 
 
 def on_stages(

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.concrete import on_this_host
 from jpipe.jax_tools.dtypes import is_float
@@ -30,7 +29,7 @@ from jpipe.jax_tools.tracing import trace
 from jpipe.model.layer_function import Arguments, LayerFunction, Leaf
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.inside import needed_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +101,7 @@ def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
     # First without what the layer computes besides, which may have no derivative; nnx stops gradients of what it keeps.
     wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]
-    moved = ClosedJaxpr(dce_jaxpr(new_state.jaxpr, wanted, instantiate=True)[0], new_state.consts)
+    moved = needed_part(new_state, wanted, keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))
     places = [len(shapes.params) + i for i in leaves]
 
@@ -116,7 +115,7 @@ def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]
         return [1 - slope for slope in slopes]
 
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
-    alone, used = dce_jaxpr(traced.jaxpr, [True] * len(leaves))
+    alone, used = needed_part(traced, [True] * len(leaves))
     if any(used):
         raise ValueError(
             f"layer {function.group.indices[0]} ({function.group.layer.name}) keeps a running mean and variance that "
@@ -126,4 +125,4 @@ def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]
             "or let them move at a fixed rate"
         )
     with on_this_host():
-        return tuple(map(np.asarray, interpret(ClosedJaxpr(alone, traced.consts))))
+        return tuple(map(np.asarray, interpret(alone)))

@@ -35,6 +35,7 @@ from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.runtime import lacks_an_argument
 
 
 def trace_model(
@@ -272,7 +273,7 @@ def _mismatch(place: _Place, variables: Any, error: Exception) -> str:
     source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
     own = f"; parameters of {place}: {describe(variables['params'])}" if variables and "params" in variables else ""
     raised = f"It raised {type(error).__name__}: {error}"
-    if isinstance(error, TypeError) and "required positional argument" in str(error):
+    if lacks_an_argument(error):
         raised += (
             ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
             'read by jpipe.reads(layer, lambda batch: batch["mask"])'

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
@@ -23,6 +22,7 @@ from jpipe.model.groups import Shapes
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
 from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
+from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
@@ -109,10 +109,10 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
     # It takes all parameters and nothing else.
-    remake = dce_jaxpr(without_prints(forward).jaxpr, wanted, instantiate=needed)[0]
+    remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
     return TracedLayer(
         forward=forward,
-        remake=ClosedJaxpr(remake, forward.consts),
+        remake=remake,
         backward=backward,
         results=results,
         vjp_leaves=leaves,

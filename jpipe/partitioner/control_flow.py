@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax_tools.jaxprs import scan_counts, uses
+from jpipe.jax_tools.jaxprs import uses
 from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.seam.inside import called_by, scan_counts
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS
 
 
 def _call(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
     """A jaxpr that is only called: as if its equations stood in the caller's place."""
-    return interpreter.run(equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"], operands)
+    return interpreter.run(called_by(equation), operands)
 
 
 def _on_parts(

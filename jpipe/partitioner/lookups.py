@@ -28,7 +28,7 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding,
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 
-def look_up(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The rule of a look-up; operands: table, indices. Labels are the result's dimensions.
 
     Split indices give split results. Where the split dimension of a table is the one that is looked up in, each device
@@ -95,7 +95,7 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
     return look_up_own
 
 
-def write(*, adds: bool) -> Rule:
+def write_entries(*, adds: bool) -> Rule:
     """The rule of writes at indices, or of additions; operands: target, indices, updates."""
     return lambda equation, shardings, axis: _write(equation, shardings, adds)
 

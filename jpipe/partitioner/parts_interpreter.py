@@ -7,17 +7,13 @@ which users speak of devices, are handed to functions of their own: handlers, by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh
 
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.rule import RuleResult, aval_of
@@ -33,7 +29,8 @@ from jpipe.partitioner.shardings import (
     replicated,
     settled,
 )
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.inside import carry_out, scope_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jpipe.types import Leaf
 
 Axes = tuple[Axis, ...]
@@ -83,16 +80,15 @@ class PartsInterpreter:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         read = lambda v: self.whole(np.asarray(v.val, aval_of(v).dtype)) if isinstance(v, Literal) else known[v]
         for equation in jaxpr.eqns:
-            results = self.carry_out(equation, list(map(read, equation.invars)))
+            results = self.results_of(equation, list(map(read, equation.invars)))
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def carry_out(self, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+    def results_of(self, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
         """The results of one equation."""
         handler = self.handlers.get(equation.primitive.name)
         if handler:
-            scope = str(equation.source_info.name_stack)
-            with jax.named_scope(scope) if scope else nullcontext():
+            with scope_of(equation):
                 return handler(self, equation, operands)
         along_axes = self._apply_rules(equation, operands)
         wanted = [tuple(along.operands[i] for along in along_axes) for i in range(len(operands))]
@@ -182,27 +178,4 @@ def _without_mesh(constant: Leaf) -> Leaf:
 
 def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
     """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    params = part_params(equation, [np.shape(x) for x in operands], shapes)
-    variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
-    context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
-    single = equation.replace(invars=variables, params=params, ctx=context)
-    jaxpr = _EMPTY.jaxpr.replace(invars=variables, outvars=equation.outvars, eqns=[single], effects=equation.effects)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
-
-
-@cache
-def _context(context: Any, mesh: AbstractMesh) -> Any:
-    """The context of an equation (compute type and the like), but with another mesh."""
-    with context.manager, jax.sharding.use_abstract_mesh(mesh):
-        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
-
-
-_EMPTY = jax.make_jaxpr(lambda: ())()
-_VARIABLES: list[Var | Literal] = []
-
-
-def _variables(count: int) -> list[Var | Literal]:
-    """Variables of jaxprs, always the same."""
-    while len(_VARIABLES) < count:
-        _VARIABLES.extend(jax.make_jaxpr(lambda *x: x)(*[0.0] * 32).jaxpr.invars)
-    return _VARIABLES[:count]
+    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))

@@ -30,6 +30,7 @@ from jpipe.partitioner.shardings import (
     whole_shape,
 )
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
+from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import PyTree
 
@@ -146,9 +147,9 @@ def jaxpr_per_device(
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = [part_struct(v.aval, s, axes) for v, s in zip(jaxpr.jaxpr.invars, shardings, strict=True)]
     with _all_of_type(here, AxisType.Manual):
-        return PerDeviceJaxpr(jax.make_jaxpr(run, axis_env=list(sizes.items()))(*own), found)
+        return PerDeviceJaxpr(with_named_axes(run, sizes)(*own)[0], found)
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
     """The context of a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
-    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(mesh.axis_names, axis_type)))
+    return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))

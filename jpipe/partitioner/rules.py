@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from jpipe.partitioner.elementwise import elementwise
-from jpipe.partitioner.lookups import look_up, write
+from jpipe.partitioner.lookups import look_up_entries, write_entries
 from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule import (
     Labels,
@@ -209,9 +209,9 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": conv_general_dilated,
     "random_bits": random_bits,
     **dict.fromkeys(("optimization_barrier", "device_put"), identity),
-    "gather": look_up,
-    "scatter": write(adds=False),
-    "scatter-add": write(adds=True),
+    "gather": look_up_entries,
+    "scatter": write_entries(adds=False),
+    "scatter-add": write_entries(adds=True),
 }
 """The name of a primitive -> its rule."""
 

@@ -6,11 +6,11 @@ matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jpipe.pictures import palette
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
@@ -18,8 +18,6 @@ from jpipe.schedules.simulate import Timeline, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from jpipe.pictures.gantt import Legend
 
 CHUNKED = ("interleaved",)
 """The names of schedules that `compare` makes with `num_chunks`; others have one chunk."""
@@ -30,7 +28,7 @@ def plot(
 ) -> Axes:
     """Draws one timeline; see `Timeline.plot`."""
     check_matplotlib()
-    from jpipe.pictures.gantt import draw_gantt, legend_entries
+    from jpipe.pictures.gantt import draw_gantt, draw_legend
 
     schedule = timeline.schedule
     title = (
@@ -44,7 +42,7 @@ def plot(
     path_or_ax.set_title(title, fontsize=9)
     path_or_ax.set_xlabel(_time_label([timeline], unit))
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    path_or_ax.legend(**legend_entries([timeline]), **place, frameon=False, fontsize=8)
+    draw_legend(path_or_ax, [timeline], **place, fontsize=8)
     return path_or_ax
 
 
@@ -84,7 +82,8 @@ def compare(
         raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
     if not schedules:
         raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
-    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, times) for item in schedules]
+    timed = partial(simulate, **times)
+    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, timed) for item in schedules]
     titles = [f"{_name(timeline.schedule)}: {_in_numbers(timeline)}" for timeline in timelines]
     return _draw(timelines, titles, path, unit)
 
@@ -98,7 +97,11 @@ def check_matplotlib() -> None:
 
 
 def _as_timeline(
-    item: Any, num_stages: int | None, num_microbatches: int | None, num_chunks: int, times: dict[str, Any]
+    item: str | Schedule | Timeline,
+    num_stages: int | None,
+    num_microbatches: int | None,
+    num_chunks: int,
+    timed: Callable[[Schedule], Timeline],
 ) -> Timeline:
     if isinstance(item, Timeline):
         return item
@@ -107,16 +110,14 @@ def _as_timeline(
             raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
         chunks = num_chunks if item in CHUNKED else 1
         item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
-    return simulate(item, **times)
+    return timed(item)
 
 
 def _draw(
     timelines: Sequence[Timeline], titles: Sequence[str], path: str | os.PathLike[str] | None, unit: str | None
 ) -> Figure:
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
-    from matplotlib.patches import Patch
-
-    from jpipe.pictures.gantt import draw_gantt, legend_entries
+    from jpipe.pictures.gantt import draw_gantt
     from jpipe.pictures.in_flight import draw_memory, peak
 
     panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
@@ -136,16 +137,16 @@ def _draw(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(_time_label(timelines, unit), fontsize=8)
-    legend = legend_entries(timelines)
-    if any(timeline.schedule.trains for timeline in timelines):
-        legend["handles"].append(Patch(facecolor=palette.MEMORY))
-        legend["labels"].append("micro-batches in flight")
-    return finish(figure, legend, path)
+    return finish(figure, timelines, path, memory=any(timeline.schedule.trains for timeline in timelines))
 
 
-def finish(figure: Figure, legend: Legend, path: str | os.PathLike[str] | None) -> Figure:
-    """The figure with a legend below it; saved, if it has a path."""
-    figure.legend(**legend, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5)
+def finish(
+    figure: Figure, timelines: Sequence[Timeline], path: str | os.PathLike[str] | None, *, memory: bool = False
+) -> Figure:
+    """The figure with a legend of its timelines below it; saved, if it has a path."""
+    from jpipe.pictures.gantt import draw_legend
+
+    draw_legend(figure, timelines, memory=memory, loc="outside lower center", ncols=5, fontsize=7.5)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -1,27 +1,20 @@
 """Who does what when: a line of bars for each stage, in a colour for each kind of action."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.collections import PolyCollection
-from matplotlib.legend_handler import HandlerBase, HandlerTuple
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 from jpipe.pictures import palette
 from jpipe.pictures.bars import Bar, bars
 from jpipe.schedules.simulate import Timeline
-
-
-class Legend(TypedDict):
-    """Arguments of matplotlib's `legend`."""
-
-    handles: list[Patch | tuple[Patch, ...]]
-    labels: list[str]
-    handler_map: dict[type, HandlerBase]
 
 
 class Number(Text):
@@ -104,11 +97,11 @@ def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
     axes.annotate(text, end, fontsize=7, annotation_clip=False, **place)
 
 
-def legend_entries(timelines: Sequence[Timeline]) -> Legend:
-    """A legend that says what is in these timelines: each kind, and the bubble."""
+def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: bool = False, **look: Any) -> None:
+    """Says what is in these timelines: each kind of action, the bubble, and, if they are drawn, what stages hold."""
     num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
     kinds = {bar.kind for timeline in timelines for bar in bars(timeline)}
-    handles: list[Patch | tuple[Patch, ...]] = []
+    handles: list[Any] = []
     labels: list[str] = []
     for kind in (kind for kind in palette.NAMES if kind in kinds):
         colours = [palette.shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
@@ -117,6 +110,8 @@ def legend_entries(timelines: Sequence[Timeline]) -> Legend:
         labels.append(palette.NAMES[kind])
     if num_chunks > 1:
         labels[-1] += " (darker: later chunks)"
-    handles.append(Patch(facecolor=palette.BUBBLE))
-    labels.append("bubble: stage waits")
-    return {"handles": handles, "labels": labels, "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}}
+    for colour, label in ((palette.BUBBLE, "bubble: stage waits"), (palette.MEMORY, "micro-batches in flight")):
+        if memory or colour is palette.BUBBLE:
+            handles.append(Patch(facecolor=colour))
+            labels.append(label)
+    where.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)}, frameon=False, **look)

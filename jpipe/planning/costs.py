@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
@@ -27,6 +26,7 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
 from jpipe.planning.flops import Flops, count_flops
+from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
 
@@ -179,7 +179,7 @@ def _flops(layer: Layer) -> tuple[Flops, Flops, Flops]:
 def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
     """A jaxpr without its first results, and without what only they need."""
     wanted = [i >= count for i in range(len(jaxpr.jaxpr.outvars))]
-    return ClosedJaxpr(dce_jaxpr(jaxpr.jaxpr, wanted, instantiate=True)[0], jaxpr.consts)
+    return needed_part(jaxpr, wanted, keep=True)[0]
 
 
 def _warn_of_unknown(model: Model, counts: list[Flops], warn: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.jax_tools.jaxprs import scan_counts
+from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 

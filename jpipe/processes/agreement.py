@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax._src import distributed  # where JAX keeps the client of its store; public functions have no timeout
+
+from jpipe.seam.runtime import shared_store, wait_for
 
 SECONDS = 300.0
 """How long a process waits for the others at its first step."""
@@ -32,7 +33,7 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int], timeout:
       ValueError: in all of them, naming what differs and its values.
       RuntimeError: a process didn't come within the timeout.
     """
-    client, own = distributed.global_state.client, jax.process_index()
+    client, own = shared_store(), jax.process_index()
     if client is None or len(processes) < 2:  # without a service there is nobody to ask
         return
     turn = next(_turns.setdefault(tuple(processes), itertools.count()))
@@ -98,8 +99,6 @@ def _late(missing: Sequence[int], wait: float) -> str:
 def _get(client, key: str, wait: float) -> str | None:
     """What lies under a key once it does; None if that takes too long."""
     try:
-        return client.blocking_key_value_get(key, max(1, int(wait * 1000)))
+        return wait_for(client, key, wait)
     except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
         raise RuntimeError(f"this process has lost the others: {error}") from error

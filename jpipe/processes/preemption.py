@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,7 +20,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self._told = False
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._handles = False
 
     def __enter__(self) -> Preemption:

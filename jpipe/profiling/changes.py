@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from jpipe.execution.batches import batch_size
 from jpipe.execution.planner import Planner
 from jpipe.mesh.axes import num_shards
+from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
 from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.schedule import Schedule
+from jpipe.types import Batch
 
 FACTORS = (0.25, 0.5, 2, 4)
 """The numbers of micro-batches that are tried, by the one at hand."""
@@ -54,19 +55,21 @@ def split_backward(planner: Planner, times: LayerTimes, measured: Measured) -> S
 
 def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """What the stages would take if residuals were kept, which takes time too."""
-    bounds = planner.partition.bounds
-    total = lambda costs: by_stage(planner, [cost.total for cost in costs], bounds)
-    return stages.scaled(total(times.kept) / total(times.here))
+    return stages.scaled(_factors(planner, times.kept, times.here))
+
+
+def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost]) -> np.ndarray:
+    """How many times as long each stage's layers take with these costs as here, `[K]`."""
+    total = lambda costs: by_stage(planner, [cost.total for cost in costs])
+    return total(costs) / total(here)
 
 
 def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
-    bounds = planner.partition.bounds
 
     def share(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, ...]:
-        sums = by_stage(planner, of, bounds)
-        shares = np.zeros(len(of))
-        for virtual_stage, (start, stop) in enumerate(bounds):
+        sums, shares = by_stage(planner, of), np.zeros(len(of))
+        for virtual_stage, (start, stop) in enumerate(planner.partition.bounds):
             stage = planner.schedule.placement.stage_of(virtual_stage)
             if sums[stage]:
                 shares[start:stop] = np.asarray(of[start:stop]) * seconds[stage] / sums[stage]
@@ -92,12 +95,11 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
     schedule = planner.schedule
     seconds = [cost.total for cost in times.here]
     cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
-    layers = layer_shares(planner, times, stages)
-    put = lambda values: tuple(by_stage(planner, values, cut.bounds).tolist())
-    return cut, StageTimes(put(layers.forward), put(layers.backward), put(layers.recompute))
+    put = lambda shares: by_stage(planner, shares, cut.bounds).tolist()
+    return cut, layer_shares(planner, times, stages).each(put)
 
 
-def other_schedules(planner: Planner, batch: Any) -> dict[int, Schedule]:
+def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
     size, here = batch_size(batch), planner.schedule.num_microbatches
     tried = [_with_microbatches(planner, here * factor, size) for factor in FACTORS]
@@ -105,7 +107,7 @@ def other_schedules(planner: Planner, batch: Any) -> dict[int, Schedule]:
 
 
 def microbatch_sizes(
-    planner: Planner, batch: Any, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
+    planner: Planner, batch: Batch, model: StepModel, times: LayerTimes, others: Mapping[int, Schedule]
 ) -> tuple[MicrobatchSize, ...]:
     """The number of micro-batches at hand and others, with what a step takes; in order.
 
@@ -116,11 +118,10 @@ def microbatch_sizes(
       times: of the layers, at the micro-batches at hand and at others.
       others: schedules with other numbers of micro-batches; those count that layers were timed for.
     """
-    size, bounds = batch_size(batch), planner.partition.bounds
-    total = lambda costs: by_stage(planner, [cost.total for cost in costs], bounds)
+    size = batch_size(batch)
     rows = [_row(model.schedule, model.stages, size, model.step())]
     for num_microbatches, costs in times.others.items():
-        schedule, stages = others[num_microbatches], model.stages.scaled(total(costs) / total(times.here))
+        schedule, stages = others[num_microbatches], model.stages.scaled(_factors(planner, costs, times.here))
         rows.append(_row(schedule, stages, size, model.step(stages, schedule)))
     return tuple(sorted(rows, key=lambda row: row.num_microbatches))
 

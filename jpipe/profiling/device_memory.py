@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import jax
 
 from jpipe.pictures.tables import Table
 from jpipe.profiling.measure import Program
 from jpipe.training.train_state import TrainState
+from jpipe.types import PyTree
 
 MIB = 2**20
 
@@ -57,10 +57,10 @@ def memory_of(program: Program, state: TrainState) -> Memory:
     )
 
 
-def _on_a_device(tree: Any) -> int:
+def _on_a_device(tree: PyTree) -> int:
     """The bytes of a pytree of arrays on the device of this process that has the most of them."""
-    held: dict[Any, int] = {}
+    held: dict[int, int] = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
     return max(held.values(), default=0)

@@ -12,6 +12,7 @@ from jpipe.execution.planner import Planner
 from jpipe.model.remat import MODES
 from jpipe.planning.partition import Partition
 from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
+from jpipe.profiling.device_memory import MIB
 from jpipe.profiling.layer_times import LayerTimes, by_stage
 from jpipe.profiling.prediction import StepModel
 
@@ -29,7 +30,6 @@ NOISY = 0.1
 """By how much rounds of the step have to differ for a word about it."""
 LARGE = 0.2
 """The share of a step from which on what isn't the stages' work is worth a word."""
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,7 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
     if promise > 1 - WORTH:
         return
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
-    bounds = planner.partition.bounds
-    of_one = by_stage(planner, [cost.residual_bytes for cost in times.kept], bounds)
-    kept = float((held * of_one).max())
+    kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
     yield Finding(
         f'without recomputation (remat="none") a stage holds up to {kept / MIB:,.1f} MiB of residuals: step '
         f"{_percent(promise)}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.planning.costs import Cost, Layer, timed_costs
+from jpipe.types import Batch
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayerTimes:
     others: Mapping[int, list[Cost]] = field(default_factory=dict)
 
 
-def measure_layers(planner: Planner, batch: Any, others: Sequence[int] = ()) -> LayerTimes:
+def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
     """Times of layers.
 
     Args:
@@ -63,7 +63,7 @@ def measure_layers(planner: Planner, batch: Any, others: Sequence[int] = ()) -> 
     return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Any, num_microbatches: int) -> tuple[Model, list[Layer]]:
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[Layer]]:
     shapes = microbatch_shapes(batch, num_microbatches * num_shards(planner.mesh))
     with shapes_only(planner.mesh):
         model = planner.model(shapes)
@@ -77,21 +77,19 @@ def _without_remat(layer: Layer) -> Layer:
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(
-        planner, [cost.backward + cost.weight_gradient for cost in costs], planner.partition.bounds
-    )
+    backward = lambda costs: by_stage(planner, [cost.backward + cost.weight_gradient for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
-def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
     """Sums `[K]` over each stage's layers.
 
     Args:
       planner: knows which stage each virtual stage is on.
       values: `[N]`.
-      bounds: `[K*V]`, `(start, stop)` by virtual stage.
+      bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
     """
     sums = np.zeros(planner.schedule.num_stages)
-    for virtual_stage, (start, stop) in enumerate(bounds):
+    for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
         sums[planner.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
     return sums

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jpipe.schedules.ticks import TickTable
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
 from jpipe.training.train_step import apply_update
+from jpipe.types import Batch, PyTree
 
 if TYPE_CHECKING:
     from jpipe.pipeline import Pipeline
@@ -71,7 +72,7 @@ class Program:
       batch: the batch on the devices, so that no run has to bring it there.
     """
 
-    def __init__(self, pipe: Pipeline, state: TrainState, batch: Any):
+    def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
         planner = pipe.planner
         with task("compiling the measured step"):
             self.table: TickTable = planner.step(batch, train=True, with_loss=True, key=state.key).table
@@ -112,11 +113,11 @@ class Program:
     def _placed(self, chosen: np.ndarray) -> jax.Array:
         return batches.on_all(chosen, self._mesh)
 
-    def run(self, only: jax.Array) -> Any:
+    def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
         return self._compiled(*self._arguments, only)
 
-    def set_up(self) -> Any:
+    def set_up(self) -> PyTree:
         """The same without any tick."""
         return self._set_up(*self._arguments, self._no_ticks)
 
@@ -133,7 +134,7 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
     chosen = {f"{kind}{k}": program.only(kind, k) for kind in "FB" for k in range(num_stages)}
     chosen["idle"] = program.nothing()
-    runs: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Callable[[], PyTree]] = {
         **_trained(pipe, program, state),
         **{name: partial(program.run, only) for name, only in chosen.items()},
         "setup": program.set_up,
@@ -170,7 +171,7 @@ def _median(values: list[float]) -> float:
     return float(statistics.median(map(float, values)))
 
 
-def _in_rounds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, list[float]]:
     """What each run takes in each round; the first round isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
@@ -183,14 +184,14 @@ def _in_rounds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return {name: times[1:] for name, times in seconds.items()}
 
 
-def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], Any]]:
+def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:
     """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
     (loss, updates, metrics), grads = program.run(program.everything())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
     current = copied(state)
 
-    def run(step: Callable[[TrainState], tuple[TrainState, Any]]) -> Any:
+    def run(step: Callable[[TrainState], tuple[TrainState, PyTree]]) -> PyTree:
         nonlocal current
         current, found = step(current)
         return current, found

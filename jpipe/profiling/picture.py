@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from jpipe.pictures import palette
 from jpipe.pictures.figures import finish, new_figure
-from jpipe.pictures.gantt import draw_gantt, label_stages, legend_entries, write_beside
+from jpipe.pictures.gantt import draw_gantt, label_stages, write_beside
 from jpipe.pictures.palette import RGB
 from jpipe.profiling.prediction import MILLISECONDS, SLICES, StageTimes
 from jpipe.schedules.simulate import Timeline
@@ -56,7 +56,7 @@ def draw(
     in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
     _title(column[2], f"Timeline, predicted from the stages' times: {in_numbers}")
     column[2].set_xlabel("ms", fontsize=8)
-    return finish(figure, legend_entries([timeline]), path)
+    return finish(figure, [timeline], path)
 
 
 def _title(axes: Axes, text: str) -> None:

@@ -12,7 +12,7 @@ share cores, so it is more. A stage's V chunks count as equally long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,18 +56,20 @@ class StageTimes:
     @property
     def even(self) -> StageTimes:
         """The same work, shared equally among the stages."""
-        mean = lambda times: (float(np.mean(times)),) * len(times)
-        return StageTimes(mean(self.forward), mean(self.backward), mean(self.recompute))
+        return self.each(lambda times: [float(np.mean(times))] * len(times))
+
+    def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
+        """What a function makes of the times of forwards, of backwards and of recomputation."""
+        return StageTimes(*(tuple(function(times)) for times in (self.forward, self.backward, self.recompute)))
 
     def scaled(self, factors: Sequence[float] | np.ndarray) -> StageTimes:
         """Times multiplied by a factor for each stage, `[K]`."""
-        by = lambda times: tuple(float(time * factor) for time, factor in zip(times, factors, strict=True))
-        return StageTimes(by(self.forward), by(self.backward), by(self.recompute))
+        return self.each(lambda times: (np.asarray(times) * np.asarray(factors)).tolist())
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """The schedule with these times, in milliseconds."""
-        unit = lambda times: [time * MILLISECONDS for time in times]
-        return simulate(schedule, unit(self.forward), unit(self.backward), recompute=unit(self.recompute))
+        unit = self.scaled([MILLISECONDS] * len(self.forward))
+        return simulate(schedule, unit.forward, unit.backward, recompute=unit.recompute)
 
     def makespan(self, schedule: Schedule) -> float:
         """Seconds that the schedule takes with these times."""

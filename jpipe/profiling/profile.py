@@ -155,34 +155,30 @@ def profile(
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
     ):
-        return _profile(pipe, state, batch, rounds, other_sizes)
-
-
-def _profile(pipe: Pipeline, state: TrainState, batch: Batch, rounds: int, other_sizes: bool) -> Profile:
-    planner = pipe.planner
-    program = Program(pipe, state, batch)
-    measured = measure(pipe, program, state, rounds)
-    others = other_schedules(planner, batch) if other_sizes else {}
-    with task("timing layers alone"):
-        times = measure_layers(planner, batch, list(others))
-    stages = split_backward(planner, times, measured)
-    around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
-    model = fit(pipe.schedule, stages, **around, step=measured.step)
-    sizes = microbatch_sizes(planner, batch, model, times, others)
-    return Profile(
-        schedule=pipe.schedule,
-        partition=pipe.partition,
-        stages=stages,
-        step=measured.step,
-        predicted_step=replace(model, contention=1.0).step(),
-        slices=model.slices,
-        contention=model.contention,
-        noise=measured.noise,
-        sizes=sizes,
-        memory=memory_of(program, state),
-        findings=find(planner, model, times, sizes, measured.noise),
-        predicted=stages.timeline(pipe.schedule),
-    )
+        planner = pipe.planner
+        program = Program(pipe, state, batch)
+        measured = measure(pipe, program, state, rounds)
+        others = other_schedules(planner, batch) if other_sizes else {}
+        with task("timing layers alone"):
+            times = measure_layers(planner, batch, list(others))
+        stages = split_backward(planner, times, measured)
+        around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
+        model = fit(pipe.schedule, stages, **around, step=measured.step)
+        sizes = microbatch_sizes(planner, batch, model, times, others)
+        return Profile(
+            schedule=pipe.schedule,
+            partition=pipe.partition,
+            stages=stages,
+            step=measured.step,
+            predicted_step=replace(model, contention=1.0).step(),
+            slices=model.slices,
+            contention=model.contention,
+            noise=measured.noise,
+            sizes=sizes,
+            memory=memory_of(program, state),
+            findings=find(planner, model, times, sizes, measured.noise),
+            predicted=stages.timeline(pipe.schedule),
+        )
 
 
 def _check(pipe: object, state: object, batch: Batch, rounds: object) -> None:

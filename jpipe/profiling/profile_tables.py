@@ -56,18 +56,18 @@ def slice_table(slices: dict[str, float], step: float, predicted: float, noise: 
 def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
     """A row for each number of micro-batches."""
     header = ("M", "examples", "ms an example", "bubble", "step ms")
-    rows, marks = [], {}
-    for index, row in enumerate(sizes):
-        rows.append(
-            (
-                str(row.num_microbatches),
-                str(row.size),
-                _milliseconds(row.sample_seconds),
-                f"{row.bubble:.1%}",
-                _milliseconds(row.step),
-            )
+    rows = [
+        (
+            str(size.num_microbatches),
+            str(size.size),
+            _milliseconds(size.sample_seconds),
+            f"{size.bubble:.1%}",
+            _milliseconds(size.step),
         )
-        marks[index] = "measured" if row.num_microbatches == num_microbatches else "predicted"
+        for size in sizes
+    ]
+    is_here = [size.num_microbatches == num_microbatches for size in sizes]
+    marks = {row: "measured" if here else "predicted" for row, here in enumerate(is_here)}
     return Table("Numbers of micro-batches of the same batch", header, rows, marks)
 
 

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from contextvars import ContextVar, Token
-from typing import Any
+from types import TracebackType
+from typing import TypeVar
 
 import jax
 from jax.core import Tracer
 
 from jpipe.terminal.progress import is_shown, task
+from jpipe.types import PyTree
+
+Result = TypeVar("Result")
 
 _current: ContextVar[Call | None] = ContextVar("_current", default=None)
 """The call that this thread is in."""
@@ -35,7 +39,7 @@ class Call:
 
     __slots__ = ("_arguments", "_compiling", "_token", "_what")
 
-    def __init__(self, what: str, arguments: Any):
+    def __init__(self, what: str, arguments: PyTree):
         self._what, self._arguments = what, arguments
         self._compiling: ExitStack | None = None
         self._token: Token[Call | None] | None = None
@@ -44,11 +48,13 @@ class Call:
         self._token = _current.set(self)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._token is not None
         _current.reset(self._token)
         if self._compiling is not None:
-            self._compiling.__exit__(*exception)
+            self._compiling.__exit__(kind, error, trace)
 
     def begin(self, details: str) -> None:
         """Shows that the function is compiled; once, and only if it isn't called with tracers."""
@@ -57,7 +63,7 @@ class Call:
         self._compiling = ExitStack()
         self._compiling.enter_context(task(f"compiling {self._what} ({details})"))
 
-    def done(self, result: Any) -> Any:
+    def done(self, result: Result) -> Result:
         """The call's result; waits for the first run, if that is shown."""
         if self._compiling is not None:
             self._compiling.close()

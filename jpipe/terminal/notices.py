@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 
@@ -9,6 +10,12 @@ import warnings
 def warn_user(message: str) -> None:
     """Gives a UserWarning at the line of the code that called the package."""
     warnings.warn(message, UserWarning, stacklevel=_users_level())
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """As `warn_user`, but each message is given once in a program."""
+    warn_user(message)
 
 
 def _users_level() -> int:

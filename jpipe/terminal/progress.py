@@ -19,20 +19,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 
 import jax
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.control import Control
 from rich.file_proxy import FileProxy
 from rich.filesize import decimal
-from rich.live import Live
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.segment import ControlType
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 SHOWN_AFTER = 0.5
@@ -79,134 +78,101 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Callab
       `advance(by=1)`, to be told how much was done.
     """
     global _display
-    new, display = _Task(what, total, unit), _opened()
-    if display is None:
-        yield new.advance
+    if not is_shown():
+        yield lambda by=1: None
         return
-    _display = display
-    display.tasks.append(new)
+    is_outermost, begin = _display is None, time.perf_counter()
+    display = _display = _display or _Display(Console(file=sys.stderr))
+    index = display.add_task(what, total=total, unit=unit)
     try:
-        yield new.advance
-        new.is_done = True
+        yield partial(display.advance, index)
+        seconds = time.perf_counter() - begin
     finally:
-        display.tasks.remove(new)
-        if not display.tasks:
+        display.remove_task(index)
+        if is_outermost:
             _display = None
-            display.close(new)
+            display.close()
+    if is_outermost and seconds >= KEPT_AFTER:
+        amount = "" if total is None else f" ({in_units(total, unit)})"
+        display.console.print(Text(f"{what}{amount} ... {_duration(seconds)}", style="dim"))
 
 
 def is_shown() -> bool:
     """Whether a task that begins now would be shown."""
-    return _in_main_thread() and (_display is not None or _console() is not None)
+    if _display is not None:
+        return _in_main_thread()
+    chosen = os.environ.get("JPIPE_PROGRESS") != "0" if _chosen is None else _chosen
+    of_others = any(isinstance(stream, FileProxy) for stream in (sys.stdout, sys.stderr))
+    if not chosen or of_others or not _in_main_thread() or not _is_terminal(sys.stderr) or jax.process_index() != 0:
+        return False
+    return Console(file=sys.stderr).is_interactive
 
 
-def in_units(amount: int, unit: str) -> str:
+def in_units(amount: float, unit: str) -> str:
     """An amount in words.
 
     >>> in_units(3, "layers"), in_units(1_500_000, "bytes")
     ('3 layers', '1.5 MB')
     """
-    return decimal(amount) if unit == "bytes" else f"{amount} {unit}"
+    return decimal(int(amount)) if unit == "bytes" else f"{int(amount)} {unit}"
 
 
-@dataclass(eq=False)
-class _Task:
-    what: str
-    total: int | None
-    unit: str
-    done: int = 0
-    is_done: bool = False
-    begin: float = field(default_factory=time.perf_counter)
+class _Bar(ProgressColumn):
+    """Of tasks of which it is known how much is to be done."""
 
-    def advance(self, by: int = 1) -> None:
-        """Notes that more was done."""
-        self.done += by
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begin
-
-    @property
-    def amount(self) -> str:
-        """How much of how much; empty if that isn't known."""
-        if self.total is None:
-            return ""
-        done = decimal(self.done) if self.unit == "bytes" else self.done
-        return f"{done} of {in_units(self.total, self.unit)}"
-
-    def __str__(self) -> str:
-        amount = "" if self.total is None else f" ({in_units(self.total, self.unit)})"
-        return f"{self.what}{amount} ... {_duration(self.seconds, digits=1)}"
+    def render(self, task: Task) -> RenderableType:
+        return "" if task.total is None else ProgressBar(max(task.total, 1), task.completed, width=20)
 
 
-class _Display:
+class _Amount(ProgressColumn):
+    """How much of how much, if that is known."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
+        unit = task.fields["unit"]
+        done = in_units(task.completed, unit if unit == "bytes" else "").rstrip()
+        return Text(f"{done} of {in_units(task.total, unit)}", no_wrap=True)
+
+
+class _Display(Progress):
     """The tasks of now as lines on a console, once the first of them has taken `SHOWN_AFTER`."""
 
     def __init__(self, console: Console):
-        self.tasks: list[_Task] = []
-        self._console, self._stream = console, sys.stderr
-        self._spinner = Spinner("line" if console.options.ascii_only else "dots")
-        self._live: Live | None = None
-        self._lock, self._is_over = threading.Lock(), False
-        self._timer = threading.Timer(SHOWN_AFTER, self._start)
+        super().__init__(
+            SpinnerColumn("line" if console.options.ascii_only else "dots", style=""),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            _Bar(),
+            _Amount(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            refresh_per_second=8,
+            redirect_stdout=_is_terminal(sys.stdout),  # then what is printed meanwhile goes above the lines
+        )
+        self._streams = sys.stdout, sys.stderr
+        self._timer = threading.Timer(SHOWN_AFTER, self._begin)
         self._timer.daemon = True
         self._timer.start()
 
-    def _start(self) -> None:
-        """Draws from now on; runs in the timer's thread."""
-        with self._lock:
-            if self._is_over:
-                return
-            # What is printed meanwhile goes above the lines, if it goes to the same terminal, and nobody catches it.
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._lines,
-                transient=True,
-                refresh_per_second=8,
-                redirect_stdout=_is_terminal(sys.stdout),
-                redirect_stderr=sys.stderr is self._stream,
-            )
-            # In place of the line that the cursor is on: a bar such as tqdm's, which draws itself again. What was
-            # printed without a newline is lost; rich would erase it as well, and leave the rest of a long line.
-            self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
-            self._live.start(refresh=True)
-            self._console.show_cursor(True)  # a process that is killed could not bring it back
+    def _begin(self) -> None:
+        """Draws from now on, unless the user catches what is printed; runs in the timer's thread."""
+        if self._streams != (sys.stdout, sys.stderr):
+            return
+        # In place of the line that the cursor is on: a bar such as tqdm's, which draws itself again. What was printed
+        # without a newline is lost; rich would erase it as well, and leave the rest of a long line.
+        self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+        self.start()
+        self.console.show_cursor(True)  # a process that is killed could not bring it back
 
-    def close(self, last: _Task) -> None:
-        """Takes the lines away; one stays of the last task if it came to its end and took long."""
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table([task for task in self.tasks if (task.elapsed or 0) >= SHOWN_AFTER])
+
+    def close(self) -> None:
+        """Takes the lines away."""
         self._timer.cancel()
-        with self._lock:
-            self._is_over = True
-            if self._live is not None:
-                self._live.stop()
-        if last.is_done and last.seconds >= KEPT_AFTER:
-            self._console.print(Text(str(last), style="dim"))
-
-    def _lines(self) -> Table:
-        lines = Table.grid(padding=(0, 1))
-        for task in [task for task in self.tasks if task.seconds >= SHOWN_AFTER]:
-            bar = "" if task.total is None else ProgressBar(max(task.total, 1), task.done, width=20)
-            words = [Text(part, no_wrap=True) for part in (task.amount, _duration(task.seconds))]
-            lines.add_row(self._spinner, Text(task.what, no_wrap=True, overflow="ellipsis"), bar, *words)
-        return lines
-
-
-def _opened() -> _Display | None:
-    """What a task that begins now is drawn by; None if it isn't."""
-    if _display is not None:
-        return _display if _in_main_thread() else None
-    console = _console()
-    return None if console is None else _Display(console)
-
-
-def _console() -> Console | None:
-    """A console that draws on stderr; None if nothing should be drawn."""
-    chosen = os.environ.get("JPIPE_PROGRESS") != "0" if _chosen is None else _chosen
-    of_others = any(isinstance(stream, FileProxy) for stream in (sys.stdout, sys.stderr))
-    if not chosen or of_others or not _in_main_thread() or not _is_terminal(sys.stderr) or jax.process_index() != 0:
-        return None
-    console = Console(file=sys.stderr)
-    return console if console.is_interactive else None
+        self._timer.join()  # it may be drawing the first lines
+        self.stop()
 
 
 def _is_terminal(stream: object) -> bool:
@@ -221,12 +187,10 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _duration(seconds: float, digits: int = 0) -> str:
-    """A time in words; digits after the point only if it is short.
+def _duration(seconds: float) -> str:
+    """A time in words.
 
-    >>> _duration(14.23), _duration(14.23, digits=1), _duration(125.0, digits=1)
-    ('14 s', '14.2 s', '2 min 5 s')
+    >>> _duration(14.23), _duration(125.0)
+    ('14.2 s', '2 min 5 s')
     """
-    if seconds < 60:
-        return f"{seconds:.{digits}f} s"
-    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -8,8 +8,6 @@ tree, on the device where it lies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +15,22 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh, replay
-from jpipe.memory.layout import Layout, StageTree, device_index, local, stacked
-from jpipe.memory.storage import build_storage
+from jpipe.memory.buffers import Index
+from jpipe.memory.layout import Layout, StageTree, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.storage import Buffers, build_storage
 from jpipe.mesh.axes import rest_axes
 from jpipe.mesh.programs import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
 from jpipe.training.probing import not_tried
+from jpipe.types import Leaf, PyTree, Shapes
+
+Trees = dict[str, PyTree]
+"""One layer's trees by name: its `params`, an optimiser's `state` for it."""
+Leaves = dict[str, list[Leaf]]
+"""A device's parts of their leaves."""
+LayerFunction = Callable[[Trees, PyTree], Trees]
+Layouts = dict[str, Layout]
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -45,70 +52,78 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
         raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
     inner = optax.with_extra_args_support(tx)
-    init = lambda params: _init(inner, params)
-    update = lambda updates, state, params=None, **extra: _update(inner, updates, state, params, extra)
+
+    def init(params: PyTree) -> StageTree:
+        layouts = {"params": _layout_of(params), "state": _state_layout(inner, _layout_of(params))}
+        make = lambda trees, _: {"state": inner.init(trees["params"])}
+        (state,) = _for_each_layer(make, layouts, {"params": params}, {}, ("state",))
+        return state
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
+        trees = {"updates": updates, "state": state} | ({} if params is None else {"params": params})
+        layouts = {"updates": _layout_of(updates), "state": _layout_of(state), "params": _layout_of(updates)}
+
+        def make(trees: Trees, extra: PyTree) -> Trees:
+            updates, state = inner.update(trees["updates"], trees["state"], trees.get("params"), **extra)
+            return {"updates": updates, "state": state}
+
+        changes, new = _for_each_layer(make, layouts, trees, extra, ("updates", "state"))
+        return changes, new
+
     return not_tried(optax.GradientTransformationExtraArgs(init, update))
 
 
-def _init(inner: optax.GradientTransformationExtraArgs, params: Any) -> StageTree:
-    """`inner.init` for each layer, on the stage where it lies."""
-    layout = _layout_of(params)
-    states = _state_layout(inner, layout)
-    make = lambda params: {"state": inner.init(params)}
+def _for_each_layer(
+    function: LayerFunction, layouts: Layouts, trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
+) -> tuple[StageTree, ...]:
+    """Runs a function of one layer's whole trees for all layers, each on the devices of its stage.
 
-    def body(params: Any) -> Any:
-        params, device = local(params), device_index(layout.mesh)
-        read = lambda v, instance, _: {"params": layout.storage.read(params, v, instance)}
+        buffers of a stage                one layer's leaves           its whole trees, only while tracing
+        {"params": {"float32_8x8": ..}}   {"params": [kernel, bias]}   {"params": {"kernel": .., "bias": ..}}
+                        --storage.read-->               --unflatten--> function
+                        <-storage.write--  {"state": [..]}  <----------- {"state": ..}
 
-        def visit(v: int, instance: Any, own: dict[str, Any], buffers: Any) -> Any:
-            made = _on_device(make, v, own, {"params": layout, "state": states})
-            return states.storage.write(buffers, v, instance, made["state"])
-
-        return stacked(states.storage.for_each_local(read, visit, device, states.zeros()))
-
-    run = on_stages(body, layout.mesh, (dict(layout.specs),), dict(states.specs))
-    return StageTree(jax.jit(run)(dict(params)), states)
-
-
-def _update(
-    inner: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> tuple[StageTree, StageTree]:
-    """`inner.update` for each layer, on the stage where it lies."""
-    layout, states = _layout_of(updates), _layout_of(state)
-    layouts = {"updates": layout, "state": states, "params": layout}
-    trees = {"updates": dict(updates), "state": dict(state)} | ({} if params is None else {"params": dict(params)})
-
-    def new(updates: Any, state: Any, params: Any = None, extra: Any = None) -> dict[str, Any]:
-        return dict(zip(("updates", "state"), inner.update(updates, state, params, **extra), strict=True))
-
-    def body(trees: dict[str, Any], extra: dict[str, Any]) -> Any:
-        trees, device = local(trees), device_index(layout.mesh)
-
-        def read(v: int, instance: Any, carry: dict[str, Any]) -> dict[str, Any]:
-            return {name: layouts[name].storage.read(carry[name], v, instance) for name in carry}
-
-        def visit(v: int, instance: Any, own: dict[str, Any], carry: dict[str, Any]) -> dict[str, Any]:
-            done = _on_device(new, v, own, layouts, extra=extra)
-            write = lambda name, leaves: layouts[name].storage.write(carry[name], v, instance, leaves)
-            return carry | {name: write(name, leaves) for name, leaves in done.items()}
-
-        done = layout.storage.for_each_local(read, visit, device, trees)
-        return stacked((done["updates"], done["state"]))
-
-    specs = {name: dict(known.specs) for name, known in layouts.items()}
-    in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
-    run = on_stages(body, layout.mesh, in_specs, (specs["updates"], specs["state"]))
-    changes, new_state = jax.jit(run)(trees, extra)
-    return StageTree(changes, layout), StageTree(new_state, states)
-
-
-def _on_device(
-    function: Callable[..., dict[str, Any]], v: int, own: dict[str, Any], layouts: dict[str, Layout], **extra: Any
-) -> dict[str, Any]:
-    """What a device does of `function` for one layer.
+    The loop over layers carries all buffers, so that a layer's results replace what was read for it, in place.
 
     Args:
-      function: from the layer's whole trees, by keyword, to others by name.
+      function: `(trees by name, extra) -> trees by name`.
+      layouts: the layout of each tree, given or returned.
+      trees: what it is given.
+      extra: what it is given besides, the same for all layers and on all devices.
+      results: names of trees that it returns; those that aren't given begin as zeros.
+    """
+    first, *_ = layouts.values()
+
+    def body(arrays: dict[str, Buffers], extra: PyTree) -> tuple[Buffers, ...]:
+        given, device = drop_stage_axis(arrays), device_index(first.mesh)
+
+        def read(v: int, record: Index, carry: dict[str, Buffers]) -> Leaves:
+            return {name: layouts[name].storage.read(carry[name], v, record) for name in given}
+
+        def visit(v: int, record: Index, own: Leaves, carry: dict[str, Buffers]) -> dict[str, Buffers]:
+            done = _on_device(function, v, own, layouts, extra)
+            return carry | {n: layouts[n].storage.write(carry[n], v, record, leaves) for n, leaves in done.items()}
+
+        carry = {name: layouts[name].zeros() for name in results if name not in given} | given
+        done = first.storage.for_each_local(read, visit, device, carry)
+        return add_stage_axis(tuple(done[name] for name in results))
+
+    specs = {name: dict(layout.specs) for name, layout in layouts.items()}
+    in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
+    run = on_stages(body, first.mesh, in_specs, tuple(specs[name] for name in results))
+    found = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
+    return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, found, strict=True))
+
+
+def _on_device(function: LayerFunction, v: int, own: Leaves, layouts: Layouts, extra: PyTree) -> Leaves:
+    """What a device does of `function` for one layer.
+
+    The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the
+    partitioner carries out its equations on parts: given the leaves split as their layouts say, with its results split
+    as theirs say.
+
+    Args:
+      function: `(trees by name, extra) -> trees by name`.
       v: the index of the layer's set of variables.
       own: the device's parts of the leaves of these trees.
       layouts: the layout of each tree, of those returned too.
@@ -118,21 +133,17 @@ def _on_device(
       The device's parts of the leaves of what `function` returns.
     """
     mesh = next(iter(layouts.values())).mesh
-    axes = rest_axes(mesh)
-    at = lambda name: [of_spec(spec, axes) for spec in layouts[name].storage.record_types[v].specs]
-    whole = {n: jax.tree.unflatten(layouts[n].treedefs[v], layouts[n].storage.record_types[v].leaves) for n in own}
-    names = sorted(own)
+    axes, known = rest_axes(mesh), {name: layout.storage.record_types[v] for name, layout in layouts.items()}
+    at = lambda names: [of_spec(spec, axes) for name in sorted(names) for spec in known[name].specs]
+    whole = {name: jax.tree.unflatten(layouts[name].treedefs[v], known[name].leaves) for name in own}
     with no_mesh():
-        jaxpr, found = jax.make_jaxpr(lambda trees, extra: function(**trees, **extra), return_shape=True)(
-            whole, jax.eval_shape(lambda x: x, extra)
-        )
-    given = [s for name in names for s in at(name)] + [replicated(axes)] * len(jax.tree.leaves(extra))
-    wanted = [s for name in sorted(found) for s in at(name)]
-    done = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
+        jaxpr, found = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
+    given = at(own) + [replicated(axes)] * len(jax.tree.leaves(extra))
+    done = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in at(found)])
     return replay(done.jaxpr, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
 
 
-def _layout_of(tree: Any) -> Layout:
+def _layout_of(tree: PyTree) -> Layout:
     if not isinstance(tree, StageTree):
         raise TypeError(
             f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
@@ -144,48 +155,41 @@ def _layout_of(tree: Any) -> Layout:
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
     trees, specs = [], []
-    record_types = layout.storage.record_types
-    for known, treedef in zip(record_types, layout.treedefs, strict=True):
-        params = jax.tree.unflatten(treedef, list(known.leaves))
+    for known, treedef in zip(layout.storage.record_types, layout.treedefs, strict=True):
+        params = jax.tree.unflatten(treedef, known.leaves)
         trees.append(jax.eval_shape(tx.init, params))
         _check_numbers(trees[-1])
-        specs.append(_state_specs(tx, trees[-1], params, list(zip(known.leaves, known.specs, strict=True))))
+        specs.append(_state_specs(tx, trees[-1], params, jax.tree.unflatten(treedef, known.specs)))
     storage = build_storage(
-        [jax.tree.leaves(tree) for tree in trees],
-        [known.devices for known in record_types],
+        list(map(jax.tree.leaves, trees)),
+        [known.devices for known in layout.storage.record_types],
         device_of=range(layout.num_stages),
         specs=specs,
     )
     return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.users, layout.mesh)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How a parameter, or a leaf of an optimiser's state, is split."""
+def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes, specs: PyTree) -> list[PartitionSpec]:
+    """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape.
 
-    shape: tuple[int, ...]
-    spec: PartitionSpec
-
-
-def _state_specs(
-    tx: optax.GradientTransformation, state: Any, params: Any, leaves: list[tuple[Any, PartitionSpec]]
-) -> list[PartitionSpec]:
-    """The mesh axes of each leaf of an optimiser's state: those of its parameter, if it has its shape."""
-    splits = [_Split(leaf.shape, spec) for leaf, spec in leaves]
-    own = lambda leaf, split: _Split(leaf.shape, split.spec if leaf.shape == split.shape else PartitionSpec())
-    other = lambda leaf: _Split(leaf.shape, PartitionSpec())
+    Args:
+      tx: the optimiser.
+      state: what it keeps for a layer.
+      params: the layer's parameters.
+      specs: how these are split.
+    """
+    like = lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec()
+    other = lambda _: PartitionSpec()
     try:
-        found = optax.tree_utils.tree_map_params(
-            tx, own, state, jax.tree.unflatten(jax.tree.structure(params), splits), transform_non_params=other
-        )
+        found = optax.tree_utils.tree_map_params(tx, like, state, params, specs, transform_non_params=other)
     except Exception:  # a state that optax can't take apart: by shape, where that leaves no doubt
-        by_shape = {shape: {s.spec for s in splits if s.shape == shape} for shape in {s.shape for s in splits}}
-        only = lambda leaf: next(iter(found)) if len(found := by_shape.get(leaf.shape, ())) == 1 else PartitionSpec()
-        return [only(leaf) for leaf in jax.tree.leaves(state)]
-    return [split.spec for split in jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, _Split))]
+        pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True))
+        alike = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
+        return [only.pop() if len(only) == 1 else PartitionSpec() for only in alike]
+    return jax.tree.leaves(found)
 
 
-def _check_numbers(state: Any) -> None:
+def _check_numbers(state: Shapes) -> None:
     """Checks that a layer's state can lie in buffers.
 
     Raises:

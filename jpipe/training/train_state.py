@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import AXIS
 from jpipe.training.optimizers import check_is_optimizer, check_optimizer, check_update
 from jpipe.training.probing import check_elementwise
+from jpipe.types import Leaf, PyTree, Shapes
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +30,13 @@ class TrainState:
       tx: the optax transformation (static).
     """
 
-    step: Any
-    variables: dict[str, Any]
-    opt_state: Any
-    key: Any
+    step: Leaf
+    variables: dict[str, StageTree]
+    opt_state: PyTree
+    key: Leaf
     tx: optax.GradientTransformation = field(metadata={"static": True})
 
-    def replace(self, **changes: Any) -> TrainState:
+    def replace(self, **changes: PyTree) -> TrainState:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
@@ -76,7 +77,7 @@ def abstract_state(
     )
 
 
-def state_shardings(opt_state: Any, params: StageTree) -> Any:
+def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
     """Shardings for an optimiser's state, a tree like it: a leaf that has the shape of its buffer lies as the buffer.
 
     Args:
@@ -84,19 +85,19 @@ def state_shardings(opt_state: Any, params: StageTree) -> Any:
       params: the parameters, or their shapes: buffers `[K, ...]` of K stages.
     """
     layout = params.layout
-    place = lambda spec: NamedSharding(layout.mesh, spec)
 
-    def guess(leaf: Any) -> NamedSharding:
+    def guess(leaf: Leaf) -> NamedSharding:
         """Split over the stages if it looks like a statistic of buffers, `[K, ...]`; else, as a vector too, on all."""
         whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
-        return place(PartitionSpec(AXIS) if whole else PartitionSpec())
+        return NamedSharding(layout.mesh, PartitionSpec(AXIS) if whole else PartitionSpec())
 
-    def of_tree(tree: StageTree) -> StageTree:
-        """The shardings of a part of the state that mirrors the parameters, buffer by buffer."""
-        shapes, specs = tree.layout.shapes, tree.layout.specs
-        same = lambda name, leaf: leaf.shape == shapes[name].shape
-        choose = lambda name, leaf: place(specs[name]) if same(name, leaf) else guess(leaf)
-        return StageTree({n: jax.tree.map(lambda leaf, n=n: choose(n, leaf), tree[n]) for n in tree}, tree.layout)
+    def of_node(node: Leaf | StageTree) -> PyTree:
+        """The shardings of a leaf, or of a part of the state that mirrors the parameters, buffer by buffer."""
+        if not is_tree(node):
+            return guess(node)
+        known, shapes = node.layout.shardings, node.layout.shapes
+        choose = lambda name, leaf: known[name] if leaf.shape == shapes[name].shape else guess(leaf)
+        return StageTree({n: jax.tree.map(partial(choose, n), node[n]) for n in node}, node.layout)
 
     is_tree = lambda node: isinstance(node, StageTree)
-    return jax.tree.map(lambda node: of_tree(node) if is_tree(node) else guess(node), opt_state, is_leaf=is_tree)
+    return jax.tree.map(of_node, opt_state, is_leaf=is_tree)

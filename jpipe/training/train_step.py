@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.layers.fingerprint import fingerprint
+from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import TrainState
 from jpipe.training.update import global_norm, skips, update_with_loss
+from jpipe.types import Batch
 
 MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
-ValueAndGrad = Callable[[Any, Any, Any], tuple[tuple[jax.Array, Any, dict[str, jax.Array]], Any]]
+Variables = dict[str, StageTree]
+"""By collection."""
+Metrics = dict[str, jax.Array]
+ValueAndGrad = Callable[[Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
 """`(variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
+CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """(the state after one step, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
     (loss, updates, metrics), grads = value_and_grad(state.variables, batch, key)
@@ -30,24 +35,20 @@ def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Any) -> t
 
 
 def apply_update(
-    state: TrainState, loss: jax.Array, updates: dict[str, Any], metrics: dict[str, jax.Array], grads: Any
-) -> tuple[TrainState, dict[str, jax.Array]]:
+    state: TrainState, loss: jax.Array, updates: Variables, metrics: Metrics, grads: StageTree
+) -> tuple[TrainState, Metrics]:
     """The rest of a step: (the new state, all metrics), from what `ValueAndGrad` gives."""
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
     if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it
-        updates = _unless(jnp.stack(skipped).any(), state.variables, updates)
+        unless = partial(jnp.where, jnp.stack(skipped).any())
+        updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
     variables = {"params": optax.apply_updates(params, changes), **updates}
     norm = global_norm(grads)
     # Of gradients that aren't finite the norm isn't. It overflows before they do (1e19), where an update is as bad.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
-
-
-def _unless(skipped: jax.Array, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new collections, or the old ones of these names if `skipped`."""
-    return {name: jax.tree.map(partial(jnp.where, skipped), old[name], tree) for name, tree in new.items()}
 
 
 class TrainSteps:
@@ -60,17 +61,17 @@ class TrainSteps:
       shapes: `(batch, tx)` -> the state as shapes with shardings.
     """
 
-    def __init__(self, value_and_grad: ValueAndGrad, shapes: Callable[[Any, Any], TrainState]):
+    def __init__(
+        self, value_and_grad: ValueAndGrad, shapes: Callable[[Batch, optax.GradientTransformation], TrainState]
+    ):
         self._value_and_grad, self._shapes = value_and_grad, shapes
-        self._compiled: dict[Any, tuple[Any, Callable[..., Any]]] = {}
+        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep]] = {}
 
     def clear(self) -> None:
         """Drops them all."""
         self._compiled.clear()
 
-    def of(
-        self, tx: optax.GradientTransformation, batch: Any
-    ) -> tuple[optax.GradientTransformation, Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]]:
+    def of(self, tx: optax.GradientTransformation, batch: Batch) -> tuple[optax.GradientTransformation, CompiledStep]:
         """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
 
         The first one is used in place of `tx`, since it is static: another object would compile anew.
@@ -82,11 +83,8 @@ class TrainSteps:
         known = fingerprint(tx)
         if known not in self._compiled:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(batch, tx))
-            step = jax.jit(
-                partial(train_step, self._value_and_grad),
-                donate_argnums=0,
-                out_shardings=(shardings, shardings.step),
-            )
+            step = partial(train_step, self._value_and_grad)
+            step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings.step))
             while len(self._compiled) >= MOST_TRAIN_STEPS:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[known] = (tx, step)

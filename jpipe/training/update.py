@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.layers.functions import signature_of
+from jpipe.types import Leaf, PyTree
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: PyTree) -> jax.Array:
     """The Euclidean norm of all gradients together, summed in float32 or better."""
     wide = [leaf.astype(accumulator_dtype(leaf.dtype)) for leaf in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in wide))
 
 
-def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+def update_with_loss(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Leaf
+) -> tuple[PyTree, PyTree]:
     """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
     update = optax.with_extra_args_support(tx).update
     parameters = signature_of(update)
@@ -26,7 +27,7 @@ def update_with_loss(tx: Any, grads: Any, opt_state: Any, params: Any, loss: Any
     return update(grads, opt_state, params, **({"value": loss} if takes_value else {}))
 
 
-def skips(before: Any, after: Any) -> list[jax.Array]:
+def skips(before: PyTree, after: PyTree) -> list[jax.Array]:
     """Whether an update was skipped, by each of optax's means that an optimiser's state knows; none: it never skips.
 
     Args:
@@ -43,7 +44,7 @@ def skips(before: Any, after: Any) -> list[jax.Array]:
     return found
 
 
-def _guards(opt_state: Any) -> list[Any]:
+def _guards(opt_state: PyTree) -> list[PyTree]:
     """The parts of an optimiser's state that may skip updates, those inside of others too."""
     may_skip = lambda node: isinstance(node, optax.ApplyIfFiniteState | optax.MultiStepsState)
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=may_skip) if may_skip(node)]

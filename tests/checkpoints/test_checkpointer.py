@@ -18,7 +18,7 @@ import jpipe
 from cases import assert_equal, cross_entropy, model, pipeline, tokens
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents
-from jpipe.memory.layer_trees import take_apart
+from jpipe.memory.layer_trees import to_layers
 from jpipe.memory.layout import StageTree
 
 pytestmark = pytest.mark.filterwarnings(
@@ -230,7 +230,7 @@ def test_any_optimisers_state_to_another_layout_and_back(tmp_path, name):
     assert name == "sgd" or any(path[0] == "optimizer" for path in shapes)
     for tree in like_params:  # as they were before anything was saved
         if tree.layout == state.variables["params"].layout:
-            own = jax.device_get(jax.jit(take_apart)({"params": tree})[3]["params"]["Dense_0"]["kernel"])
+            own = jax.device_get(jax.jit(to_layers)({"params": tree})[3]["params"]["Dense_0"]["kernel"])
             at = [found for path, found in first.items() if path[-3:] == ("0003_Drops", "Dense_0", "kernel")]
             assert any(np.array_equal(own, found) for found in at)
 
@@ -251,7 +251,7 @@ def test_no_device_gets_more_than_its_share_of_a_layer():
     parts = records.take(arrays, 1, 3)
     for leaf in jax.tree.leaves(parts):
         assert leaf.addressable_shards[0].data.size == leaf.size // 4
-    written = records._writer(1, tuple(sorted(parts))).lower(arrays, parts, np.int32(3)).compile()
+    written = records._put.lower(arrays, 1, parts, np.int32(3)).compile()
     for analysis in (taken, written.memory_analysis()):
         one_layer = model_bytes / len(own)
         assert analysis.temp_size_in_bytes <= 2 * one_layer + 64, "one layer, what it replaces, and some scalars"

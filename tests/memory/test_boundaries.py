@@ -63,6 +63,13 @@ def test_a_leaf_that_no_cut_needs_does_not_cross():
     assert made.crossing_sizes == (("float32_4x3", 1),)
 
 
+def test_the_picture_of_make_boundaries():
+    x, mask = leaf((4, 3)), leaf((4,), "bool")
+    made = check([[x], [x, mask], [x, x], [x]], [0, 1])
+    assert shapes(made) == {"float32_4x3": (1, 4, 3), "float32_4x3_of_1": (1, 4, 3), "bool_4": (1, 4)}
+    assert made.crossing_sizes == (("bool_4", 1), ("float32_4x3", 1))
+
+
 def test_many_different_boundaries_share_a_buffer():
     """Each of a type of its own: stacked, they would take more than twice as much as the largest."""
     boundaries = [[leaf((4, n)) for n in sizes] for sizes in ([9], [8, 3], [7], [6], [5], [4], [2, 1])]

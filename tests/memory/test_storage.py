@@ -65,7 +65,7 @@ def test_what_is_written_is_read(storage, device):
             traced = jax.jit(lambda b, r, t=t: storage.read(b, t, r))(buffers, record)
             assert_equal(traced, expected, f"type {t}, record {record}, traced")
     on_host = {(t, r): [value(t, r, i) for i in range(len(LEAVES[t]))] for t, r, _ in records()}
-    assert_equal({name: storage.assemble(device, on_host, name) for name in storage.buffers}, buffers)
+    assert_equal({name: storage.on_host(name, device, on_host) for name in storage.buffers}, buffers)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -106,6 +106,18 @@ def test_leaves_that_few_devices_have_lie_flat():
         "float32_3x2": (1, 3, 2),
         "float32_7": (1, 7),
     }
+
+
+def test_the_picture_of_the_module():
+    """Five equal layers and two ends in two stages; then two rows on the second."""
+    types = [[leaf(4, 4), leaf(4)], [leaf(9, 8)], [leaf(8, 7)]]
+    owners = [[0, 0, 0, 1, 1], [0], [1]]
+    storage = build_storage(types, owners, device_of=range(2))
+    shapes = {name: a.shape for name, a in storage.shapes().items()}
+    assert shapes == {"float32_4x4": (3, 4, 4), "float32_4": (3, 4), "float32": (72,)}
+    assert [known.entries for known in storage.record_types] == [((0, 1, 2, 0, 1),) * 2, ((0,),), ((0,),)]
+    kernels = build_storage(types, owners, device_of=range(2), rows=(1, 2)).buffers["float32_4x4"]
+    assert (kernels.strides, kernels.size) == ((3, 2), 4)
 
 
 def test_a_leaf_split_over_another_axis_keeps_its_shape():

@@ -170,14 +170,6 @@ def test_a_pipeline_takes_all_changes_besides_its_other_arguments(options):
         planned(**options | finding.change)
 
 
-def test_an_order_of_ones_own_is_tried_with_no_other_number_of_micro_batches():
-    own = [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
-    for name in ("custom", "1f1b", "naive", "interleaved"):
-        schedule = jpipe.Schedule(own, slots=("FB",), name=name)
-        assert other_schedules(planned(num_microbatches=2, schedule=schedule).planner, BATCH) == {}
-    assert sorted(other_schedules(planned(schedule=named("gpipe")).planner, BATCH)) == [1, 2, 8, 16]
-
-
 def test_a_promise_is_more_than_the_noise():
     pipe = planned(balance=[3, 5], schedule="gpipe")
     (quiet,) = with_change(findings_of(pipe, [3.0] * LAYERS, noise=0.08))

@@ -12,33 +12,7 @@ import pytest
 
 import jpipe
 from cases import assert_equal
-from jpipe.profiling.measure import Program
-from jpipe.terminal import progress
-
-WIDTH = 128
-ROWS = 32
-
-
-class Wide(nn.Module):
-    """A layer of some work: width to the same by way of eight times as much."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(8 * WIDTH)(x)))
-
-
-def loss_fn(outputs, batch):
-    return jnp.mean((outputs - batch["targets"]) ** 2)
-
-
-def make(num_stages=2, num_microbatches=4, **options):
-    """Seven layers, all but the first two of some work, unevenly cut where there are two stages; and a batch."""
-    layers = [nn.relu, nn.Dense(WIDTH), *[Wide() for _ in range(4)], nn.Dense(1)]
-    options = {"balance": [2, 5] if num_stages == 2 else "even"} | options
-    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=num_stages, num_microbatches=num_microbatches, **options)
-    keys = jax.random.split(jax.random.key(1))
-    batch = {"inputs": jax.random.normal(keys[0], (ROWS, WIDTH)), "targets": jax.random.normal(keys[1], (ROWS, 1))}
-    return pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1, momentum=0.9)), batch
+from wide import WIDTH, Wide, loss_fn, make
 
 
 @pytest.fixture(scope="module")
@@ -50,48 +24,6 @@ def unbalanced():
 def found(unbalanced):
     pipe, state, batch = unbalanced
     return jpipe.profile(pipe, state, batch, rounds=2)
-
-
-# --- which actions run ---
-
-
-def counted(calls, index, x):
-    """x, and a note for each call of a layer that it was called."""
-    jax.debug.callback(lambda _: calls.append(index), x[0, 0])
-    return x
-
-
-def test_a_program_runs_the_actions_that_it_is_told_to():
-    """Each layer tells when it is called; the backward's `jax.checkpoint` calls those again that move something."""
-    calls = []
-    layers = [lambda x, i=i: counted(calls, i, x) for i in range(4)]
-    batch = {"inputs": np.ones((6, 3), np.float32)}
-    pipe = jpipe.Pipeline(
-        layers, lambda y, b: y.mean(), num_stages=2, num_microbatches=3, balance=[1, 3], remat="none", schedule="gpipe"
-    )
-    program = Program(pipe, pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1)), batch)
-
-    def called(run, *only):
-        calls.clear()
-        jax.block_until_ready(run(*only))
-        jax.effects_barrier()
-        return {index: calls.count(index) for index in set(calls)}
-
-    assert called(program.run, program.everything()) == {0: 3, 1: 6, 2: 6, 3: 6}
-    assert called(program.run, program.nothing()) == called(program.set_up) == {}
-    assert called(program.run, program.only("F", 0)) == {0: 3}
-    assert called(program.run, program.only("F", 1)) == {1: 3, 2: 3, 3: 3}
-    assert called(program.run, program.only("B", 0)) == {}
-    assert called(program.run, program.only("B", 1)) == {1: 3, 2: 3, 3: 3}
-
-
-def test_a_program_of_all_actions_computes_what_the_pipeline_does(unbalanced):
-    pipe, state, batch = unbalanced
-    program = Program(pipe, state, batch)
-    (loss, updates, _), grads = program.run(program.everything())
-    key = jax.random.fold_in(state.key, state.step)
-    (expected, other_updates), other = pipe.value_and_grad(state.variables, batch, key)
-    assert_equal((loss, updates, grads), (expected, other_updates, other))
 
 
 # --- the profile ---
@@ -203,21 +135,19 @@ def halves_apart(x):
 
 
 @pytest.mark.slow
-def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monkeypatch):
+def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(tasks):
     """NaN of random numbers, no implicit transfers, a pipeline that has seen no batch, sizes that a layer refuses."""
-    shown, make_task = [], progress._Task
-    monkeypatch.setattr(progress, "_Task", lambda *given: shown.append(make_task(*given)) or shown[-1])
     layers = [nn.Dense(WIDTH), halves_apart, nn.softplus, jnp.sqrt, Wide(), nn.Dense(1)]
     options = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
     made, pipe = (jpipe.Pipeline(layers, loss_fn, **options) for _ in range(2))
     batch = {"inputs": np.ones((8, WIDTH), np.float32), "targets": np.ones((8, 1), np.float32)}
     batch["inputs"][::2] = 2.0
     state, batch = made.create_state(jax.random.key(0), batch, optax.sgd(0.01)), made.place(batch)
-    shown.clear()
+    tasks.clear()
     with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
         found = jpipe.profile(pipe, state, batch, rounds=1)
     assert [row.num_microbatches for row in found.sizes] == [1, 2, 4]  # a layer refuses 8 of 1, the batch 16
-    begun = [task.what for task in shown]
+    begun = [task.description for task in tasks]
     for what in (
         "profiling a training step",
         "compiling the measured step",
@@ -226,7 +156,7 @@ def test_settings_for_debugging_do_not_hinder_and_what_takes_long_is_shown(monke
         "measuring costs",
     ):
         assert what in begun, what
-    assert all(task.total in (None, task.done) for task in shown)
+    assert all(task.total in (None, task.completed) for task in tasks)
 
 
 # --- wrong arguments ---

@@ -11,6 +11,7 @@ import pytest
 
 import jpipe
 from cases import assert_close, assert_equal, take_microbatch
+from updates import one_by_one
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +55,6 @@ FAULTS = ["none", "input", "none", "gradient", "target", "none"]
 
 
 # --- a skipped step ---------------------------------------------------------------------------------------------------
-
-
-def one_by_one(tx):
-    """A transformation applied to the tree of each layer."""
-
-    def update(grads, state, trees):
-        pairs = [tx.update(*given) for given in zip(grads, state, trees, strict=True)]
-        return [update for update, _ in pairs], [state for _, state in pairs]
-
-    return optax.GradientTransformation(lambda trees: [tx.init(tree) for tree in trees], update)
 
 
 def accumulated(tx, **options):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 import jpipe
-from cases import Model, assert_close, model, params_of, pipeline, run_layers, take_microbatch, tokens
+from cases import assert_close, model, pipeline, run_layers, take_microbatch, tokens
+from updates import check_updates, filled, is_kernel, is_matrix, params
 
 
 @pytest.fixture(autouse=True)
@@ -18,28 +18,6 @@ def standard_promotion():
     """Optax itself mixes dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def is_kernel(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), tree)
-
-
-def is_matrix(tree):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
-
-
-def labels(tree):
-    return jax.tree.map(lambda leaf: "matrices" if leaf.ndim > 1 else "rest", tree)
-
-
-def params(truth: Model) -> list:
-    return [params_of(layer, tree) for layer, tree in zip(truth.sequence, truth.trees, strict=True)]
-
-
-def filled(truth: Model, trees: list) -> list:
-    """Variables of the sequential model with other parameters."""
-    pairs = zip(truth.trees, trees, strict=True)
-    return [old | tree if isinstance(old, dict) and "params" in old else tree for old, tree in pairs]
 
 
 # --- five steps -------------------------------------------------------------------------------------------------------
@@ -96,14 +74,6 @@ ELEMENTWISE = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.scale(-1.0)),
     "accumulation": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2).gradient_transformation(),
 }
-BY_PARAMETER = {
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.5),
-    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=is_matrix),
-    "lars": lambda: optax.lars(1e-2, weight_decay=0.1),
-    "masked by path": lambda: optax.masked(optax.adamw(1e-2), is_kernel),
-    "multi_transform": lambda: optax.multi_transform({"matrices": optax.adamw(1e-2), "rest": optax.sgd(0.1)}, labels),
-    "clipped by block": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.add_decayed_weights(0.1, is_matrix)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -113,130 +83,10 @@ def pipe():
         return pipeline(truth, "1f1b", 3, 4, balance="even")
 
 
-def random_like(trees: list, seed: int) -> list:
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), trees)
-
-
-def check_updates(pipe, found, expected):
-    """Two updates under both transformations, from the same parameters and gradients."""
-    truth = model("mixed")
-    trees, variables = params(truth), pipe.from_layer_variables(truth.trees, truth.batch)["params"]
-    state, found_state = jax.jit(expected.init)(trees), jax.jit(found.init)(variables)
-    expected_update, update = jax.jit(expected.update), jax.jit(found.update)
-    for seed in range(2):
-        grads = random_like(trees, seed)
-        laid_out = pipe.from_layer_variables(filled(truth, grads))["params"]
-        updates, state = expected_update(grads, state, trees)
-        changes, found_state = update(laid_out, found_state, variables)
-        assert_close(pipe.layer_variables({"params": changes}), updates, f"update {seed}")
-        trees, variables = jax.jit(optax.apply_updates)((trees, variables), (updates, changes))
-
-
 @pytest.mark.parametrize("tx", ELEMENTWISE)
 def test_elementwise_transformations_need_nothing(pipe, tx):
     with jax.enable_x64(True):
         check_updates(pipe, ELEMENTWISE[tx](), ELEMENTWISE[tx]())
-
-
-@pytest.mark.parametrize("tx", BY_PARAMETER)
-def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
-    with jax.enable_x64(True):
-        check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
-
-
-def one_by_one(tx):
-    """The transformation applied to the tree of each layer."""
-
-    def update(grads, state, trees):
-        pairs = [tx.update(*given) for given in zip(grads, state, trees, strict=True)]
-        return [update for update, _ in pairs], [state for _, state in pairs]
-
-    return optax.GradientTransformation(lambda trees: [tx.init(tree) for tree in trees], update)
-
-
-def test_per_layer_passes_extra_arguments_on(pipe):
-    def update(updates, state, params=None, *, factor):
-        return jax.tree.map(lambda u: u * factor, updates), state
-
-    with jax.enable_x64(True):
-        truth = model("mixed")
-        variables = pipe.from_layer_variables(truth.trees, truth.batch)["params"]
-        tx = jpipe.per_layer(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
-        doubled, _ = tx.update(variables, tx.init(variables), factor=jnp.asarray(2.0))
-        found = pipe.layer_variables({"params": doubled})
-    for tree, expected in zip(found, params(truth), strict=True):
-        for leaf, want in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(leaf, 2 * want)
-
-
-def test_a_transformation_that_sees_stacked_layers_differs():
-    """Why `per_layer` is there: the norm of a stack of parameters is not the norm of one."""
-    with jax.enable_x64(True):
-        truth = model("plain")
-        pipe = pipeline(truth, "1f1b", 2, 3, balance="even")
-        with pytest.raises(AssertionError):
-            check_updates_of(truth, pipe, optax.lars(1e-2), one_by_one(optax.lars(1e-2)))
-        check_updates_of(truth, pipe, jpipe.per_layer(optax.lars(1e-2)), one_by_one(optax.lars(1e-2)))
-
-
-def check_updates_of(truth, pipe, found, expected):
-    trees, variables = params(truth), pipe.from_layer_variables(truth.trees, truth.batch)["params"]
-    grads = random_like(trees, 0)
-    laid_out = pipe.from_layer_variables(filled(truth, grads))["params"]
-    updates, _ = jax.jit(expected.update)(grads, expected.init(trees), trees)
-    changes, _ = jax.jit(found.update)(laid_out, found.init(variables), variables)
-    assert_close(pipe.layer_variables({"params": changes}), updates, "update")
-
-
-def test_a_transformation_that_takes_no_loss():
-    """A regression: sharpness-aware minimisation was given `value`, which it doesn't take, and failed in the step."""
-    truth = model("plain", "float32")
-    pipe = pipeline(truth, "1f1b", 2, 3, balance="even")
-    tx = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
-    state = pipe.create_state(jax.random.key(0), truth.batch, tx)
-    losses = []
-    for _ in range(6):
-        state, metrics = pipe.train_step(state, truth.batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-2] < losses[0]
-
-
-# --- where the state lies ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.adamw(1e-3),
-        chain(jpipe.per_layer(optax.adamw(1e-3, mask=is_matrix))),
-        jpipe.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=4)),
-        jpipe.per_layer(optax.multi_transform({"matrices": optax.adamw(1e-2), "rest": optax.sgd(0.1, 0.9)}, labels)),
-        optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    ],
-    ids=["adamw", "chain", "adafactor", "multi_transform", "MultiSteps"],
-)
-def test_state_lies_with_its_layers(tx):
-    truth = model("mixed", "float32")
-    pipe = pipeline(truth, "1f1b", 4, 3, balance="even")
-    tx = tx if isinstance(tx, optax.GradientTransformation) else tx.gradient_transformation()
-    state = pipe.create_state(jax.random.key(0), truth.batch, tx)
-    split = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path((state.variables, state.opt_state)):
-        name = jax.tree_util.keystr(path)
-        assert len(leaf.sharding.device_set) == 4, name
-        if leaf.ndim > 0:
-            assert leaf.shape[0] == 4, name
-            assert leaf.sharding.spec[0] == "stage", f"{name} is on all stages"
-            assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}, name
-            split += 1
-    assert split >= 2
-    for leaf in (state.step, state.key):
-        assert leaf.sharding.spec == PartitionSpec()
-    expected = pipe.abstract_state(truth.batch, tx)
-    assert jax.tree.structure(expected) == jax.tree.structure(state)
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
-        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

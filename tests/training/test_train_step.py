@@ -1,4 +1,4 @@
-"""Optimisers made anew from the same values run the step that is compiled; few steps are kept."""
+"""Training steps: what one gives, and which of them are kept compiled."""
 
 import flax.linen as nn
 import jax
@@ -7,8 +7,9 @@ import numpy as np
 import optax
 
 import jpipe
-from cases import compilations
-from jpipe.training.train_step import MOST_TRAIN_STEPS
+from cases import assert_equal, compilations
+from jpipe.training.train_state import TrainState
+from jpipe.training.train_step import MOST_TRAIN_STEPS, train_step
 
 BATCH = np.ones((4, 8), np.float32)
 
@@ -16,6 +17,30 @@ BATCH = np.ones((4, 8), np.float32)
 def pipeline():
     layers = [nn.Dense(8, use_bias=False) for _ in range(2)]
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
+
+
+def test_a_step_updates_counts_and_tells_whether_all_was_finite():
+    """On plain arrays, without a pipeline: the key of each step is its own, other collections are replaced."""
+
+    def value_and_grad(variables, batch, key):
+        total = jnp.sum(variables["params"]["w"] * batch)
+        drawn = {"stats": {"drawn": jax.random.key_data(key)}}
+        return (total, drawn, {"accuracy": jnp.float32(1)}), {"w": batch}
+
+    tx = optax.apply_if_finite(optax.sgd(1.0), 9)
+    params, stats = {"w": jnp.zeros(2)}, {"drawn": jnp.zeros(2, jnp.uint32)}
+    state = TrainState(jnp.int32(0), {"params": params, "stats": stats}, tx.init(params), jax.random.key(0), tx)
+    state, metrics = train_step(value_and_grad, state, jnp.array([3.0, 4.0]))
+    assert {name: float(value) for name, value in metrics.items()} == dict(loss=0, grad_norm=5, finite=1, accuracy=1)
+    assert_equal(state.variables["params"]["w"], np.array([-3, -4], np.float32))
+    assert int(state.step) == 1
+    first = state.variables["stats"]["drawn"]
+    skipped, metrics = train_step(value_and_grad, state, jnp.array([jnp.nan, 1.0]))
+    assert not metrics["finite"]
+    assert_equal(skipped.variables, state.variables, "nor the statistics of a batch that is skipped")
+    after, _ = train_step(value_and_grad, skipped, jnp.zeros(2))
+    assert int(after.step) == 3
+    assert not np.array_equal(after.variables["stats"]["drawn"], first)
 
 
 def test_one_compiled_step_for_equal_optimizers():

@@ -1,0 +1,145 @@
+"""How processes find one another, before JAX's service begins at the same address.
+
+Where processes don't come in time, or come twice, JAX ends them from C++, in its client's `Connect`, so that nobody can
+say why (jax 0.10 and 0.12; a taken port even is a segmentation fault in the latter). So they first meet here, by plain
+sockets, and JAX's service begins once all have come:
+
+    process 0      listens     ............ all have come: "go" to all ... closes, JAX's service begins
+    process k      connects, says "process k of n" ... waits ........ goes on to JAX's client
+
+The port is open to anybody meanwhile, so what comes there is not trusted: it is read once, at most `LONGEST` bytes, has
+to be the greeting to the letter, and never keeps process 0 from hearing the others.
+"""
+
+from __future__ import annotations
+
+import re
+import selectors
+import socket
+import time
+from contextlib import ExitStack, suppress
+
+GREETING = re.compile(rb"jpipe: process (\d{1,9}) of (\d{1,9})\n")
+ANSWER = b"jpipe: "
+GO = "go"
+LONGEST = 1024
+"""Bytes of a greeting or an answer at most."""
+
+
+def gather(port: int, num_processes: int, timeout: float) -> None:
+    """What process 0 does: waits for the others, and tells them to go on, or why not.
+
+    Raises:
+      ValueError: two processes came with one index, or one that was given another number of processes.
+      RuntimeError: the port is taken, or not all processes came within the timeout.
+    """
+    came, word = dict[socket.socket, int](), "it was interrupted"
+    with ExitStack() as opened:
+        listener = opened.enter_context(_listen(port))
+        try:
+            _wait(listener, opened, num_processes, came, time.monotonic() + timeout)
+            if len(came) < num_processes - 1:
+                missing = sorted(set(range(1, num_processes)) - set(came.values()))
+                raise RuntimeError(
+                    f"processes {missing} of {num_processes} did not come to port {port} within {timeout:g} s; "
+                    "start them with the same coordinator, or give a longer timeout"
+                )
+            word = GO
+        except (RuntimeError, ValueError) as error:
+            word = str(error)
+            raise
+        finally:
+            for other in came:
+                with suppress(OSError):
+                    other.send(ANSWER + word.encode()[: LONGEST - len(ANSWER)])
+
+
+def _wait(
+    listener: socket.socket, opened: ExitStack, num_processes: int, came: dict[socket.socket, int], deadline: float
+) -> None:
+    """Hears all who knock, each when it speaks, until all processes are in `came` or it is too late."""
+    with selectors.DefaultSelector() as heard:
+        heard.register(listener, selectors.EVENT_READ)
+        while len(came) < num_processes - 1 and time.monotonic() < deadline:
+            for key, _ in heard.select(deadline - time.monotonic()):
+                other = key.fileobj
+                assert isinstance(other, socket.socket)
+                if other is listener:
+                    with suppress(OSError):  # who knocked has gone again
+                        new = opened.enter_context(listener.accept()[0])
+                        new.setblocking(False)
+                        heard.register(new, selectors.EVENT_READ)
+                elif other in came or not _welcome(other, num_processes, came):
+                    # A stranger (a scanner of ports, say), or one that came and has left since.
+                    came.pop(other, None)
+                    heard.unregister(other)
+                    other.close()
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket on all addresses of this machine, as JAX's service will be."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise RuntimeError(f"process 0 can't listen on port {port}: {error}; use another port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket, int]) -> bool:
+    """Hears who has come; whether it is a process of this program."""
+    with suppress(OSError):
+        if greeting := GREETING.fullmatch(other.recv(LONGEST)):
+            index, wanted = map(int, greeting.groups())
+            is_twice = index in came.values()
+            came[other] = index
+            if wanted != num_processes:
+                raise ValueError(
+                    f"process {index} was given num_processes={wanted}, process 0 {num_processes}; give all the same "
+                    "number"
+                )
+            if is_twice:
+                raise ValueError(f"two processes came with process_id={index}; give each its own, from 0")
+            return 0 < index < num_processes  # `initialize` lets no process of the program come with another one
+    return False
+
+
+def come(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
+    """What the other processes do: go to process 0, and wait for its word.
+
+    Raises:
+      RuntimeError: nobody listens there within the timeout, or somebody else does; or process 0 gave up, and why.
+    """
+    deadline, answer, trouble = time.monotonic() + timeout, b"", ""
+    greeting = f"jpipe: process {process_id} of {num_processes}\n".encode()
+    while not answer:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"process {process_id} found nobody listening at coordinator={host}:{port} within {timeout:g} s "
+                f"({trouble}); start process 0 there, or correct the address"
+            )
+        try:
+            answer, trouble = _ask(host, port, greeting, deadline), "it hung up"
+        except OSError as error:
+            trouble = str(error)
+        if not answer:
+            time.sleep(0.2)
+    if not answer.startswith(ANSWER):
+        raise RuntimeError(
+            f"process {process_id} got no answer at coordinator={host}:{port}, but {answer[:40]!r}; is it process 0 of "
+            "this program, and did it call jpipe.initialize too?"
+        )
+    word = answer.removeprefix(ANSWER).decode(errors="replace")
+    if word != GO:
+        raise RuntimeError(f"process 0 gave up: {word}")
+
+
+def _ask(host: str, port: int, greeting: bytes, deadline: float) -> bytes:
+    """What process 0 answers to a greeting; empty if it hangs up."""
+    left = lambda: max(0.01, deadline - time.monotonic())
+    with socket.create_connection((host, port), timeout=min(5.0, left())) as first:
+        first.sendall(greeting)
+        first.settimeout(left() + 5)  # process 0 may have begun to wait later than this one
+        return first.recv(LONGEST)

@@ -1,0 +1,202 @@
+"""What isn't public, documented API of JAX, each with its reason, what losing it would cost, and the way around.
+
+Public are the modules that JAX's page on API compatibility lists, and what its reference documents of others:
+`jax.core.Tracer` and `ShapedArray`, `jax.extend.core` (jaxprs, no promise between versions), `multihost_utils`,
+`mesh_utils` and `io_callback` of `jax.experimental`. So they may be used anywhere. `tests/seam/test_inside.py` has a
+test for each entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.terminal.notices import warn_once
+from jpipe.types import Leaf, PyTree, Shapes
+
+try:
+    from jax.experimental import layout
+except ImportError:
+    layout = None
+
+Part = TypeVar("Part", Jaxpr, JaxprEqn)
+
+# --- jaxprs -----------------------------------------------------------------------------------------------------------
+
+
+def needed_part(
+    closed: ClosedJaxpr, wanted: Sequence[bool], keep: bool | Sequence[bool] = False
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """(a jaxpr of only some outputs and what these need, which inputs it still takes); it looks into loops and calls.
+
+    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, which
+    parts of a backward are gradients of parameters, or what follows from parameters alone. `jax.jit` removes dead code
+    only as it compiles, and no public function gives the jaxpr. One's own would be 60 lines, most of them for loops.
+
+    Args:
+      closed: the jaxpr.
+      wanted: for each output, whether it is wanted.
+      keep: whether inputs that nothing needs stay; one answer for all, or one each.
+    """
+    jaxpr, used = dce_jaxpr(closed.jaxpr, wanted, instantiate=keep if isinstance(keep, bool) else list(keep))
+    return ClosedJaxpr(jaxpr, closed.consts), used
+
+
+def replaced(part: Part, **changes: Any) -> Part:
+    """A jaxpr or an equation with some of its fields replaced.
+
+    By their methods `replace`, which no page describes. Without them no jaxpr can be changed, only interpreted anew,
+    which loses the names of scopes. Constructors take the same fields, and change them more often.
+    """
+    return part.replace(**changes)
+
+
+def called_by(equation: JaxprEqn) -> ClosedJaxpr:
+    """The jaxpr of an equation that only calls one (`jpipe.seam.primitives.CALLS`).
+
+    The parameter is `jaxpr` or `call_jaxpr`, closed or not. `jax.extend.core.jaxprs_in_params` finds it too, but
+    without its constants.
+    """
+    params = equation.params
+    called = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
+    return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """(how many operands of a `scan` are constants, how many are its carry).
+
+    Two numbers among the equation's parameters until JAX 0.11, then the tree `ft_in`. Without them no loop in a layer
+    can be partitioned: it would run on whole arrays. No public function says which operand is which.
+    """
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()  # trees with None for an operand
+    return len(list(constants.vals)), len(list(carry.vals))
+
+
+def scope_of(equation: JaxprEqn) -> AbstractContextManager[object]:
+    """The context of the `jax.named_scope`s under which an equation was traced.
+
+    From its `source_info`. Without it the names of a layer's parts are missing in profiles, within loops and calls;
+    `jax.extend.source_info_util` isn't in every version.
+    """
+    scope = str(equation.source_info.name_stack)
+    return jax.named_scope(scope) if scope else nullcontext()
+
+
+def carry_out(
+    equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping[str, object] | None = None
+) -> list[jax.Array]:
+    """The results of an equation for operands that may have other shapes than when it was traced, under another mesh.
+
+    By a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came from
+    stay; its context `ctx` is made anew for the mesh at hand. `Primitive.bind`, which is public, takes other parameters
+    than an equation has for some primitives, and loses all of these. Without it nothing could be partitioned.
+
+    Args:
+      equation: whose variables may be of any shape.
+      operands: one for each of its operands.
+      params: instead of its parameters.
+    """
+    variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
+    context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
+    single = replaced(equation, invars=variables, params=dict(params or equation.params), ctx=context)
+    fields: dict[str, object] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
+    return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
+
+
+@cache
+def _context(context: Any, mesh: AbstractMesh) -> Any:
+    """The context of an equation (compute type and the like), but with another mesh."""
+    with context.manager, jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
+
+
+_EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
+_VARIABLES: list[Var | Literal] = []
+
+
+def _variables(count: int) -> list[Var | Literal]:
+    """Variables of jaxprs, always the same."""
+    while len(_VARIABLES) < count:
+        _VARIABLES.extend(jax.make_jaxpr(lambda *x: x)(*[0.0] * 32).jaxpr.invars)
+    return _VARIABLES[:count]
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def with_named_axes(
+    function: Callable[..., PyTree], sizes: Mapping[str, int]
+) -> Callable[..., tuple[ClosedJaxpr, Shapes]]:
+    """`jax.make_jaxpr` that also gives the shapes of the results, of a function that may name some axes.
+
+    By the argument `axis_env`, which is documented, but for `jax.pmap`, which goes. Without it a layer with
+    `nn.BatchNorm(axis_name="data")` can't be traced on whole micro-batches: `jax.vmap`, the other way to name an axis,
+    would add a dimension to everything.
+    """
+    return jax.make_jaxpr(function, axis_env=list(sizes.items()), return_shape=True)
+
+
+def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> AbstractMesh:
+    """A mesh whose axes are of other types, as far as they are named.
+
+    By its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
+    kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
+    """
+    if hasattr(mesh, "update_axis_types"):
+        return mesh.update_axis_types(dict(types))
+    old = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple((old | dict(types)).values()))
+
+
+# --- orders of dimensions in memory -----------------------------------------------------------------------------------
+
+_NO_LAYOUTS = (
+    "this version of JAX has no jax.experimental.layout, so that compilers choose how arrays lie in memory: steps on "
+    "TPUs may take up to a third longer"
+)
+
+
+def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
+    """The array, with its dimensions in this order in memory, the outermost first.
+
+    By `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it two
+    loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
+    """
+    if layout is None:
+        warn_once(_NO_LAYOUTS)
+        return array
+    return layout.with_layout_constraint(array, layout.Layout(tuple(order)))
+
+
+def orders_chosen(
+    function: Callable[..., PyTree],
+    arguments: Sequence[Leaf],
+    shardings: tuple[list[NamedSharding], list[NamedSharding]],
+) -> list[tuple[int, ...]] | None:
+    """The orders of dimensions that the compiler chooses for the first of two lists of results, if it says so.
+
+    As `held_to`: None where there is no `jax.experimental.layout`.
+
+    Args:
+      function: -> (results whose orders are chosen, other results).
+      arguments: what it takes, or shapes.
+      shardings: of both lists of results.
+    """
+    if layout is None:
+        warn_once(_NO_LAYOUTS)
+        return None
+    chosen, others = shardings
+    formats = [layout.Format(layout.Layout.AUTO, sharding) for sharding in chosen]
+    compiled = jax.jit(function, out_shardings=(formats, others)).lower(*arguments).compile()
+    return [tuple(map(int, form.layout.major_to_minor)) for form in compiled.output_formats[0]]

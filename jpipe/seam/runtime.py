@@ -1,0 +1,107 @@
+"""What isn't public, or only a text, of programs as they run: processes that meet, threads that end, words of errors.
+
+As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and what public way was looked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jpipe.terminal.notices import warn_once
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def shared_store() -> Any:
+    """The client of the key-value store that `jax.distributed` keeps for all processes; None if there is none.
+
+    It has `key_value_set(key, value)` and `key_value_delete(key)`, of texts; to read, there is `wait_for`. JAX shows
+    it nowhere; `multihost_utils` exchanges values too, but on the devices, where who waits for a process that doesn't
+    come waits for ever. Without it nobody checks that all processes want the same.
+    """
+    if not jax.distributed.is_initialized():
+        return None
+    try:
+        from jax._src.distributed import global_state
+
+        return global_state.client
+    except (ImportError, AttributeError):
+        warn_once(
+            "this version of JAX hides the store that processes share, so that nobody checks whether all of them want "
+            "the same; where they don't, they wait for one another for ever"
+        )
+        return None
+
+
+def wait_for(store: Any, key: str, seconds: float) -> str | None:
+    """What lies under a key of the shared store once it does; None if that takes too long.
+
+    That it took too long is a word in the message of JAX's only kind of error. Without it, a process that is late is
+    told as one that is lost.
+
+    Raises:
+      JaxRuntimeError: the store can't be reached.
+    """
+    try:
+        return store.blocking_key_value_get(key, max(1, int(seconds * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def finds_no_cluster(error: ValueError) -> bool:
+    """Whether `jax.distributed.initialize` without arguments raised this because it found no cluster.
+
+    By its message. Without it a program that calls `jpipe.initialize()` everywhere fails where it runs alone. What
+    JAX looks for (`ClusterEnv`) isn't public.
+    """
+    return "coordinator_address should be defined" in str(error)
+
+
+# --- the end of a program ---------------------------------------------------------------------------------------------
+
+
+def before_threads_end(function: Callable[[], object]) -> None:
+    """Has the program's end call a function while threads can still be started.
+
+    By `threading._register_atexit`, as `concurrent.futures` of the standard library does. `atexit`, which is public,
+    comes after Python has stopped the threads that orbax writes with: a checkpoint that nobody waited for is lost.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        warn_once(
+            "this version of Python doesn't let a checkpoint be finished at the program's end; use the Checkpointer in "
+            "a `with` block, or call its close()"
+        )
+        register = atexit.register
+    register(function)
+
+
+# --- words of errors --------------------------------------------------------------------------------------------------
+
+
+def lacks_an_argument(error: Exception) -> bool:
+    """Whether Python raised this because a function was called with too few arguments.
+
+    By its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error of
+    a layer that takes more than the one before it gives lacks a hint.
+    """
+    return isinstance(error, TypeError) and "required positional argument" in str(error)
+
+
+_PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+
+
+def may_pass(words: str) -> bool:
+    """Whether an error, as a text, is of a storage that is out of reach for now, and not of a damaged file.
+
+    By the names of gRPC's status codes: tensorstore raises ValueErrors for everything. Without it a checkpoint that
+    can't be reached counts as damaged, and an older one is restored.
+    """
+    return any(word in words for word in _PASSING)

@@ -1,0 +1,63 @@
+"""Buffers: a leaf is put, taken and added at its entry, by itself or in the order of dimensions that it is held to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from cases import assert_equal
+from jpipe.memory.buffers import FlatBuffer, LeafType, StackedBuffer
+
+KERNEL = LeafType((2, 3), "float32")
+STACKED, FLAT = StackedBuffer(KERNEL, (4,), 4), FlatBuffer(np.dtype("float32"), (24,), 24)
+
+
+@pytest.mark.parametrize(
+    "known, name",
+    [
+        (LeafType((256, 128), "float32"), "float32_256x128"),
+        (LeafType((), "int32"), "int32_scalar"),
+        (LeafType((3, 2), "float32", PartitionSpec(None, "model")), "float32_3x2_none_model"),
+        (LeafType((3, 2), "float32", order=(0, 1)), "float32_3x2"),
+        (LeafType((3, 2), "float32", order=(1, 0)), "float32_3x2_by_1_0"),
+        (LeafType((3, 2), "bfloat16", tag=(1, 0)), "bfloat16_3x2_of_1_0"),
+    ],
+)
+def test_a_buffers_name_says_what_lies_in_it(known, name):
+    assert known.name == name
+
+
+@pytest.mark.parametrize("buffer, entry", [(STACKED, 2), (FLAT, 12)], ids=["stacked", "flat"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_leaf_at_its_entry(buffer, entry, traced):
+    """The third kernel of four is at the same place in both."""
+    leaf, run = np.arange(6, dtype=np.float32).reshape(2, 3), jax.jit if traced else lambda f: f
+    array = run(buffer.put)(jnp.ones(buffer.shape), entry, leaf)
+    assert_equal(array.reshape(-1), np.concatenate([np.ones(12), np.arange(6), np.ones(6)]).astype(np.float32))
+    assert_equal(run(lambda a, i: buffer.take(a, i, (2, 3)))(array, entry), leaf)
+    assert_equal(run(lambda a, i: buffer.take(a, i, (2, 3)))(run(buffer.add)(array, entry, leaf), entry), 2 * leaf)
+    on_host = np.ones(buffer.shape, np.float32)
+    buffer.fill(on_host, entry, leaf)
+    assert_equal(on_host, array)
+
+
+def test_leaves_take_the_arrays_dtype():
+    wide = jnp.full((1, 2, 3), 256.0)
+    added = StackedBuffer(KERNEL, (1,), 1).add(wide, 0, jnp.ones((2, 3), jnp.bfloat16))
+    assert_equal(added, jnp.full((1, 2, 3), 257.0))
+    assert_equal(FLAT.put(jnp.zeros(24), 0, jnp.ones((2, 3), jnp.bfloat16))[:7], jnp.asarray([1.0] * 6 + [0]))
+
+
+def test_a_devices_part_of_a_stacked_buffer_has_its_part_of_a_leaf():
+    """Split over another mesh axis, an array has fewer columns than the buffer says."""
+    array = jnp.arange(16.0).reshape(4, 2, 2)
+    assert_equal(STACKED.take(array, 1, (2, 3)), jnp.asarray([[4.0, 5], [6, 7]]))
+
+
+def test_an_order_is_held_on_the_way_in_and_out():
+    held = StackedBuffer(KERNEL._replace(order=(1, 0)), (4,), 4)
+    leaf = jnp.arange(6.0).reshape(2, 3)
+    run = jax.jit(lambda array: held.take(held.put(array, 1, leaf), 1, (2, 3)))
+    assert_equal(run(jnp.zeros(held.shape)), leaf)
+    assert "LayoutConstraint" in run.lower(jnp.zeros(held.shape)).as_text()

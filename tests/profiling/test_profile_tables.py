@@ -1,0 +1,32 @@
+"""A profile's tables, from times that are known."""
+
+import jpipe
+from jpipe.profiling.changes import MicrobatchSize
+from jpipe.profiling.prediction import StageTimes
+from jpipe.profiling.profile_tables import size_table, slice_table, stage_table
+
+
+def test_stages_with_their_layers_and_the_slowest():
+    schedule = jpipe.make_schedule("interleaved", num_stages=2, num_microbatches=4, num_chunks=2)
+    cut = jpipe.partition([1.0] * 6, 2, num_chunks=2)
+    table = stage_table(schedule, cut, StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)), (3, 2))
+    assert table.rows[0][1].count(",") == 1, "two chunks"
+    assert [row[2:] for row in table.rows] == [
+        ("1", "2", "0", "3", "0.50", "3"),
+        ("2", "4", "3", "9", "1.50", "2"),
+    ]
+    assert table.marks == {1: "slowest"}
+    even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2), (3, 2))
+    assert even.marks == {}
+
+
+def test_slices_and_the_prediction_below():
+    table = slice_table({"computation": 0.06, "bubble": 0.04}, 0.1, 0.08, 0.025)
+    assert list(table.rows) == [("computation", "60", "60.0%"), ("bubble", "40", "40.0%"), ("step", "100", "100.0%")]
+    assert list(table.notes) == ["predicted from stages alone: 80 ms, measured 1.25 times that; rounds differ by 2%"]
+
+
+def test_sizes_and_which_was_measured():
+    table = size_table([MicrobatchSize(2, 8, 1e-3, 0.5, 0.1), MicrobatchSize(4, 4, 2e-3, 0.25, 0.2)], 4)
+    assert list(table.rows) == [("2", "8", "1", "50.0%", "100"), ("4", "4", "2", "25.0%", "200")]
+    assert table.marks == {0: "predicted", 1: "measured"}

@@ -1,0 +1,166 @@
+"""Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from cases import assert_equal
+from jpipe.seam import inside
+from jpipe.terminal.notices import warn_once
+
+CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def only(closed):
+    (equation,) = closed.jaxpr.eqns
+    return equation
+
+
+def test_needed_part():
+    """Of a loop too: which parts of its carry a result needs."""
+
+    def function(x, y, z):
+        (a, _), _ = jax.lax.scan(lambda c, _: ((c[0] * 2, c[1] + z), None), (x, y), length=3)
+        return a, jnp.sin(y)
+
+    closed = jax.make_jaxpr(function)(1.0, 2.0, 3.0)
+    part, used = inside.needed_part(closed, [True, False])
+    assert used == [True, False, False], f"{CHANGED} needed_part"
+    assert_equal(jaxpr_as_fun(part)(1.0), [np.float32(8)])
+    part, _ = inside.needed_part(closed, [False, True], keep=True)
+    assert_equal(jaxpr_as_fun(part)(1.0, 2.0, 3.0), [jnp.sin(2.0)])
+    part, used = inside.needed_part(closed, [False, True], keep=[True, False, False])
+    assert len(part.jaxpr.invars) == 2 and used == [True, True, False], f"{CHANGED} needed_part"
+
+
+def test_needed_part_keeps_constants():
+    table = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x, y: (x + table, y * 2))(1.0, 2.0)
+    part, used = inside.needed_part(closed, [True, False])
+    assert used == [True, False]
+    assert_equal(jaxpr_as_fun(part)(1.0), [np.asarray([1, 2, 3], np.float32)])
+
+
+def test_replaced():
+    closed = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X)
+    other = inside.replaced(only(closed), params=only(closed).params | {"axes": (0, 1)})
+    assert other.params["axes"] == (0, 1) and only(closed).params["axes"] == (0,), f"{CHANGED} replaced"
+    empty = inside.replaced(closed.jaxpr, eqns=[], outvars=list(closed.jaxpr.invars))
+    assert not empty.eqns and len(closed.jaxpr.eqns) == 1, f"{CHANGED} replaced"
+
+
+@jax.custom_jvp
+def own(x):
+    return x * 2
+
+
+own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
+
+
+@pytest.mark.parametrize("call", [jax.jit(jnp.sin), jax.checkpoint(jnp.sin), own], ids=["jit", "checkpoint", "jvp"])
+def test_called_by(call):
+    called = inside.called_by(only(jax.make_jaxpr(call)(1.0)))
+    assert_equal(jaxpr_as_fun(called)(0.5), [call(0.5)])
+
+
+def test_scan_counts():
+    def function(a, b, carry, xs):
+        return jax.lax.scan(lambda c, x: (c + a * x + b, c), carry, xs)
+
+    equation = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(4)).jaxpr.eqns[-1]
+    assert equation.primitive.name == "scan", f"{CHANGED} LOOPS_AND_BRANCHES"
+    assert inside.scan_counts(equation) == (2, 1), f"{CHANGED} scan_counts"
+
+
+def test_scope_of():
+    def function(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    equation = only(jax.make_jaxpr(function)(1.0))
+
+    def again(x):
+        with inside.scope_of(equation):
+            return jnp.cos(x)
+
+    text = jax.jit(again).lower(1.0).as_text(debug_info=True)
+    assert "outer/inner/cos" in text, f"{CHANGED} scope_of"
+
+
+def test_carry_out_on_other_shapes():
+    equation = only(jax.make_jaxpr(lambda x, y: jax.lax.dot(x, y))(jnp.ones((4, 3)), jnp.ones((3, 8))))
+    assert_equal(inside.carry_out(equation, [X, X.T]), [X @ X.T])
+    twice = only(jax.make_jaxpr(lambda x: x * x)(X))
+    assert_equal(inside.carry_out(twice, [X, X + 1]), [X * (X + 1)])  # one variable, two operands
+
+
+def test_carry_out_with_other_parameters():
+    equation = only(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X))
+    assert_equal(inside.carry_out(equation, [X], equation.params | {"axes": (1,)}), [X.sum(1)])
+
+
+def test_carry_out_in_another_mesh():
+    """An equation traced under Auto axes runs where they are manual, and keeps its scope."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.named_scope("mine"):
+        equation = only(jax.make_jaxpr(jnp.sin)(X))
+    run = jax.shard_map(
+        lambda x: inside.carry_out(equation, [x])[0],
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+    )
+    assert_equal(jax.jit(run)(X), jax.jit(jnp.sin)(X))
+    assert "mine/sin" in jax.jit(run).lower(X).as_text(debug_info=True), f"{CHANGED} carry_out"
+
+
+def test_with_named_axes():
+    """The axis is named, has its size, and adds no dimension."""
+    closed, shapes = inside.with_named_axes(lambda x: jax.lax.psum(x, "data"), {"data": 2})(X)
+    assert shapes.shape == X.shape and only(closed).params["axes"] == ("data",), f"{CHANGED} with_named_axes"
+    _, shapes = inside.with_named_axes(lambda x: jax.lax.all_gather(x, "data"), {"data": 2})(X)
+    assert shapes.shape == (2, *X.shape), f"{CHANGED} with_named_axes"
+
+
+def test_with_axis_types(monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]).abstract_mesh
+    found = inside.with_axis_types(mesh, {"b": AxisType.Manual})
+    assert found.axis_types == (AxisType.Auto, AxisType.Manual), f"{CHANGED} with_axis_types"
+    assert dict(found.shape) == {"a": 2, "b": 2}
+    monkeypatch.delattr(AbstractMesh, "update_axis_types")
+    assert inside.with_axis_types(mesh, {"b": AxisType.Manual}).axis_types == found.axis_types
+
+
+def test_held_to():
+    """The program says so; values stay."""
+    held = jax.jit(lambda x: inside.held_to(x * 2, (1, 0)))
+    assert_equal(held(X), X * 2)
+    assert "dense<[0, 1]>" in held.lower(X).as_text(), f"{CHANGED} held_to"
+
+
+def test_orders_chosen():
+    everywhere = NamedSharding(Mesh(jax.devices()[:1], ("a",)), PartitionSpec())
+    found = inside.orders_chosen(lambda x: ([x.T, x + 1], [x]), [X], ([everywhere] * 2, [everywhere]))
+    assert found is not None and [sorted(order) for order in found] == [[0, 1]] * 2, f"{CHANGED} orders_chosen"
+
+
+def test_without_layouts(monkeypatch):
+    """It goes on, and says once what that costs."""
+    monkeypatch.setattr(inside, "layout", None)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no jax\.experimental\.layout, so that compilers choose"):
+        assert inside.held_to(X, (1, 0)) is X
+    assert inside.orders_chosen(lambda x: ([x], []), [X], ([], [])) is None  # a second warning would be an error
+
+
+def test_what_an_equation_has():
+    """What the partitioner and others read besides: documented for jaxprs, with no promise between versions."""
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X)
+    first, second = closed.jaxpr.eqns
+    assert isinstance(first.primitive, Primitive) and first.outvars[0] is second.invars[0]
+    assert first.effects == frozenset() and isinstance(first.params, dict)
+    assert second.invars[1].val == 2 and second.outvars[0].aval.shape == X.shape

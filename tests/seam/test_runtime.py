@@ -1,0 +1,124 @@
+"""What the seam to running programs relies on, in this version of JAX and Python, and what happens without it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from jpipe.seam import runtime
+from jpipe.terminal.notices import warn_once
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = """
+import json, sys, jax
+from jpipe.seam.runtime import shared_store, wait_for
+assert shared_store() is None
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 1, 0)
+store = shared_store()
+store.key_value_set("jpipe/a", "1")
+found = [wait_for(store, "jpipe/a", 5), wait_for(store, "jpipe/b", 0.2)]
+store.key_value_delete("jpipe/a")
+print(json.dumps([*found, wait_for(store, "jpipe/a", 0.2)]))
+"""
+
+
+def run(code, *arguments, **environment):
+    told = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ | told, timeout=120
+    )
+
+
+def test_the_shared_store(unused_tcp_port_number):
+    """A value that is there; one that doesn't come, after a while; one that is deleted."""
+    found = run(CLUSTER, str(unused_tcp_port_number))
+    assert found.returncode == 0, f"JAX {jax.__version__} has changed the store that processes share: {found.stderr}"
+    assert json.loads(found.stdout.splitlines()[-1]) == ["1", None, None]
+
+
+@pytest.fixture
+def unused_tcp_port_number():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_no_store_where_there_is_no_cluster():
+    assert runtime.shared_store() is None
+
+
+def test_a_store_that_is_hidden(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", None)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="nobody checks whether all of them want the same"):
+        assert runtime.shared_store() is None
+    assert runtime.shared_store() is None  # a second warning would be an error
+
+
+def test_importing_jpipe_names_no_private_module_itself():
+    """`jax` imports its own; the package reaches into it when a cluster is there, and not before."""
+    code = "import jpipe.processes.agreement as a, sys; print([n for n in vars(a) if n == 'distributed'])"
+    assert run(code).stdout.strip() == "[]"
+
+
+def test_no_cluster():
+    code = (
+        "import jax\nfrom jpipe.seam.runtime import finds_no_cluster\n"
+        "try: jax.distributed.initialize()\nexcept ValueError as error: print(finds_no_cluster(error), error)"
+    )
+    found = run(code).stdout
+    assert found.startswith("True"), f"JAX {jax.__version__} says otherwise that it found no cluster: {found}"
+    assert not runtime.finds_no_cluster(ValueError("Number of processes must be defined."))
+
+
+AT_EXIT = """
+import concurrent.futures
+from jpipe.seam.runtime import before_threads_end
+pool = concurrent.futures.ThreadPoolExecutor()
+before_threads_end(lambda: print(pool.submit(lambda: "a thread ran").result()))
+"""
+
+
+def test_threads_run_at_the_end():
+    found = run(AT_EXIT)
+    assert found.stdout == "a thread ran\n", f"Python {sys.version} ends threads otherwise: {found.stderr}"
+
+
+def test_an_end_without_threads(monkeypatch):
+    called = []
+    monkeypatch.delattr(threading, "_register_atexit")
+    monkeypatch.setattr(runtime.atexit, "register", called.append)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"use the Checkpointer in a `with` block"):
+        runtime.before_threads_end(print)
+    assert called == [print]
+
+
+def test_a_call_that_lacks_an_argument():
+    def raised(call):
+        with pytest.raises(TypeError) as caught:
+            call()
+        return caught.value
+
+    of_few, of_many = raised(lambda: (lambda a, b: a)(1)), raised(lambda: (lambda a: a)(1, 2))
+    assert runtime.lacks_an_argument(of_few), f"Python says otherwise that an argument lacks: {of_few}"
+    assert not runtime.lacks_an_argument(of_many)
+    assert not runtime.lacks_an_argument(ValueError("missing 1 required positional argument: 'b'"))
+
+
+def test_what_may_pass(tmp_path):
+    """The words are gRPC's, which tensorstore puts in front; a file that isn't there is no such fault."""
+    tensorstore = pytest.importorskip("tensorstore")
+    assert runtime.may_pass("ValueError: UNAVAILABLE: no connection")
+    with pytest.raises(ValueError) as caught:
+        tensorstore.open({"driver": "zarr", "kvstore": {"driver": "file", "path": str(tmp_path)}}).result()
+    assert str(caught.value).startswith("NOT_FOUND"), f"tensorstore names no status any more: {caught.value}"
+    assert not runtime.may_pass(str(caught.value))
