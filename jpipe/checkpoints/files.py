@@ -78,7 +78,7 @@ def _check_shared(directory: epath.Path) -> None:
         probe.write_text("")
 
     first_does(make)
-    seen = all_agree(probe.exists())
+    seen = all(_of_all(int(probe.exists())))
     first_does(lambda: probe.unlink(missing_ok=True))
     if not seen:
         raise FileNotFoundError("not all processes see it; it has to be on a file system that they share")
@@ -87,13 +87,8 @@ def _check_shared(directory: epath.Path) -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def all_agree(mine: bool) -> bool:
-    """Whether `mine` is true in all processes, which wait for each other here."""
-    return min(_of_all(int(mine))) == 1
-
-
 def _of_all(mine: int) -> list[int]:
-    """A number of each process."""
+    """A number of each process; these wait for each other here."""
     return [mine] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(mine)).tolist()
 
 

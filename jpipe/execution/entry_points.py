@@ -17,7 +17,7 @@ from jpipe.execution.batches import join_microbatches, split_microbatches
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
-from jpipe.execution.stage import Gather, Stage
+from jpipe.execution.stage import AsUsed, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import take_row
@@ -167,14 +167,12 @@ def _not_differentiable(function: Any, remedy: str) -> Any:
 def _stage(plan: Plan, step: Step, variables: Any, batch: Any, key: Any) -> Stage:
     """One device at the start of a step, its variables and micro-batches at hand."""
     params, device = plan.layouts["params"], device_index(plan.mesh)
-    gather: Gather = params.gathered_leaves
+    as_used: AsUsed = params.gathered_leaves
     if plan.options.gather == "step":
-        variables, gather = (
-            variables | {"params": params.gathered(variables["params"])},
-            lambda variable_set, leaves: leaves,
-        )
-    shared = send_shared(step, variables, device, gather)
-    return Stage(step, variables, batch, key, shared, device, gather, plan.options.cast == "use")
+        variables = variables | {"params": params.gathered(variables["params"])}
+        as_used = lambda variable_set, leaves: leaves
+    shared = send_shared(step, variables, device, as_used)
+    return Stage(step, variables, batch, key, shared, device, as_used, plan.options.cast == "use")
 
 
 def _specs(plan: Plan) -> dict[str, Any]:

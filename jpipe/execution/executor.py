@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,15 @@ from jpipe.execution.stage import BackwardWork, ForwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import put_row, take_row
-from jpipe.jax_tools.loops import tie, when
+from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Index
-from jpipe.memory.storage import Buffers, Leaf, Row
+from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
+from jpipe.types import Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +78,7 @@ class TrainingCarry:
         return self.backward.cotangent
 
 
-Carry = TypeVar("Carry", InferenceCarry, TrainingCarry)
+TickCarry = TypeVar("TickCarry", InferenceCarry, TrainingCarry)
 
 
 class Now(NamedTuple):
@@ -184,12 +185,12 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
 
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
-Action = Callable[[Step, Stage, Now, Carry], Carry]
+ActionFunction = Callable[[Step, Stage, Now, TickCarry], TickCarry]
 
 
 def _run_ticks(
-    step: Step, stage: Stage, actions: Mapping[str, Action], carry: Carry, only: jax.Array | None = None
-) -> Carry:
+    step: Step, stage: Stage, actions: Mapping[str, ActionFunction], carry: TickCarry, only: jax.Array | None = None
+) -> TickCarry:
     """The carry after all ticks, in which the kinds of actions are carried out by these functions.
 
     Where `only` is 0, stages idle; there are as many ticks as it has (`run_training`).
@@ -207,7 +208,7 @@ def _run_ticks(
         table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
-    def tick(carry: Carry, row: jax.Array) -> tuple[Carry, None]:
+    def tick(carry: TickCarry, row: jax.Array) -> tuple[TickCarry, None]:
         """One tick of this device; `row` is `[slots, columns]`, what the table says of it."""
         for i, slot in enumerate(slots):
             now = Now(*(row[i, j] for j in range(len(Now._fields))))
@@ -217,9 +218,9 @@ def _run_ticks(
             crossing = {kind: _send(step, kind, carry) for kind in beside if _arrives(slot, kind)}
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
-                action = partial(_act, step, stage, actions[kind], now)
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
-                    carry = when(_is_active(slot, kind, now, known=only is None), action, carry)
+                    active = _is_active(slot, kind, now, known=only is None)
+                    carry = when(active, now, partial(actions[kind], step, stage), carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
             crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
@@ -232,7 +233,7 @@ def _run_ticks(
         return jax.lax.scan(tick, carry, mine)[0]
 
 
-def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> Any:
+def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
     """Whether this device does an action of a kind in this slot: a Python bool where that never changes.
 
     If `known` is false the table at work isn't that of the slot, so it may change.
@@ -249,15 +250,19 @@ def _arrives(slot: SlotTable, kind: str) -> bool:
     return column is not None and bool((column >= 0).any())
 
 
-def _send(step: Step, kind: str, carry: Any) -> Buffers:
+def _send(step: Step, kind: str, carry: TickCarry) -> Buffers:
     """What the neighbours left at the boundary towards this stage, after an action of a kind."""
     flow = ACTION_KINDS[kind].flow
-    sent = step.activations.crossing(carry.activation) if flow > 0 else step.cotangents.crossing(carry.cotangent)
+    if flow > 0:
+        sent = step.activations.crossing(carry.activation)
+    else:
+        assert isinstance(carry, TrainingCarry)
+        sent = step.cotangents.crossing(carry.cotangent)
     hops = step.spec.schedule.placement.hops(flow)
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, hops), sent)
 
 
-def _receive(kind: str, now: Now, values: Buffers, carry: Carry) -> Carry:
+def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarry:
     """The carry with what arrived in its row.
 
     It is always written: where nothing arrived, the table names a row that holds nothing that is still needed.
@@ -274,12 +279,6 @@ def _write_row(waiting: Buffers, values: Buffers, row: Index) -> Buffers:
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
-
-
-def _act(step: Step, stage: Stage, action: Action, now: Now, trip: Index, carry: Carry) -> tuple[Index, Carry]:
-    """One trip of an action's loop. What it reads is tied to the trip, so that no idle device computes it too."""
-    now, trip = tie(now, trip)
-    return trip, action(step, stage, now, carry)
 
 
 def _infer(step: Step, stage: Stage, now: Now, carry: InferenceCarry) -> InferenceCarry:

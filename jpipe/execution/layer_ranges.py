@@ -37,6 +37,11 @@ class LayerRanges:
         return used.shape[1] - np.argmax(used[:, ::-1], axis=1).astype(np.int32)
 
     @property
+    def most(self) -> np.ndarray:
+        """int32 `[G]`: the most layers of a group that any virtual stage has."""
+        return (self.stop - self.start).sum(axis=1).max(axis=0)
+
+    @property
     def always_one(self) -> np.ndarray:
         """bool `[passes, G]`: whether every virtual stage has exactly one layer of a group in a pass."""
         return ((self.stop - self.start) == 1).all(axis=0)

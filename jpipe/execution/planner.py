@@ -30,7 +30,7 @@ from jpipe.model.loss import check_loss, loss_sums, warn_of_moving_weight
 from jpipe.model.merging import check_collections
 from jpipe.model.remat import Remat
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import LocalForward, TracedLayer, trace_layer
+from jpipe.model.traced_layer import DeviceForward, TracedLayer, trace_layer
 from jpipe.planning.costs import Layer
 from jpipe.planning.options import Options
 from jpipe.planning.partition import Partition
@@ -186,7 +186,7 @@ class Planner:
         shapes = self.shapes(batch) if train else self.evaluation_shapes(batch)
         spec = self._spec(key_shape(key) if train else None, schedule, with_loss=with_loss)
 
-        def orders(function: LayerFunction, forward: LocalForward) -> list[Order | None]:
+        def orders(function: LayerFunction, forward: DeviceForward) -> list[Order | None]:
             """Found once for each group at these shapes: that may take a compilation."""
             known = (function.group.indices[0], function.key, *_as_key(shapes))
             if known not in self._orders:

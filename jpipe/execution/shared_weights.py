@@ -9,22 +9,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.stage import BackwardWork, Gather, Stage
+from jpipe.execution.stage import AsUsed, BackwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.loops import when
 from jpipe.memory.buffers import Index
-from jpipe.memory.storage import Buffers, Leaf
+from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
+from jpipe.types import Leaf
 
 
-def send_shared(step: Step, variables: dict[str, Buffers], device: Index, gather: Gather) -> dict[int, list[Leaf]]:
-    """Shared parameters from the stage that holds them to all stages, by set; with the data axes gathered."""
+def send_shared(step: Step, variables: dict[str, Buffers], device: Index, as_used: AsUsed) -> dict[int, list[Leaf]]:
+    """Shared parameters from the stage that holds them to all stages, by set of variables; as layers use them."""
     storage = step.storages["params"]
     found = {}
     for v, known in enumerate(step.model.variable_sets):
         if known.shared:
             mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
-            leaves = gather(v, storage.read(variables["params"], v, 0))
+            leaves = as_used(v, storage.read(variables["params"], v, 0))
             found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
     return found
 
@@ -42,6 +43,6 @@ def sum_shared_gradients(step: Step, stage: Stage, work: BackwardWork) -> Buffer
     for v, leaves in work.shared_gradients.items():
         total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
         mine = storage.record_types[v].devices[0] == stage.device
-        add = lambda i, buffers, v=v, total=total: (i, storage.add(buffers, v, 0, total))
-        gradients = when(mine, add, gradients)
+        add = lambda total, buffers, v=v: storage.add(buffers, v, 0, total)
+        gradients = when(mine, total, add, gradients)
     return gradients

@@ -13,26 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jpipe.execution.step import Step
 from jpipe.jax_tools.indexing import look_up, put_row, take_row, take_slice
-from jpipe.jax_tools.loops import each, of_trip, tie
-from jpipe.jax_tools.random_keys import layer_key
+from jpipe.jax_tools.loops import Carry, each, of_trip
+from jpipe.jax_tools.random_keys import Key, layer_key
 from jpipe.memory.buffers import Index
-from jpipe.memory.storage import Buffers, Leaf, Row
+from jpipe.memory.storage import Buffers, Row
 from jpipe.model.layer_function import Arguments, Results
+from jpipe.types import Batch, Leaf
 
-Carry = TypeVar("Carry")
-Visit = Callable[[int, Index, Index, Carry], tuple[Index, Carry]]
-"""`(group, position, trip, carry) -> (trip, carry)`, for one layer.
-
-The trip returned is the one that `tie` gave: the loop counts on from it, or the compiler would drop the tie."""
-Gather = Callable[[int, list[Leaf]], list[Leaf]]
-"""`(set of variables, a layer's parameters as they lie in the variables)` -> as its forward and backward take them."""
+Reads = TypeVar("Reads")
+_Inputs = tuple[Batch, list[Leaf]]
+AsUsed = Callable[[int, list[Leaf]], list[Leaf]]
+"""`(set of variables, a layer's parameters as they lie in the buffers) -> as its forward and backward take them`, that
+is, gathered over the data axes, if they are split over some."""
 
 
 @jax.tree_util.register_dataclass
@@ -69,14 +68,19 @@ class BackwardWork:
     shared_gradients: dict[int, list[jax.Array]]
 
 
-class _Ran(NamedTuple):
-    """A layer's forward: the micro-batch and row, tied to its trip, what it was called with, and what it gave."""
+class _Turn(NamedTuple):
+    """A layer's turn in an action.
 
+    Attributes:
+      g, position: which layer: the group, and the position in it.
+      microbatch: its micro-batch's index.
+      row: where its residuals lie; None if nothing stores any.
+    """
+
+    g: int
+    position: Index
     microbatch: Index
     row: Row | None
-    arguments: Arguments
-    results: Results
-    residuals: list[Leaf]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,54 +92,56 @@ class Stage:
       variables: the device's buffers, by collection.
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
-      shared: for each shared set of variables, the leaves of its parameters, on every stage, gathered over data axes.
+      shared: for each shared set of variables, the leaves of its parameters, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
-      gather: gathers a layer's parameters over the data axes; the identity if they are gathered once a step.
+      as_used: gathers a layer's parameters over the data axes; the identity if they are gathered once a step.
       cast_at_use: whether parameters are cast anew for each micro-batch, so that no cast copy of all of them is kept.
     """
 
     step: Step
     variables: dict[str, Buffers]
-    batch: Any
-    key: Any
+    batch: Batch
+    key: Key | None
     shared: dict[int, list[Leaf]]
     device: Index
-    gather: Gather
+    as_used: AsUsed
     cast_at_use: bool
 
     def forward(self, virtual_stage: Index, microbatch: Index, work: ForwardWork, row: Row | None) -> ForwardWork:
         """Runs the virtual stage's layers in training; residuals go into a row, if one is given."""
-        is_last_microbatch = lambda at: at == self.step.num_microbatches - 1
 
-        def visit(g: int, position: Index, trip: Index, work: ForwardWork) -> tuple[Index, ForwardWork]:
-            """One layer: takes its activation, adds to the loss and the state's totals, leaves the next activation."""
-            ran, trip = self._run(g, position, microbatch, row, work.activation, trip)
+        def visit(turn: _Turn, inputs: _Inputs, work: ForwardWork) -> ForwardWork:
+            """One layer: adds to the loss and the state's totals, leaves the next activation and its residuals."""
+            arguments, results, residuals = self._run(turn, inputs)
             loss, totals = work.loss, work.state
-            if g == self.step.model.last:
-                loss = [total + new.astype(total.dtype) for total, new in zip(loss, ran.results.outputs, strict=True)]
-            if ran.arguments.state:
-                old, last = ran.arguments.state, is_last_microbatch(ran.microbatch)
-                found = self._read_state(totals, g, position)
-                found = self.step.mergings[g].accumulate(found, old, ran.results.state, last)
-                totals = self._write_state(totals, g, position, found)
-            return trip, ForwardWork(
-                activation=self._pass_on(g, work.activation, ran),
-                residuals=self._keep(g, position, work.residuals, ran),
+            if turn.g == self.step.model.last:
+                loss = [total + new.astype(total.dtype) for total, new in zip(loss, results.outputs, strict=True)]
+            if arguments.state:
+                is_last_microbatch = turn.microbatch == self.step.num_microbatches - 1
+                found = self._read_state(totals, turn.g, turn.position)
+                merging = self.step.mergings[turn.g]
+                found = merging.accumulate(found, arguments.state, results.state, is_last_microbatch)
+                totals = self._write_state(totals, turn.g, turn.position, found)
+            return ForwardWork(
+                activation=self._pass_on(turn, work.activation, results),
+                residuals=self._keep(turn, work.residuals, residuals),
                 state=totals,
                 loss=loss,
             )
 
-        return self._sweep(virtual_stage, visit, work)
+        reads = lambda turn, work: self._inputs(turn, work.activation)
+        return self._sweep(virtual_stage, microbatch, row, reads, visit, work)
 
     def recompute(self, virtual_stage: Index, microbatch: Index, activation: Buffers, residuals: Buffers) -> Buffers:
         """Runs the virtual stage's layers again, from its input, for their residuals alone: the first row of these."""
 
-        def visit(g: int, position: Index, trip: Index, carry: tuple[Buffers, Buffers]) -> tuple[Index, Any]:
-            activation, residuals = carry
-            ran, trip = self._run(g, position, microbatch, Row(0, self.device), activation, trip)
-            return trip, (self._pass_on(g, activation, ran), self._keep(g, position, residuals, ran))
+        def visit(turn: _Turn, inputs: _Inputs, carry: tuple[Buffers, Buffers]) -> tuple[Buffers, Buffers]:
+            _, results, residuals = self._run(turn, inputs)
+            return self._pass_on(turn, carry[0], results), self._keep(turn, carry[1], residuals)
 
-        return self._sweep(virtual_stage, visit, (activation, residuals))[1]
+        reads = lambda turn, carry: self._inputs(turn, carry[0])
+        row = Row(0, self.device)
+        return self._sweep(virtual_stage, microbatch, row, reads, visit, (activation, residuals))[1]
 
     def infer(
         self, virtual_stage: Index, microbatch: Index, activation: Buffers, results: list[jax.Array]
@@ -153,15 +159,18 @@ class Stage:
         """
         loses = self.step.spec.loss_fn is not None
 
-        def visit(g: int, position: Index, trip: Index, carry: tuple[Buffers, list[jax.Array]]) -> tuple[Index, Any]:
+        def visit(
+            turn: _Turn, inputs: _Inputs, carry: tuple[Buffers, list[jax.Array]]
+        ) -> tuple[Buffers, list[jax.Array]]:
             activation, results = carry
-            ran, trip = self._run(g, position, microbatch, None, activation, trip)
-            if g == self.step.model.last:
-                pairs = list(zip(results, ran.results.outputs, strict=True))
-                results = [a + y.astype(a.dtype) if loses else put_row(a, y, ran.microbatch) for a, y in pairs]
-            return trip, (self._pass_on(g, activation, ran), results)
+            _, found, _ = self._run(turn, inputs)
+            if turn.g == self.step.model.last:
+                pairs = list(zip(results, found.outputs, strict=True))
+                results = [a + y.astype(a.dtype) if loses else put_row(a, y, turn.microbatch) for a, y in pairs]
+            return self._pass_on(turn, activation, found), results
 
-        return self._sweep(virtual_stage, visit, (activation, results))
+        reads = lambda turn, carry: self._inputs(turn, carry[0])
+        return self._sweep(virtual_stage, microbatch, None, reads, visit, (activation, results))
 
     def backward(
         self, virtual_stage: Index, microbatch: Index, work: BackwardWork, residuals: Buffers, row: Row
@@ -171,115 +180,128 @@ class Stage:
         assert step.residuals is not None
         stored = step.residuals
 
-        def visit(g: int, position: Index, trip: Index, work: BackwardWork) -> tuple[Index, BackwardWork]:
-            """One layer: takes the cotangents of its outputs, adds its gradients, leaves those of its inputs."""
-            group, layer = step.model.groups[g], step.layers[g]
-            (at, own_row), trip = tie((microbatch, row), trip)
-            if g == step.model.last:
+        def reads(turn: _Turn, work: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
+            """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
+            if turn.g == step.model.last:
                 # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
-                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in layer.outputs]
+                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in step.layers[turn.g].outputs]
             else:
-                cotangents = step.cotangents.unpack(work.cotangent, group.indices[0])
-            batch, kept = self._batch_of(g, at), stored.read(residuals, g, position, own_row)
-            if len(group.indices) == 1:
-                (batch, kept, cotangents), trip = tie((batch, kept, cotangents), trip)
-            gradients, cotangents = layer.backward(self._arguments(g, position, at, batch), kept, cotangents)
-            work = self._add_gradients(g, position, work, gradients)
-            if group.indices[0] > 0:
-                packed = step.cotangents.pack(work.cotangent, group.indices[0] - 1, cotangents)
-                work = replace(work, cotangent=packed)
-            return trip, work
+                cotangents = step.cotangents.unpack(work.cotangent, step.model.groups[turn.g].indices[0])
+            return self._batch_of(turn), stored.read(residuals, turn.g, turn.position, turn.row), cotangents
 
-        return self._sweep(virtual_stage, visit, work, reverse=True)
+        def visit(turn: _Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
+            """One layer: adds its gradients, leaves the cotangents of its inputs."""
+            batch, kept, cotangents = found
+            gradients, cotangents = step.layers[turn.g].backward(self._arguments(turn, batch), kept, cotangents)
+            work = self._add_gradients(turn, work, gradients)
+            first = step.model.groups[turn.g].indices[0]
+            if first == 0:
+                return work
+            return replace(work, cotangent=step.cotangents.pack(work.cotangent, first - 1, cotangents))
 
-    def _add_gradients(self, g: int, position: Index, work: BackwardWork, gradients: list[Leaf]) -> BackwardWork:
+        return self._sweep(virtual_stage, microbatch, row, reads, visit, work, reverse=True)
+
+    def _add_gradients(self, turn: _Turn, work: BackwardWork, gradients: list[Leaf]) -> BackwardWork:
         """Adds a layer's gradients to the sums of its set of variables."""
-        variable_set = self.step.model.groups[g].variable_set
-        if variable_set is None:
+        v = self.step.model.groups[turn.g].variable_set
+        if v is None:
             return work
-        if variable_set in self.shared:
-            sums = [
-                a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[variable_set], gradients, strict=True)
-            ]
-            return replace(work, shared_gradients=work.shared_gradients | {variable_set: sums})
-        return replace(
-            work, gradients=self.step.storages["params"].add(work.gradients, variable_set, position, gradients)
-        )
+        if v in self.shared:
+            sums = [a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[v], gradients, strict=True)]
+            return replace(work, shared_gradients=work.shared_gradients | {v: sums})
+        return replace(work, gradients=self.step.storages["params"].add(work.gradients, v, turn.position, gradients))
 
     # --- one layer ---
 
-    def _run(
-        self, g: int, position: Index, microbatch: Index, row: Row | None, activation: Buffers, trip: Index
-    ) -> tuple[_Ran, Index]:
-        """The forward of one layer, which reads its input from the boundary buffers; (what it did, trip)."""
-        group = self.step.model.groups[g]
-        first = group.indices[0]  # equal leaves lie at the same place: its boundary stands for those of all the group
-        x = self.step.activations.unpack(activation, first - 1) if first else []
-        (at, row), trip = tie((microbatch, row), trip)
-        batch = self._batch_of(g, at)
-        if len(group.indices) == 1:
-            (batch, x), trip = tie((batch, x), trip)
-        arguments = self._arguments(g, position, at, batch)
+    def _inputs(self, turn: _Turn, activation: Buffers) -> _Inputs:
+        """What a layer's forward reads: its micro-batch, and its input out of the boundary buffers."""
+        first = self.step.model.groups[turn.g].indices[0]
+        # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of the group's.
+        return self._batch_of(turn), self.step.activations.unpack(activation, first - 1) if first else []
+
+    def _run(self, turn: _Turn, inputs: _Inputs) -> tuple[Arguments, Results, list[Leaf]]:
+        """The forward of one layer: (what it was called with, what it gave, its residuals)."""
+        batch, x = inputs
+        arguments = self._arguments(turn, batch)
         # Without a row nothing stores residuals: then the plain forward runs, which makes none.
-        run = self.step.forwards[g] if row is None else self.step.layers[g].forward
-        results, residuals = run(arguments, x)
-        return _Ran(at, row, arguments, results, residuals), trip
+        run = self.step.forwards[turn.g] if turn.row is None else self.step.layers[turn.g].forward
+        return arguments, *run(arguments, x)
 
-    def _pass_on(self, g: int, activation: Buffers, ran: _Ran) -> Buffers:
+    def _pass_on(self, turn: _Turn, activation: Buffers, results: Results) -> Buffers:
         """The boundary buffers with what a layer gave, unless it is the last one."""
-        if g == self.step.model.last:
+        if turn.g == self.step.model.last:
             return activation
-        return self.step.activations.pack(activation, self.step.model.groups[g].indices[0], ran.results.outputs)
+        return self.step.activations.pack(activation, self.step.model.groups[turn.g].indices[0], results.outputs)
 
-    def _keep(self, g: int, position: Index, residuals: Buffers, ran: _Ran) -> Buffers:
+    def _keep(self, turn: _Turn, residuals: Buffers, new: list[Leaf]) -> Buffers:
         """The buffers of residuals with those of a layer in its row, if it has one."""
-        if ran.row is None:
+        if turn.row is None:
             return residuals
         assert self.step.residuals is not None
-        return self.step.residuals.write(residuals, g, position, ran.residuals, ran.row)
+        return self.step.residuals.write(residuals, turn.g, turn.position, new, turn.row)
 
-    def _batch_of(self, g: int, microbatch: Index) -> Any:
+    def _batch_of(self, turn: _Turn) -> Batch:
         """The micro-batch, for layers that look at it."""
-        if not self.step.functions[g].reads_batch:
+        if not self.step.functions[turn.g].reads_batch:
             return None
-        return jax.tree.map(lambda a: take_row(a, microbatch), self.batch)
+        return jax.tree.map(lambda a: take_row(a, turn.microbatch), self.batch)
 
-    def _arguments(self, g: int, position: Index, microbatch: Index, batch: Any) -> Arguments:
-        """What the layer at a position of a group is called with."""
-        group, params = self.step.model.groups[g], []
-        key = None
-        if self.step.functions[g].train:
-            key = layer_key(self.key, look_up(group.indices, position), microbatch)
+    def _arguments(self, turn: _Turn, batch: Batch) -> Arguments:
+        """What a layer is called with besides its activation, in forward and backward."""
+        group, params, key = self.step.model.groups[turn.g], [], None
+        if self.key is not None:
+            key = layer_key(self.key, look_up(group.indices, turn.position), turn.microbatch)
         if group.variable_set in self.shared:
             params = self.shared[group.variable_set]
         elif group.variable_set is not None:
-            read = self.step.storages["params"].read(self.variables["params"], group.variable_set, position)
-            params = self.gather(group.variable_set, read)
+            read = self.step.storages["params"].read(self.variables["params"], group.variable_set, turn.position)
+            params = self.as_used(group.variable_set, read)
         # A layer that computes in another dtype casts its parameters. Times a one that only the trip knows, they can't
         # be cast ahead of the ticks, all of them at once.
         if self.cast_at_use:
-            params = [of_trip(leaf, microbatch) for leaf in params]
-        return Arguments(params, self._read_state(self.variables, g, position), key, batch)
+            params = [of_trip(leaf, turn.microbatch) for leaf in params]
+        return Arguments(params, self._read_state(self.variables, turn.g, turn.position), key, batch)
 
     # --- all layers ---
 
-    def _sweep(self, virtual_stage: Index, visit: Visit, carry: Carry, *, reverse: bool = False) -> Carry:
-        """`trip, carry = visit(group, position, trip, carry)` for each of the virtual stage's layers, or backwards.
+    def _sweep(
+        self,
+        virtual_stage: Index,
+        microbatch: Index,
+        row: Row | None,
+        reads: Callable[[_Turn, Carry], Reads],
+        visit: Callable[[_Turn, Reads, Carry], Carry],
+        carry: Carry,
+        *,
+        reverse: bool = False,
+    ) -> Carry:
+        """`carry = visit(turn, reads(turn, carry), carry)` for each of the virtual stage's layers, or backwards.
 
-        A stage that lacks a layer runs its loop for zero trips. A compiler may move what doesn't depend on the trip out
-        of the loop, and such a stage would compute it too. So `visit` ties what it reads to the trip. In a group of
-        several layers, tying the micro-batch and the row is enough, since the trip is the position, which selects the
-        data. In a group of one layer the position is always 0, so the data are tied too.
+        A pass goes once through all groups, in order, and runs a range of positions of each, by a loop:
 
-        A pass goes once through all groups, in order; layers A, B, A, B take two passes.
+            layers   A A A B B A C        of the groups A, B, C
+            pass 0   A[0:3] B[0:2] C[0:0]
+            pass 1   A[3:4] B[2:2] C[0:1]
+
+        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
         """
-        ranges, groups = self.step.ranges, self.step.model.groups
+        ranges, groups, given = self.step.ranges, self.step.model.groups, (microbatch, row)
         num_passes, always_one = ranges.start.shape[1], ranges.always_one
+        # In a group of one layer the position is known.
+        turn = lambda g, position, at: _Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
 
-        def one_layer(g: int, trip: Index, carry: Carry) -> tuple[Index, Carry]:
-            return visit(g, 0 if len(groups[g].indices) == 1 else trip, trip, carry)
+        def run_layer(g: int, position: Index, at: tuple[Index, Row | None], carry: Carry) -> Carry:
+            return visit(turn(g, position, at), reads(turn(g, position, at), carry), carry)
 
-        def one_pass(p: Index, carry: Carry) -> tuple[Index, Carry]:
+        def run_range(g: int, start: Index, stop: Index, carry: Carry) -> Carry:
+            if ranges.most[g] > 1:  # the trip is the position, which selects what is read
+                return each(start, stop, given, partial(run_layer, g), carry, reverse=reverse)
+            # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
+            read = lambda position, at, carry: (at, reads(turn(g, position, at), carry))
+            body = lambda position, found, carry: visit(turn(g, position, found[0]), found[1], carry)
+            return each(start, stop, given, body, carry, reads=read, reverse=reverse)
+
+        def run_pass(p: Index, _: tuple[()], carry: Carry) -> Carry:
             if isinstance(virtual_stage, int):
                 start, stop = ranges.start[virtual_stage, p].tolist(), ranges.stop[virtual_stage, p].tolist()
             else:
@@ -288,16 +310,16 @@ class Stage:
             for g in reversed(range(len(groups))) if reverse else range(len(groups)):
                 with jax.named_scope(f"{groups[g].layer.name}.{g}"):
                     if num_passes == 1 and always_one[0, g]:
-                        carry = one_layer(g, start[g], carry)[1]
+                        carry = run_layer(g, start[g], given, carry)
                     else:
-                        carry = each(start[g], stop[g], partial(one_layer, g), carry, reverse=reverse)
-            return p, carry
-
-        if num_passes == 1 or isinstance(virtual_stage, int):
-            for p in reversed(range(num_passes)) if reverse else range(num_passes):
-                carry = one_pass(p, carry)[1]
+                        carry = run_range(g, start[g], stop[g], carry)
             return carry
-        return each(0, look_up(ranges.passes_of.tolist(), virtual_stage), one_pass, carry, reverse=reverse)
+
+        if num_passes > 1 and not isinstance(virtual_stage, int):
+            return each(0, look_up(ranges.passes_of.tolist(), virtual_stage), (), run_pass, carry, reverse=reverse)
+        for p in reversed(range(num_passes)) if reverse else range(num_passes):
+            carry = run_pass(p, (), carry)
+        return carry
 
     # --- state ---
 
@@ -308,18 +330,17 @@ class Stage:
         """
         step, sets = self.step, self.step.model.variable_sets  # layers with state never share: instance is position
 
-        def read(v: int, instance: Index, _: Any) -> Any:
-            g = sets[v].group
-            if not step.model.groups[g].state_names:
-                return None
-            return [self._read_state(tree, g, instance) for tree in (totals, self.variables)]
+        def read(v: int, instance: Index, _: object) -> list[list[Leaf]]:
+            """The totals and the old state of an instance; nothing of a set without state."""
+            trees = (totals, self.variables) if step.model.groups[sets[v].group].state_names else ()
+            return [self._read_state(tree, sets[v].group, instance) for tree in trees]
 
-        def visit(v: int, instance: Index, values: Any, buffers: dict[str, Buffers]) -> dict[str, Buffers]:
-            if values is None:
+        def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
+            if not found:
                 return buffers
-            g, (found, old) = sets[v].group, values
-            new = step.mergings[g].finish(found, old, step.num_microbatches)
-            return self._write_state(buffers, g, instance, new)
+            totals, old = found
+            new = step.mergings[sets[v].group].finish(totals, old, step.num_microbatches)
+            return self._write_state(buffers, sets[v].group, instance, new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
         return step.storages["params"].for_each_local(read, visit, self.device, zeros)

@@ -22,7 +22,7 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import LossFn, metric_names
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.remat import Remat
-from jpipe.model.traced_layer import LocalForward, LocalLayer, TracedLayer, local_forward, partition_layer
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
@@ -73,8 +73,8 @@ class Step:
     spec: StepSpec
     model: Model
     functions: tuple[LayerFunction, ...]
-    forwards: tuple[LocalForward, ...]
-    layers: tuple[LocalLayer, ...]
+    forwards: tuple[DeviceForward, ...]
+    layers: tuple[DeviceLayer, ...]
     mergings: tuple[Merging, ...]
     storages: dict[str, Storage]
     residuals: Storage | None
@@ -118,7 +118,7 @@ def build_step(
     batch: Shapes,
     *,
     traced: Sequence[TracedLayer],
-    orders: Callable[[LayerFunction, LocalForward], list[Order | None]],
+    orders: Callable[[LayerFunction, DeviceForward], list[Order | None]],
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -144,7 +144,7 @@ def build_step(
     local = lambda g: partition_layer(traced[g], functions[g].shardings(arguments[g], splits))
     layers = each(local) if schedule.trains else ()
     alone = remat.keep_inputs or not schedule.trains  # a forward of which nothing is kept
-    forwards = each(lambda g: local_forward(functions[g], arguments[g], splits) if alone else layers[g].forward)
+    forwards = each(lambda g: trace_forward(functions[g], arguments[g], splits) if alone else layers[g].forward)
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     residuals = None
     if schedule.trains:

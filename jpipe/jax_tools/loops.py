@@ -4,61 +4,99 @@ A `lax.cond` or `lax.switch` copies the buffers that a branch hands through (acc
 them in place. So whatever a stage may or may not do here is a loop with as many trips as it has layers to run, none
 if it has none. Bounds that are Python integers are resolved while tracing.
 
-A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. What a
-body works on is therefore tied to its trip by `tie`, and the loop counts on from the trip that `tie` gives back:
-otherwise the compiler would drop the tie as unused.
+A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. So a
+loop here *ties* what its body works on to the trip, before the body gets it:
+
+    while i < stop:
+        given, i = tie(given, i)                        # as if each depended on the other
+        values, i = tie(reads(i, given, carry), i)      # only if there is a `reads`
+        carry = body(i, values, carry)
+        i += 1                                          # of the tied i, or the compiler would drop the tie as unused
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-Body = Callable[[Any, Any], tuple[Any, Any]]
-"""`(trip, carry) -> (trip, carry)`; the trip as it was taken, or as `tie` gave it back."""
+from jpipe.jax_tools.indexing import Index
+from jpipe.types import PyTree
+
+Carry = TypeVar("Carry")
+Given = TypeVar("Given")
 
 
-def when(condition: Any, body: Body, carry: Any) -> Any:
-    """The carry after `body(0, carry)` if `condition` (a Python or traced bool) holds, else `carry`."""
-    return each(0, int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32), body, carry)
+def each(
+    start: Index,
+    stop: Index,
+    given: Given,
+    body: Callable[[Index, Any, Carry], Carry],
+    carry: Carry,
+    *,
+    reads: Callable[[Index, Given, Carry], PyTree] | None = None,
+    reverse: bool = False,
+) -> Carry:
+    """The carry after `body(i, values, carry)` for i from `start` to `stop`, which is left out, or backwards.
+
+    Args:
+      start, stop: Python or traced integers.
+      given: a pytree of what is the same in all trips; () for nothing.
+      body: what a trip does. What it computes with, it has to take from `values` and the carry: arrays from around the
+        loop aren't tied.
+      carry: a pytree of arrays.
+      reads: `(i, given, carry) -> values`, any pytree, where `given` is tied already; without it `values` are `given`.
+        For what may be the same in all trips although it is read at `given` or out of the carry: a slice of all of an
+        array is that array, whatever its index, and a part of the carry may be one that the body never changes.
+      reverse: from the last trip to the first.
+    """
+
+    def trip(i: Index, carry: Carry) -> tuple[Index, Carry]:
+        values, tied = _tie(given, i)
+        if reads is not None:
+            values, tied = _tie(reads(i, values, carry), tied)
+        return tied, body(i, values, carry)
+
+    if isinstance(start, int) and isinstance(stop, int):
+        if stop - start <= 1:
+            return trip(start, carry)[1] if stop > start else carry
+        index = (lambda i: start + stop - 1 - i) if reverse else (lambda i: i)
+        return jax.lax.fori_loop(start, stop, lambda i, carry: trip(index(i), carry)[1], carry)
+    first, last = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
+
+    def turn(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        i, carry = trip(*state)
+        return jnp.asarray(i - 1 if reverse else i + 1), carry
+
+    goes_on = (lambda state: state[0] >= first) if reverse else (lambda state: state[0] < last)
+    return jax.lax.while_loop(goes_on, turn, (last - 1 if reverse else first, carry))[1]
 
 
-def tie(values: Any, trip: Any) -> tuple[Any, Any]:
-    """`(values, trip)`, unchanged, as if each depended on the other."""
-    return (values, trip) if isinstance(trip, int) else jax.lax.optimization_barrier((values, trip))
+def when(condition: bool | jax.Array, given: Given, body: Callable[[Given, Carry], Carry], carry: Carry) -> Carry:
+    """The carry after `body(given, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
+    trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
+    return each(0, trips, given, lambda _, given, carry: body(given, carry), carry)
 
 
-def of_trip(array: Any, trip: Any) -> Any:
+def of_trip(array: jax.Array, trip: Index) -> jax.Array:
     """The array, multiplied by a one that only the trip knows of, so that no compiler casts it ahead of the loop.
 
-    A TPU's compiler sees through `tie` and slices, and casts whole stacks of parameters ahead of all loops. The product
+    A TPU's compiler sees through ties and slices, and casts whole stacks of parameters ahead of all loops. The product
     is fused with the cast and takes no memory.
 
     Args:
       array: any shape; one that isn't real, or has less than two dimensions, is returned as it is.
-      trip: an index that `tie` gave, at least 0.
+      trip: an integer of at least 0 that a loop gave as one of its `values`.
     """
     if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     return array * (jnp.asarray(trip) >= 0).astype(array.dtype)
 
 
-def each(start: Any, stop: Any, body: Body, carry: Any, *, reverse: bool = False) -> Any:
-    """The carry after `body(i, carry)` for i from `start` to `stop` (Python or traced integers), or backwards."""
-    if isinstance(start, int) and isinstance(stop, int):
-        if stop - start <= 1:
-            return body(start, carry)[1] if stop > start else carry
-        visit = (lambda i, c: body(start + stop - 1 - i, c)[1]) if reverse else (lambda i, c: body(i, c)[1])
-        return jax.lax.fori_loop(start, stop, visit, carry)
-    first, last = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
-
-    def trip(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        i, carry = body(*state)
-        return (i - 1 if reverse else i + 1), carry
-
-    if reverse:
-        return jax.lax.while_loop(lambda state: state[0] >= first, trip, (last - 1, carry))[1]
-    return jax.lax.while_loop(lambda state: state[0] < last, trip, (first, carry))[1]
+def _tie(values: PyTree, trip: Index) -> tuple[PyTree, Index]:
+    """`(values, trip)`, unchanged, as if each depended on the other."""
+    if isinstance(trip, int) or not jax.tree.leaves(values):
+        return values, trip
+    return jax.lax.optimization_barrier((values, trip))

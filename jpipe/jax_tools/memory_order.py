@@ -9,7 +9,6 @@ then reads a row in the order that it wants, and copies that row at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -24,16 +23,11 @@ Order = tuple[int, ...]
 """The dimensions of an array, the outermost first."""
 
 
-def in_order(array: Any, order: Order | None) -> Any:
+def in_order(array: jax.Array, order: Order | None) -> jax.Array:
     """The array, held to an order; as the compiler likes it if that is None."""
     if order is None or array.ndim < 2:
         return array
     return held_to(array, order)
-
-
-def row_major(array: Any) -> Any:
-    """The array with its last dimension innermost."""
-    return in_order(array, tuple(range(array.ndim)))
 
 
 def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
@@ -50,9 +44,9 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     Returns:
       For each of the results its order; None where there is no choice.
     """
-    inputs, outputs = {id(v) for v in jaxpr.jaxpr.invars}, jaxpr.jaxpr.outvars
+    inputs, outputs = set(jaxpr.jaxpr.invars), jaxpr.jaxpr.outvars
     shapes = [shape.shape for shape in shapes_of(outputs)]
-    chosen = [i for i in results if len(shapes[i]) > 1 and id(outputs[i]) not in inputs]
+    chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
         return [_row_major_order(shapes[i]) for i in results]
     orders = _compiled_orders(jaxpr, chosen, mesh)
@@ -69,12 +63,12 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(jaxpr)
     shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
-    specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
 
-    def chosen(*arguments: Any) -> tuple[list[Any], list[Any]]:
+    def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         found = run(*arguments)
         return [found[i] for i in results], found
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
-        shardings = [everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
-        return orders_chosen(jax.shard_map(chosen, mesh=mesh, **specs), shapes, shardings)
+        everything = PartitionSpec()
+        on_devices = jax.shard_map(chosen, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False)
+        return orders_chosen(on_devices, shapes, ([everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)))

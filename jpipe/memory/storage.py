@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.indexing import look_up, take_slice
-from jpipe.jax_tools.loops import each, tie
+from jpipe.jax_tools.loops import each
 from jpipe.jax_tools.memory_order import Order
 from jpipe.memory.buffers import Buffer, FlatBuffer, Index, LeafType, StackedBuffer
 from jpipe.types import Leaf as Leaf
@@ -192,8 +192,8 @@ class Storage:
         To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
         for records that this device has, and for no others: device k takes the first `count[k]` entries of row k of a
         table `[K, longest]`, which for type 0 of the picture above is [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
-        What `read` gives is tied to the trip before the body gets it: else a compiler may compute the body ahead of the
-        loop, on devices too that have no such record.
+        What `read` gives is tied to the trip before the body gets it (`jpipe.jax_tools.loops`): else a compiler may
+        compute the body ahead of the loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
             if not known.devices:
@@ -203,12 +203,16 @@ class Storage:
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in own], jnp.int32)
             count = look_up([len(row) for row in own], device)
 
-            def visit(i: Index, carry: Carry, t: int = t, table: jax.Array = table) -> tuple[Index, Carry]:
+            def reads(
+                i: Index, _: tuple[()], carry: Carry, t: int = t, table: jax.Array = table
+            ) -> tuple[jax.Array, Read]:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
-                (record, values), i = tie((record, read(t, record, carry)), i)
-                return i, body(t, record, values, carry)
+                return record, read(t, record, carry)
 
-            carry = each(0, count, visit, carry)
+            def visit(_: Index, found: tuple[jax.Array, Read], carry: Carry, t: int = t) -> Carry:
+                return body(t, *found, carry)
+
+            carry = each(0, count, (), visit, carry, reads=reads)
         return carry
 
     def _entry(self, known: RecordType, leaf: int, record: Index, at: Row | None) -> Index:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import Context, LayerError, describe, positional
 from jpipe.mesh.splits import Splits
-from jpipe.model.groups import LayerGroup, Shapes, same_shapes
+from jpipe.model.groups import LayerGroup, same_shapes
 from jpipe.model.loss import LossFn, loss_sums
 from jpipe.model.remat import Remat
 from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding, replicated
+from jpipe.types import Batch, Leaf, PyTree, Shapes
 
-Leaf = Any
-"""An array, or its shape while it is only traced."""
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
 
@@ -40,8 +39,8 @@ class Arguments(NamedTuple):
 
     params: list[Leaf]
     state: list[Leaf]
-    key: Any
-    batch: Any
+    key: Leaf | None
+    batch: Batch
 
 
 class Results(NamedTuple):
@@ -112,7 +111,7 @@ class LayerFunction:
             outputs = loss_sums(self.loss_fn(outputs, arguments.batch))
         return Results(jax.tree.leaves(outputs), [a for n in names if n in state for a in jax.tree.leaves(state[n])])
 
-    def _checked(self, outputs: Any) -> Any:
+    def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
         gives = self.group.gives
         if not same_shapes(outputs, gives):

@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from jpipe.seam.primitives import CHEAP
+
+Policy = Callable[..., bool]
+"""As `jax.checkpoint` takes it: `(primitive, *operands' types, **parameters) -> whether to save what it gives`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Remat:
     """
 
     keep_inputs: bool
-    policy: Callable[..., Any]
+    policy: Policy
 
     def wrap(self, function: Callable) -> Callable:
         """`function` under the policy."""
@@ -47,7 +50,7 @@ class Remat:
         return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
 
 
-def save_but_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
     """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
     return primitive.name not in CHEAP
 
@@ -61,7 +64,7 @@ MODES = {
 }
 
 
-def as_remat(remat: Any) -> Remat:
+def as_remat(remat: str | Policy) -> Remat:
     """The mode of a name, or of a `jax.checkpoint` policy.
 
     Raises:
@@ -78,15 +81,15 @@ def as_remat(remat: Any) -> Remat:
     raise TypeError(f"remat={remat!r} is neither a name ({sorted(MODES)}) nor a jax.checkpoint policy")
 
 
-def _check_policy(policy: Callable[..., Any]) -> None:
+def _check_policy(policy: Policy) -> None:
     """Asks a policy about one operation, as `jax.checkpoint` does.
 
     Raises:
       TypeError: it fails, or answers with another policy.
     """
-    answers: list[Any] = []
+    answers: list[object] = []
 
-    def ask(*arguments: Any, **parameters: Any) -> bool:
+    def ask(*arguments: object, **parameters: object) -> bool:
         try:
             answers.append(policy(*arguments, **parameters))
         except TypeError as error:

@@ -8,9 +8,11 @@ they run, and a layer's Python code runs once for both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal as OneOf
+from typing import NamedTuple, TypeVar
 
 import jax
 
@@ -18,13 +20,14 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.groups import Shapes
-from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Leaf, Results
+from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
 from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var
+from jpipe.types import Leaf, PyTree
 
+T = TypeVar("T")
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -34,7 +37,7 @@ class _Source(NamedTuple):
     That is among the leaves of the layer's arguments, among those made again, or among the residuals.
     """
 
-    where: Literal["argument", "made again", "residual"]
+    where: OneOf["argument", "made again", "residual"]
     number: int
 
 
@@ -47,29 +50,25 @@ class TracedLayer:
       remake: parameters -> those leaves of the vjp that are made again.
       backward: leaves of the vjp, cotangents of the outputs -> gradients, cotangents of the activation.
       results: the shapes of the results.
-      vjp_leaves: the shapes of the leaves of the vjp.
       gradients: the shapes of `(gradients, cotangents of the activation)`.
       num_arguments: the number of leaves of the arguments.
       sources: where the backward finds each leaf of the vjp.
       stored: indices of the leaves of the vjp that are residuals.
-      remade: indices of those that are made again.
     """
 
     forward: ClosedJaxpr
     remake: ClosedJaxpr
     backward: ClosedJaxpr
     results: Results
-    vjp_leaves: list[Leaf]
     gradients: tuple[list[Leaf], list[Leaf]]
     num_arguments: int
     sources: tuple[_Source, ...]
     stored: tuple[int, ...]
-    remade: tuple[int, ...]
 
     @property
     def residuals(self) -> Structs:
         """The shapes of the residuals."""
-        return _structs(_chosen(self.vjp_leaves, self.stored))
+        return _structs(_chosen(self.backward.in_avals, self.stored))
 
     @property
     def activation(self) -> Structs:
@@ -81,9 +80,8 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     """Traces a layer's forward and its vjp, whose residuals remat chooses, from the shapes of its arguments."""
     params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
     moving = [is_float(leaf) for leaf in activation]
-    structures: list[Any] = []  # of the vjp, each time that it is traced: the last one's counts
 
-    def with_vjp(params: list[Leaf], others: tuple[Any, ...], activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
+    def with_vjp(params: list[Leaf], others: tuple[PyTree, ...], activation: list[Leaf]) -> tuple[Results, PyTree]:
         def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
             rest = iter(floats)
             leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
@@ -92,21 +90,21 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
 
         floats = [leaf for leaf, move in zip(activation, moving, strict=True) if move]
         _, vjp, results = jax.vjp(function.remat.wrap(run), params, floats, has_aux=True)
-        structures.append(jax.tree.structure(vjp))
-        return results, jax.tree.leaves(vjp)
+        return results, vjp
 
     try:
-        jaxpr, (results, leaves) = trace(with_vjp, params, others, activation)
+        # A vjp is a function and a pytree, so here it comes out with shapes as leaves, and the backward takes it.
+        jaxpr, (results, vjp) = trace(with_vjp, params, others, activation)
         outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
-        transpose = lambda leaves, cotangents: jax.tree.unflatten(structures[-1], leaves)(cotangents)
-        backward, gradients = trace(transpose, leaves, outputs)
+        backward, gradients = trace(lambda vjp, cotangents: vjp(cotangents), vjp, outputs)
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
     forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
-    sources, stored, remade = _sort_vjp_leaves(forward, num_results, len(params), num_arguments)
-    wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
+    sources = _sources(forward, num_results, len(params), num_arguments)
+    chosen = {where: _first_leaves(sources, where) for where in ("made again", "residual")}
+    wanted = [i - num_results in chosen["made again"] for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
     # It takes all parameters and nothing else.
     remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
@@ -115,32 +113,42 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
         remake=remake,
         backward=backward,
         results=results,
-        vjp_leaves=leaves,
         gradients=gradients,
         num_arguments=num_arguments,
         sources=sources,
-        stored=stored,
-        remade=remade,
+        stored=chosen["residual"],
     )
 
 
-def _sort_vjp_leaves(
-    forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int
-) -> tuple[tuple[_Source, ...], tuple[int, ...], tuple[int, ...]]:
-    """(where each leaf of the vjp is found, those to store, those to make again, each once)."""
+def _sources(forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int) -> tuple[_Source, ...]:
+    """Where the backward finds each leaf of the vjp; those that are one variable of the forward have one source.
+
+    For y = x @ w16, where w16 = w cast, and z = sin(y), and remat "none", the leaves of the vjp are
+
+        x     the activation: not an argument, so a residual
+        w     if the vjp needs it: an argument
+        w16   follows from w alone: made again
+        y     depends on x: a residual
+    """
     inputs, leaves = forward.jaxpr.invars, forward.jaxpr.outvars[num_results:]
     depends = depends_on(forward, inputs[num_params:])[num_results:]
-    sources = {id(v): _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
-    stored: list[int] = []
-    remade: list[int] = []
-    for i, (leaf, depends_on_more) in enumerate(zip(leaves, depends, strict=True)):
-        if id(leaf) not in sources:
+    found: dict[Var | int, _Source] = {v: _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
+    keys = [i if isinstance(leaf, Literal) else leaf for i, leaf in enumerate(leaves)]
+    counts: Counter[str] = Counter()
+    for i, (key, depends_on_more) in enumerate(zip(keys, depends, strict=True)):
+        if key not in found:
             # An operation may take an input of which it uses the shape alone: that can't be taken away from each.
             from_params = not depends_on_more and not any(_inputs_of(forward, num_results + i)[num_params:])
-            chosen = remade if from_params else stored
-            sources[id(leaf)] = _Source("made again" if from_params else "residual", len(chosen))
-            chosen.append(i)
-    return tuple(sources[id(leaf)] for leaf in leaves), tuple(stored), tuple(remade)
+            where = "made again" if from_params else "residual"
+            found[key] = _Source(where, counts[where])
+            counts[where] += 1
+    return tuple(found[key] for key in keys)
+
+
+def _first_leaves(sources: Sequence[_Source], where: str) -> tuple[int, ...]:
+    """The indices of the leaves of the vjp that come from there, each value once, in the order of their numbers."""
+    first = {source.number: i for i, source in reversed(list(enumerate(sources))) if source.where == where}
+    return tuple(first[number] for number in sorted(first))
 
 
 def _inputs_of(closed: ClosedJaxpr, result: int) -> list[bool]:
@@ -152,7 +160,7 @@ def _inputs_of(closed: ClosedJaxpr, result: int) -> list[bool]:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalForward:
+class DeviceForward:
     """A layer's forward, as one device of a stage runs it.
 
     Attributes:
@@ -180,7 +188,7 @@ class LocalForward:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalLayer:
+class DeviceLayer:
     """A layer's forward and backward, as one device of a stage runs them.
 
     Attributes:
@@ -193,7 +201,7 @@ class LocalLayer:
       outputs: the shapes of its parts of the outputs that have cotangents.
     """
 
-    forward: LocalForward
+    forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
@@ -213,7 +221,7 @@ class LocalLayer:
         return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
 
 
-def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> LocalForward:
+def trace_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> DeviceForward:
     """Traces a layer's forward alone, of which nothing is kept, for one of the devices of a stage."""
     shardings = function.shardings(arguments, splits)
     jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
@@ -222,18 +230,13 @@ def local_forward(function: LayerFunction, arguments: Arguments, splits: Splits 
     return _as_forward(local, results, ())
 
 
-def local_layer(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> LocalLayer:
-    """Traces a layer's forward and backward for one of the devices of a stage."""
-    return partition_layer(trace_layer(function, arguments), function.shardings(arguments, splits))
-
-
-def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer:
+def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLayer:
     """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
     axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
     # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
-    wanted = [*shardings.results(layer.results), *[settled] * len(layer.vjp_leaves)]
+    wanted = [*shardings.results(layer.results), *[settled] * len(layer.sources)]
     forward = jaxpr_per_device(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
-    remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remade))
+    remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remake.out_avals))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
@@ -244,26 +247,26 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> LocalLayer
         layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
     )
     local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
-    return LocalLayer(
+    return DeviceLayer(
         forward=local,
-        remake=replay(remake.jaxpr, [0] * len(layer.remade)),
+        remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
         residuals=_structs(_chosen(forward.jaxpr.out_avals, local.residuals_at)),
         activation=_structs(forward.jaxpr.in_avals[layer.num_arguments :]),
-        outputs=_structs(backward.jaxpr.in_avals[len(layer.vjp_leaves) :]),
+        outputs=_structs(backward.jaxpr.in_avals[len(layer.sources) :]),
     )
 
 
-def _as_forward(local: PerDeviceJaxpr, results: Shapes, residuals_at: tuple[int, ...]) -> LocalForward:
+def _as_forward(local: PerDeviceJaxpr, results: Results, residuals_at: tuple[int, ...]) -> DeviceForward:
     count = len(jax.tree.leaves(results))
     shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
-    return LocalForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
+    return DeviceForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
 
 
-def _chosen(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
     return [items[i] for i in indices]
 
 
-def _structs(avals: Sequence[Any]) -> Structs:
+def _structs(avals: Sequence[Leaf]) -> Structs:
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

@@ -24,7 +24,7 @@ from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.mesh.splits import WHOLE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import Arguments, LayerFunction
-from jpipe.model.traced_layer import TracedLayer, local_forward, partition_layer
+from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
 from jpipe.planning.flops import Flops, count_flops
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -244,7 +244,7 @@ def _runs(layer: Layer, example: Callable[[int, Any], jax.Array]) -> list[Run]:
     leaves, structure = jax.tree.flatten((shapes, list(local.activation), list(local.outputs)))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
-    alone = jax.jit(local_forward(function, shapes)) if function.remat.keep_inputs else kept
+    alone = jax.jit(trace_forward(function, shapes)) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
     inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
     return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given), (inputs_only, given)]

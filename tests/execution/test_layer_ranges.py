@@ -31,13 +31,13 @@ def test_a_run_of_equal_layers_is_one_range():
     assert ranges.start.tolist() == [[[0, 0, 0]], [[0, 2, 0]]]
     assert ranges.stop.tolist() == [[[1, 2, 0]], [[0, 4, 1]]]
     assert ranges.always_one.tolist() == [[False, False, False]]
-    assert (ranges.num_virtual_stages, ranges.passes_of.tolist()) == (2, [1, 1])
+    assert (ranges.num_virtual_stages, ranges.passes_of.tolist(), ranges.most.tolist()) == (2, [1, 1], [1, 2, 1])
 
 
 def test_a_group_that_comes_back_takes_another_pass():
     model = model_of([0, 1, 2, 1, 2, 1, 3])
     ranges = make_ranges(model, [(0, 6), (6, 7)])
-    assert ranges.passes_of.tolist() == [3, 1]
+    assert (ranges.passes_of.tolist(), ranges.most.tolist()) == ([3, 1], [1, 3, 2, 1])
     assert walk(model, ranges, 0) == [0, 1, 2, 3, 4, 5]
 
 

@@ -31,19 +31,19 @@ def loops_around(operation: str, hlo: str) -> list[tuple[str, int]]:
 
 def unlike_layers():
     """Matrix products of different sizes; two of them look alike, on different stages."""
+    return [product_layer(i, width) for i, width in enumerate(WIDTHS)]
 
-    def make(i: int, width: int) -> jpipe.Layer:
-        def init(key, x):
-            with jax.named_scope(f"layer{i}"):
-                return jax.random.normal(key, (x.shape[-1], width), jnp.float32) / 2
 
-        def apply(w, x):
-            with jax.named_scope(f"layer{i}"):
-                return jnp.sin(x @ w)
+def product_layer(i: int, width: int) -> jpipe.Layer:
+    def init(key, x):
+        with jax.named_scope(f"layer{i}"):
+            return jax.random.normal(key, (x.shape[-1], width), jnp.float32) / 2
 
-        return jpipe.Layer(init, apply, name=f"layer{i}")
+    def apply(w, x):
+        with jax.named_scope(f"layer{i}"):
+            return jnp.sin(x @ w)
 
-    return [make(i, width) for i, width in enumerate(WIDTHS)]
+    return jpipe.Layer(init, apply, name=f"layer{i}")
 
 
 def unlike(num_microbatches: int, **options):
@@ -69,6 +69,27 @@ def test_a_stage_computes_its_own_layers_only(order, m, v, remat):
     found = loops_around("dot", program)
     assert len(found) >= 3 * len(WIDTHS) - 1  # forward, and two backward (one in the first layer)
     # around each: the scan over ticks, the action, the layers of its group
+    assert [pair for pair in found if pair[1] != 3] == []
+
+
+@pytest.mark.parametrize(("order", "m", "remat"), [("1f1b", 3, "none"), ("1f1b", 3, "full"), ("naive", 1, "layer")])
+def test_a_stage_lacks_equal_layers_that_others_have_one_of(order, m, remat):
+    """A regression: the first and the third stage have one each, so that their position selects nothing."""
+    first, equal, *others = (product_layer(i, width) for i, width in enumerate([4, 5, 3, 4, 6]))
+    pipe = jpipe.Pipeline(
+        [first, equal, *others[:2], equal, others[2]],
+        lambda y, _: jnp.sum(y),
+        num_stages=3,
+        num_microbatches=m,
+        balance="even",
+        schedule=order,
+        remat=remat,
+    )
+    batch = {"inputs": jax.ShapeDtypeStruct((2 * m, 3), jnp.float32)}
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    program = jax.jit(pipe.value_and_grad).lower(variables, batch).compile().as_text()
+    found = loops_around("dot", program)
+    assert {name for name, _ in found} == {f"layer{i}" for i in range(5)}
     assert [pair for pair in found if pair[1] != 3] == []
 
 

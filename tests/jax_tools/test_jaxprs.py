@@ -9,11 +9,11 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jpipe.jax_tools.jaxprs import (
     changed,
     depends_on,
-    scan_counts,
     uses,
     without_roundings,
     without_stops,
 )
+from jpipe.seam.inside import scan_counts
 
 X = np.linspace(-1, 1, 6, dtype=np.float32)
 

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.loops import each, of_trip, tie, when
+from jpipe.jax_tools.loops import each, of_trip, when
 
 
 def visited(start, stop, *, reverse=False):
     """The trips in the order in which they are taken."""
 
-    def body(i, carry):
+    def body(i, _, carry):
         seen, count = carry
-        return i, (seen.at[count].set(i), count + 1)
+        return seen.at[count].set(i), count + 1
 
-    seen, count = each(start, stop, body, (jnp.full(8, -1), 0), reverse=reverse)
+    seen, count = each(start, stop, (), body, (jnp.full(8, -1), 0), reverse=reverse)
     return np.asarray(seen)[: int(count)].tolist()
 
 
@@ -26,21 +26,29 @@ def visited(start, stop, *, reverse=False):
 def test_each_takes_the_trips_of_a_range(bounds, reverse):
     expected = list(range(*bounds))[:: -1 if reverse else 1]
     assert visited(*bounds, reverse=reverse) == expected
-    traced = jax.jit(lambda a, b: each(a, b, lambda i, c: (i, 10 * c + i), jnp.int32(0), reverse=reverse))
+    traced = jax.jit(lambda a, b: each(a, b, (), lambda i, _, c: 10 * c + i, jnp.int32(0), reverse=reverse))
     assert int(traced(*bounds)) == sum(i * 10**n for n, i in enumerate(reversed(expected)))
 
 
 @pytest.mark.parametrize("condition", [False, True])
 def test_when(condition):
-    body = lambda i, carry: (i, carry + 1)
-    assert int(when(condition, body, jnp.int32(4))) == 4 + condition
-    assert int(jax.jit(lambda c: when(c, body, jnp.int32(4)))(condition)) == 4 + condition
+    body = lambda given, carry: carry + given
+    assert int(when(condition, 3, body, jnp.int32(4))) == 4 + 3 * condition
+    assert int(jax.jit(lambda c: when(c, 3, body, jnp.int32(4)))(condition)) == 4 + 3 * condition
+
+
+def test_what_a_body_reads_comes_from_the_given_and_the_carry():
+    reads = lambda i, given, carry: {"row": given[i], "sum": carry}
+    body = lambda i, values, carry: values["row"] * 10 + values["sum"]
+    for bounds in [(0, 2), (jnp.int32(0), jnp.int32(2)), (1, 2)]:
+        expected = sum(10 * (i + 5) for i in range(*map(int, bounds)))
+        assert int(each(*bounds, jnp.arange(5, 9), body, jnp.int32(0), reads=reads)) == expected
 
 
 def test_known_bounds_leave_no_loop_of_one_trip():
-    text = jax.jit(lambda x: each(0, 1, lambda i, c: (i, c * 2), x)).lower(1.0).as_text()
+    text = jax.jit(lambda x: each(0, 1, (), lambda i, _, c: c * 2, x)).lower(1.0).as_text()
     assert "while" not in text
-    assert "while" not in jax.jit(lambda x: when(False, lambda i, c: (i, c * 2), x)).lower(1.0).as_text()
+    assert "while" not in jax.jit(lambda x: when(False, (), lambda _, c: c * 2, x)).lower(1.0).as_text()
 
 
 def products_outside_of_loops(run, *arguments):
@@ -50,20 +58,34 @@ def products_outside_of_loops(run, *arguments):
     return "dot(" in entry
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_what_is_tied_to_its_trip_stays_in_the_loop(tied):
+def product(x, total):
+    return total + x @ x
+
+
+LOOPS = {
+    "given": lambda x, count: each(0, count, x, lambda _, x, total: product(x, total), jnp.zeros_like(x)),
+    "read": lambda x, count: each(
+        0, count, (), lambda _, x, total: product(x, total), jnp.zeros_like(x), reads=lambda *_: x
+    ),
+    "read from the carry": lambda x, count: each(
+        0,
+        count,
+        (),
+        lambda _, x, carry: (carry[0], product(x, carry[1])),
+        (x, jnp.zeros_like(x)),
+        reads=lambda _, given, carry: carry[0],
+    )[1],
+    "in a branch": lambda x, count: when(count > 0, x, product, jnp.zeros_like(x)) * count,
+    "not tied": lambda x, count: each(0, count, (), lambda _, given, total: product(x, total), jnp.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_hands_out_stays_in_the_loop(name):
     """Without the tie this compiler computes the product of what doesn't change once, before the loop."""
-
-    def run(x, count):
-        def body(i, total):
-            factors, i = tie(x, i) if tied else (x, i)
-            return i, total + factors @ factors
-
-        return each(0, count, body, jnp.zeros_like(x))
-
     x = jnp.arange(9.0).reshape(3, 3)
-    assert products_outside_of_loops(run, x, 2) is not tied
-    np.testing.assert_allclose(jax.jit(run)(x, 3), 3 * (x @ x))
+    assert products_outside_of_loops(LOOPS[name], x, 2) is (name == "not tied")
+    np.testing.assert_allclose(jax.jit(LOOPS[name])(x, 3), 3 * (x @ x))
 
 
 def test_of_trip_changes_nothing():

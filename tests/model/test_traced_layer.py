@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 import jpipe
-from cases import assert_close, take_microbatch
+from cases import assert_close
 from jpipe.execution.batches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
+from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import loss_sums
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import local_layer, trace_layer
+from jpipe.model.traced_layer import partition_layer, trace_layer
 
 REMATS = [*MODES, jax.checkpoint_policies.dots_saveable]
 BATCH = {"inputs": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)}
@@ -48,12 +49,18 @@ def functions_of(layer, remat):
     return functions, shapes
 
 
+def layer_of(function, shapes):
+    """Its forward and backward on one device."""
+    arguments = function.shapes(shapes)
+    return partition_layer(trace_layer(function, arguments), function.shardings(arguments, WHOLE))
+
+
 @pytest.mark.parametrize("remat", REMATS, ids=[*MODES, "dots_saveable"])
 @pytest.mark.parametrize("name", MIDDLE)
 def test_backward_equals_vjp(name, remat):
     functions, shapes = functions_of(MIDDLE[name], remat)
     function = functions[1]
-    layer = local_layer(function, function.shapes(shapes))
+    layer = layer_of(function, shapes)
     rng = np.random.default_rng(0)
     leaves = jax.tree.leaves(function.group.variables)
     params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in leaves]
@@ -140,7 +147,7 @@ def test_a_layer_may_print_what_it_takes(remat, capfd):
 
 def stored(name, remat):
     functions, shapes = functions_of(MIDDLE[name], remat)
-    return local_layer(functions[1], functions[1].shapes(shapes)).residuals
+    return layer_of(functions[1], shapes).residuals
 
 
 def test_what_is_made_again_needs_parameters_alone():
@@ -157,17 +164,9 @@ def test_what_is_made_again_needs_parameters_alone():
     assert len(found.remake.jaxpr.invars) == 1
     run = lambda w, x: function.forward(Arguments([w], [], jax.random.key(0), None), [x]).outputs[0]
     w, x, dy = jnp.float32(2), jnp.asarray(BATCH["inputs"]), jnp.asarray(BATCH["inputs"] + 1)
-    local, arguments = local_layer(function, function.shapes(shapes)), Arguments([w], [], jax.random.key(0), None)
+    local, arguments = layer_of(function, shapes), Arguments([w], [], jax.random.key(0), None)
     gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
-
-
-def test_the_loss_follows_the_last_layer():
-    functions, _ = functions_of(nn.Dense(4), "none")
-    arguments, x = Arguments([], [], None, BATCH), [jnp.asarray(BATCH["inputs"])]
-    loss, weight = functions[2].forward(arguments, x).outputs
-    assert_close(loss, jnp.sum((2 * BATCH["inputs"]) ** 2) + jnp.sum(BATCH["inputs"]))
-    assert float(weight) == 3
 
 
 def test_loss_sums():
@@ -180,7 +179,3 @@ def test_loss_sums():
     assert numbers((jnp.float32(2), 3.0, {"b": (jnp.int32(4), 5), "a": jnp.bool_(True)})) == [2, 3, 1, 1, 4, 5]
     grad = jax.grad(lambda w: sum(loss_sums((w, w, {"a": w}))[1:]))(2.0)
     assert float(grad) == 0, "weights and metrics are constants"
-
-
-def test_microbatches_are_runs_of_examples():
-    assert_close(take_microbatch(np.arange(6.0, dtype=np.float32), 1, 3), np.asarray([2, 3], np.float32))

@@ -1,0 +1,44 @@
+"""The scan over ticks: what crosses when, and that nothing is branched over."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jpipe
+from jpipe.execution.executor import _arrives, _is_active
+from jpipe.schedules.ticks import lower
+
+
+def table_of(name, **sizes):
+    return lower(jpipe.make_schedule(name, **sizes), keep_inputs=False)
+
+
+def test_what_arrives_in_which_slot():
+    """As `_run_ticks` draws it: activations arrive in the slot for B, cotangents in that for F."""
+    forward, backward = table_of("1f1b", num_stages=2, num_microbatches=3).slots
+    assert (tuple(forward.kinds), tuple(backward.kinds)) == (("F",), ("B",))
+    assert [_arrives(slot, kind) for kind in "FB" for slot in (forward, backward)] == [False, True, True, False]
+
+
+def test_one_stage_is_always_at_work():
+    slots = table_of("gpipe", num_stages=1, num_microbatches=2).slots
+    assert not any(_arrives(slot, kind) for slot in slots for kind in slot.kinds)
+    only_forward = table_of("forward", num_stages=1, num_microbatches=2).slots[0]
+    now = type("Now", (), {"kind": jnp.int32(0)})
+    assert _is_active(only_forward, "F", now, known=True) is True
+    assert not _is_active(only_forward, "F", now, known=False), "another table may be at work"
+
+
+@pytest.mark.parametrize(("num_stages", "permutes"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_actions_are_loops_and_two_permutes_cross(num_stages, permutes, remat):
+    layer = jpipe.Layer(lambda key, x: jnp.ones((4, 4)), lambda w, x: jnp.tanh(x @ w))
+    pipe = jpipe.Pipeline(
+        [layer] * 6, lambda y, _: jnp.mean(y), num_stages=num_stages, num_microbatches=4, balance="even", remat=remat
+    )
+    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    variables = jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    program = jax.jit(pipe.value_and_grad).lower(variables, batch).as_text()
+    assert "stablehlo.while" in program
+    assert "stablehlo.case" not in program
+    assert program.count("stablehlo.collective_permute") == permutes

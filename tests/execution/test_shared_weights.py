@@ -1,0 +1,58 @@
+"""Shared weights: from the stage that holds them to all, and their gradients back."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpipe.execution.shared_weights import send_shared, sum_shared_gradients
+from jpipe.memory.storage import build_storage
+from jpipe.mesh.axes import as_mesh, on_stages
+
+NUM_STAGES, OWNER = 3, 1
+SHAPE = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+
+
+@pytest.fixture
+def step():
+    """A set of variables of its own on every stage, and a shared one, which stage 1 holds."""
+    storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
+    sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
+    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets))
+
+
+def on_each_stage(run):
+    """What `run(k)` gives on stage k, stacked."""
+    body = lambda: jax.tree.map(lambda a: a[None], run(jax.lax.axis_index("stage")))
+    return jax.jit(on_stages(body, as_mesh(None, NUM_STAGES), (), PartitionSpec("stage")))()
+
+
+def filled(storage, k):
+    """A stage's buffers, where everything is its index plus one."""
+    return jax.tree.map(lambda a: jnp.full_like(a, k + 1), storage.zeros())
+
+
+def test_all_stages_get_what_one_holds(step):
+    def run(k):
+        variables = {"params": filled(step.storages["params"], k)}
+        return send_shared(step, variables, k, lambda v, leaves: [leaf * 10 for leaf in leaves])
+
+    (found,) = on_each_stage(run)[1]
+    np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), 10.0 * (OWNER + 1)))
+
+
+def test_gradients_of_all_uses_are_added_up_where_they_belong(step):
+    storage = step.storages["params"]
+
+    def run(k):
+        own = jnp.full(SHAPE.shape, 100 * (k + 1), jnp.float32)
+        work = SimpleNamespace(gradients=filled(storage, k), shared_gradients={1: [own]})
+        gradients = sum_shared_gradients(step, SimpleNamespace(device=k), work)
+        return storage.read(gradients, 0, k), storage.read(gradients, 1, 0)
+
+    (apart,), (shared,) = on_each_stage(run)
+    np.testing.assert_array_equal(apart[:, 0, 0], [1, 2, 3])
+    assert shared[OWNER, 0, 0] == OWNER + 1 + 100 * (1 + 2 + 3)

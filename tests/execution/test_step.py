@@ -1,0 +1,66 @@
+"""A step as plain data: what is laid out for training, and what forward only leaves out."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jpipe
+import jpipe.execution.planner
+
+BATCH = {"inputs": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+
+
+def loss_fn(outputs, batch):
+    return jnp.sum(outputs), jnp.float32(1), {"hits": jnp.sum(outputs > 0)}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The steps that were built since."""
+    found, build = [], jpipe.execution.planner.build_step
+
+    def noted(*arguments, **options):
+        found.append(build(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(jpipe.execution.planner, "build_step", noted)
+    return found
+
+
+def pipeline(**options):
+    layer = jpipe.Layer(lambda key, x: jnp.ones((4, 4)), lambda w, x: jnp.tanh(x @ w))
+    pipe = jpipe.Pipeline([layer] * 6, loss_fn, num_stages=2, num_microbatches=4, balance="even", **options)
+    return pipe, jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
+
+
+@pytest.mark.parametrize(("remat", "rows"), [("none", (3, 1)), ("layer", (3, 1)), ("full", (1, 1))])
+def test_a_training_step(steps, remat, rows):
+    pipe, variables = pipeline(remat=remat)
+    jax.eval_shape(pipe.value_and_grad, variables, BATCH)
+    (step,) = steps
+    assert (step.num_microbatches, step.metrics) == (4, ("hits",))
+    assert [(leaf.shape, leaf.dtype.name) for leaf in step.outputs] == [((), "float32")] * 4
+    assert len(step.functions) == len(step.forwards) == len(step.layers) == len(step.mergings) == 3
+    kept = [forward is layer.forward for forward, layer in zip(step.forwards, step.layers, strict=True)]
+    assert kept == [remat != "full"] * 3, "where inputs are kept, a forward action makes no residuals"
+    assert step.residuals is not None
+    (buffer,) = {buffer.strides: buffer for buffer in step.residuals.buffers.values()}.values()
+    sizes = [stride * count for stride, count in zip(buffer.strides, rows, strict=True)]
+    assert buffer.size == max(sizes)
+
+
+def test_forward_only(steps):
+    pipe, variables = pipeline()
+    jax.eval_shape(pipe.apply, variables, BATCH)
+    (step,) = steps
+    assert (step.layers, step.residuals, step.spec.key) == ((), None, None)
+    assert [leaf.shape for leaf in step.outputs] == [(2, 4)]
+    assert set(step.storages) == {"params"}
+
+
+def test_equal_layers_of_an_unrolled_model_are_traced_once(steps):
+    pipe, variables = pipeline(unroll=True)
+    jax.eval_shape(pipe.value_and_grad, variables, BATCH)
+    (step,) = steps
+    assert len(step.layers) > 3
+    assert len({id(layer) for layer in step.layers}) == 3
