@@ -86,7 +86,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 def compile_distinct(layers: list[Any], shapes: Any) -> tuple[int, float]:
     """(how many distinct layers, the time to compile the forward and the backward of each alone, with remat)."""
-    groups = trace_model(layers, lambda batch: batch["inputs"], shapes["inputs"], shapes).groups
+    groups = trace_model(layers, lambda batch: batch["inputs"], shapes).groups
     total = 0.0
     for group in groups:
         params = group.variables.get("params", {})

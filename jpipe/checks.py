@@ -1,4 +1,4 @@
-"""Checks of what users pass to a pipeline, before anything is compiled.
+"""Checks of what users pass to a pipeline: compared with the plan or the traced model, before anything is compiled.
 
 Every error names the offender, its value, what was expected and what to do.
 """
@@ -6,21 +6,30 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jpipe.execution.batches import check_no_example
-from jpipe.execution.planner import Planner
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
+from jpipe.types import Batch, PyTree
 
 
-def check_variables(plan: Plan, variables: Any) -> None:
+def check_batch(plan: Plan, batch: Batch) -> None:
+    """Checks that a batch `[B, ...]` is like the one that the plan was made for, but for its shapes.
+
+    Raises:
+      ValueError: it has another structure, or is a single example.
+    """
+    check_same_structure("batch", batch, plan.traced.batch)
+    check_no_example(batch, plan.traced.batch)
+
+
+def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
     """Checks that variables (some or all collections) are laid out by this plan.
 
     Raises:
@@ -49,7 +58,7 @@ def check_variables(plan: Plan, variables: Any) -> None:
         check_same_shapes(f"variables[{name!r}]", tree, plan.layouts[name].shapes)
 
 
-def check_is_variables(variables: Any) -> None:
+def check_is_variables(variables: object) -> None:
     """Checks that something may be variables, as far as can be told without a plan.
 
     Raises:
@@ -67,18 +76,19 @@ def check_is_variables(variables: Any) -> None:
         raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
 
 
-def check_complete(plan: Plan, variables: dict[str, Any]) -> None:
-    """Checks that no collection is missing.
+def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
+    """Checks that variables are laid out by this plan and that no collection is missing.
 
     Raises:
-      ValueError: naming the first that is.
+      TypeError, ValueError: as `check_variables`; or naming the first collection that is.
     """
+    check_variables(plan, variables)
     missing = sorted(set(plan.layouts) - set(variables))
     if missing:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Model, key: Any) -> None:
+def check_key(model: Model, key: jax.Array | None) -> None:
     """Checks that there is a key if a layer draws random numbers.
 
     Raises:
@@ -120,7 +130,7 @@ def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> No
         )
 
 
-def check_alive(what: str, tree: Any) -> None:
+def check_alive(what: str, tree: PyTree) -> None:
     """Checks that arrays weren't donated to an earlier step.
 
     Raises:
@@ -129,35 +139,3 @@ def check_alive(what: str, tree: Any) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{what} was donated to an earlier train_step; use the state that it returned")
-
-
-def check_training(planner: Planner, variables: Any, batch: Any, key: Any) -> None:
-    """Checks what a step of training is given.
-
-    Raises:
-      TypeError, ValueError: see the checks above, and `jpipe.execution.batches`.
-    """
-    plan = planner.plan_for(batch)
-    check_same_structure("batch", batch, plan.batch)
-    check_no_example(batch, plan.batch)
-    check_variables(plan, variables)
-    check_complete(plan, variables)
-    check_key(planner.model_with_loss(planner.shapes(batch)), key)
-
-
-def check_evaluation(planner: Planner, variables: Any, batch: Any, *, with_loss: bool, bare: bool = False) -> None:
-    """Checks what a forward pass is given: a batch, or its bare inputs.
-
-    Raises:
-      TypeError, ValueError: see the checks above, and `jpipe.execution.batches`.
-    """
-    plan = planner.plan_for(batch)
-    seen = jax.eval_shape(planner.read_inputs, plan.batch) if bare else plan.batch
-    check_no_example(batch, seen)
-    check_variables(plan, variables)
-    check_complete(plan, variables)
-    shapes = planner.evaluation_shapes(batch)
-    if with_loss:
-        planner.model_with_loss(shapes)
-    else:
-        planner.model(shapes, bare)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,39 +12,32 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe import saving
-from jpipe.checks import (
-    check_alive,
-    check_complete,
-    check_enough_layers,
-    check_evaluation,
-    check_is_variables,
-    check_reads_nothing,
-    check_training,
-    check_variables,
-)
-from jpipe.execution import batches, entry_points, rows
+from jpipe import checks, saving
+from jpipe.execution import batches, programs, rows
 from jpipe.execution.configuration import Agreement
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
-from jpipe.jax_tools.trees import check_same_structure
 from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.splits import Splits, check_shard_over
 from jpipe.mesh.users_mesh import as_mesh
+from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
-from jpipe.model.remat import as_remat
+from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
-from jpipe.planning.options import Options
+from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
-from jpipe.planning.plan import Plan, as_balance
+from jpipe.planning.plan import Plan
+from jpipe.planning.request import Options, Request
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import Call
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps
+from jpipe.types import Batch, PyTree
 
 Variables = dict[str, StageTree]
 
@@ -98,69 +91,59 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        layers: object,
+        loss_fn: LossFn,
         *,
         num_stages: int,
         num_microbatches: int,
         num_chunks: int = 1,
         schedule: str | Schedule = "1f1b",
-        remat: str | Callable[..., Any] = "layer",
-        balance: Any = "flops",
+        remat: str | Policy = "layer",
+        balance: str | Iterable[float] = "flops",
         mesh: Mesh | None = None,
-        inputs: Callable[[Any], Any] | None = None,
+        inputs: Callable[[Batch], PyTree] | None = None,
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
         gather: str = "step",
         cast: str = "step",
         unroll: bool = False,
     ):
-        chosen = {
-            "schedule": schedule,
-            "remat": remat,
-            "balance": balance,
-            "mesh": mesh,
-            "inputs": inputs,
-            "merge": merge,
-            "shard_over": shard_over,
-            "gather": gather,
-            "cast": cast,
-            "unroll": unroll,
-        }
-        self._layers = as_layers(layers)
-        for name, function in (("loss_fn", loss_fn), ("inputs", inputs or batches.default_inputs)):
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        layers, inputs = as_layers(layers), inputs or batches.default_inputs
+        for name, function in (("loss_fn", loss_fn), ("inputs", inputs)):
             if not callable(function):
                 raise TypeError(f"{name}={function!r} is not callable; pass a function")
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         if not self.schedule.trains:
             raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
-        check_enough_layers(len(self._layers), num_stages, num_chunks)
+        checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
-        self.planner = Planner(
-            layers=self._layers,
+        request = Request(
+            layers=layers,
             loss_fn=loss_fn,
-            read_inputs=inputs or batches.default_inputs,
+            read_inputs=inputs,
             remat=as_remat(remat),
             merge=check_rules(merge),
-            balance=as_balance(balance, len(self._layers), num_stages * num_chunks),
+            balance=as_balance(balance, len(layers), num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
             splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
             options=Options(gather, cast, unroll),
         )
+        self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
-        self._arguments = ((layers, loss_fn), sizes | chosen)
-        value_and_grad = partial(entry_points.value_and_grad, self.planner)
+        value_and_grad = partial(programs.value_and_grad, self.planner)
         self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
         self._jit_value_and_grad = jax.jit(value_and_grad)
-        self._jit_forward = jax.jit(partial(entry_points.forward, self.planner), static_argnames=("with_loss", "bare"))
+        self._jit_evaluate = jax.jit(partial(programs.evaluate, self.planner))
+        self._jit_apply = jax.jit(partial(programs.apply, self.planner), static_argnames="bare")
         self._jit_to_layers = jax.jit(to_layers)
 
     def __repr__(self) -> str:
         schedule = self.schedule
         return (
-            f"Pipeline({len(self._layers)} layers, num_stages={schedule.num_stages}, num_microbatches="
+            f"Pipeline({len(self.planner.request.layers)} layers, num_stages={schedule.num_stages}, num_microbatches="
             f"{schedule.num_microbatches}, num_chunks={schedule.num_chunks}, schedule={schedule.name!r}, "
             f"mesh={dict(self.mesh.shape)})"
         )
@@ -171,9 +154,9 @@ class Pipeline:
     def _repr_html_(self) -> str:
         return summarize(repr(self), self.planner).html()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[], Pipeline], tuple[()]]:
         """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""
-        return partial(Pipeline, **self._arguments[1]), self._arguments[0]
+        return partial(Pipeline, **self._arguments), ()
 
     @property
     def partition(self) -> Partition:
@@ -200,7 +183,7 @@ class Pipeline:
         """
         return rows.data_shard(self.mesh)
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: Batch) -> Batch:
         """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from the rows of this process.
 
         Returns at once, so that the next batch can be placed while a step runs.
@@ -211,11 +194,11 @@ class Pipeline:
         Raises:
           ValueError: the mesh's data axes can't split B rows, or processes have no equal runs of them.
         """
-        return rows.place(batch, self.mesh)
+        return rows.place_rows(batch, self.mesh)
 
     # --- variables ---
 
-    def init(self, key: jax.Array, batch: Any) -> Variables:
+    def init(self, key: jax.Array, batch: Batch) -> Variables:
         """New variables, each stage's made on its own devices.
 
         Args:
@@ -231,9 +214,9 @@ class Pipeline:
             self.agreement.check(batch, "init", key)
             key = batches.on_all(key, self.mesh)
         with Call("the initialisation", key) as call:
-            return call.done(self._jit_init(key, ready_values(plan.layouts, self._layers)))
+            return call.done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
-    def layer_variables(self, variables: dict[str, Any]) -> list[Any]:
+    def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.
 
         Args:
@@ -245,11 +228,11 @@ class Pipeline:
           the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the host
           where a process has only a part (`jax.device_get` where it has all).
         """
-        plan = self.planner.known_plan()
-        check_variables(plan, variables)
+        plan = self.plan
+        checks.check_variables(plan, variables)
         return to_items(plan.model, self._jit_to_layers(variables))
 
-    def from_layer_variables(self, trees: list[Any], batch: Any = None) -> Variables:
+    def from_layer_variables(self, trees: list[Item], batch: Batch = None) -> Variables:
         """The inverse of `layer_variables`, under this pipeline's layout.
 
         Args:
@@ -257,21 +240,24 @@ class Pipeline:
             On the host, or on devices of this mesh, of which this process may have some only.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
-        plan = self.planner.known_plan() if batch is None else self.planner.plan_for(batch)
+        plan = self.plan if batch is None else self.planner.plan_for(batch)
         if batch is not None:
             self.agreement.check(batch, "init")
         return from_items(plan.model, plan.layouts, trees)
 
-    def modules(self, variables: dict[str, Any]) -> list[Any]:
+    def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
 
         It is called with what the layer itself takes: `(x, kept, side)` if it pops and reads.
         """
-        return [layer.bind(item) for layer, item in zip(self._layers, self.layer_variables(variables), strict=True)]
+        items = zip(self.planner.request.layers, self.layer_variables(variables), strict=True)
+        return [layer.bind(item) for layer, item in items]
 
     # --- computing ---
 
-    def value_and_grad(self, variables: Variables, batch: Any, key: Any = None) -> tuple[tuple[jax.Array, Any], Any]:
+    def value_and_grad(
+        self, variables: Variables, batch: Batch, key: jax.Array | None = None
+    ) -> tuple[tuple[jax.Array, Variables], StageTree]:
         """Loss and gradients of the whole batch, as `jax.value_and_grad(..., has_aux=True)`.
 
         Args:
@@ -283,7 +269,7 @@ class Pipeline:
           `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and
           typed like `variables["params"]`.
         """
-        check_training(self.planner, variables, batch, key)
+        self._check_training(variables, batch, key)
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         arguments = self._placed(variables), *batches.on_mesh((batch, key), self.mesh)
@@ -291,36 +277,41 @@ class Pipeline:
             (loss, updates, _), grads = call.done(self._jit_value_and_grad(*arguments))
         return (loss, updates), grads
 
-    def apply(self, variables: Variables, batch: Any) -> Any:
+    def apply(self, variables: Variables, batch: Batch) -> PyTree:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
 
         Args:
           variables: the variables by collection.
           batch: a batch as for training, or the bare inputs.
         """
-        check_is_variables(variables)
-        bare = batches.is_bare(batch, self.planner.plan_for(batch).batch, self.planner.read_inputs)
+        checks.check_is_variables(variables)
+        request, seen = self.planner.request, self.planner.plan_for(batch).traced
+        bare = batches.is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
         if bare:
-            check_reads_nothing(self._layers)
-        check_evaluation(self.planner, variables, batch, with_loss=False, bare=bare)
+            checks.check_reads_nothing(request.layers)
+        batches.check_no_example(batch, seen.inputs if bare else seen.batch)
+        checks.check_complete(self.plan, variables)
+        self.planner.model(self.planner.for_evaluation(batch, bare=bare))
         self.agreement.check(batch, "bare" if bare else "apply")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
         with Call("the forward pass", arguments) as call:
-            return call.done(self._jit_forward(*arguments, with_loss=False, bare=bare))
+            return call.done(self._jit_apply(*arguments, bare=bare))
 
-    def evaluate(self, variables: Variables, batch: Any) -> jax.Array:
+    def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        check_same_structure("batch", batch, self.planner.plan_for(batch).batch)
-        check_evaluation(self.planner, variables, batch, with_loss=True)
+        plan = self.planner.plan_for(batch)
+        checks.check_batch(plan, batch)
+        checks.check_complete(plan, variables)
+        self.planner.loss(self.planner.for_evaluation(batch))
         self.agreement.check(batch, "evaluate")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
         with Call("the loss", arguments) as call:
-            return call.done(self._jit_forward(*arguments, with_loss=True, bare=False))
+            return call.done(self._jit_evaluate(*arguments))
 
     # --- training ---
 
     def create_state(
-        self, key: jax.Array, batch: Any, tx: optax.GradientTransformation, variables: Variables | None = None
+        self, key: jax.Array, batch: Batch, tx: optax.GradientTransformation, variables: Variables | None = None
     ) -> TrainState:
         """New variables (those of `init(key, batch)`) and optimiser state, each stage's on its own devices.
 
@@ -335,14 +326,15 @@ class Pipeline:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)
-        check_variables(self.planner.known_plan(), variables)
-        check_complete(self.planner.known_plan(), variables)
+        checks.check_complete(self.plan, variables)
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, variables, opt_state, key, tx)
 
-    def abstract_state(self, batch: Any, tx: optax.GradientTransformation, key: Any = None) -> TrainState:
+    def abstract_state(
+        self, batch: Batch, tx: optax.GradientTransformation, key: jax.Array | None = None
+    ) -> TrainState:
         """Shapes, dtypes and shardings of `create_state`'s result; computes and allocates nothing.
 
         For restoring a checkpoint, and for compiling ahead of time, on a mesh of devices that need not be there:
@@ -353,10 +345,11 @@ class Pipeline:
           tx: any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        variables = {name: layout.shapes for name, layout in self.planner.plan_for(batch).layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), self.planner.loss_shape(), self.mesh)
+        plan = self.planner.plan_for(batch)
+        variables = {name: layout.shapes for name, layout in plan.layouts.items()}
+        return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch, self.mesh)
 
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
 
         A `tx` made anew from the same numbers and functions runs what was compiled for the first one, unless it holds
@@ -369,8 +362,8 @@ class Pipeline:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
-        check_alive("state", state)
-        check_training(self.planner, state.variables, batch, state.key)
+        checks.check_alive("state", state)
+        self._check_training(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         with Call("the training step", (state, batch)) as call:
@@ -380,21 +373,28 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        compiled: tuple[Any, ...] = (self._jit_value_and_grad, self._jit_forward, self._jit_to_layers)
-        for function in compiled:
+        jitted: tuple[Any, ...] = self._jit_value_and_grad, self._jit_evaluate, self._jit_apply, self._jit_to_layers
+        for function in jitted:
             function.clear_cache()
         self.__dict__.pop("_jit_init", None)
 
-    # --- planning ---
+    # --- what they have in common ---
+
+    def _check_training(self, variables: Variables, batch: Batch, key: jax.Array | None) -> None:
+        """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
+        plan = self.planner.plan_for(batch)
+        checks.check_batch(plan, batch)
+        checks.check_complete(plan, variables)
+        micro = self.planner.for_training(batch)
+        model, _ = self.planner.model(micro), self.planner.loss(micro)
+        checks.check_key(model, key)
 
     def _placed(self, variables: Variables) -> Variables:
         """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
-        layouts = self.planner.known_plan().layouts
-        return {name: layouts[name].on_devices(tree) for name, tree in variables.items()}
+        return {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
 
     @cached_property
     def _jit_init(self) -> Callable:
-        plan = self.planner.known_plan()
-        shapes = {name: layout.shapes for name, layout in plan.layouts.items()}
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        return jax.jit(partial(entry_points.init_variables, plan), out_shardings=shardings)
+        plan = self.plan
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, {n: layout.shapes for n, layout in plan.layouts.items()})
+        return jax.jit(partial(programs.init_variables, plan), out_shardings=shardings)

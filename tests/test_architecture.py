@@ -58,6 +58,7 @@ MAY_IMPORT = {
     },
     "profiling": {
         "terminal",
+        "jax_tools",
         "mesh",
         "schedules",
         "model",
@@ -213,11 +214,8 @@ def test_every_file_is_in_its_folders_row():
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
 SAME_STEMS: set[str] = set()
-HOMONYMS: set[str] = {  # to be emptied: classes and public functions of one name in several modules
-    "Layer",
-    "forward",
-    "place",
-}
+HOMONYMS: set[str] = set()
+"""To be kept empty: classes and public functions of one name in several modules."""
 
 
 def test_no_two_files_have_one_name():
@@ -239,19 +237,9 @@ def test_no_two_classes_or_public_functions_have_one_name():
 
 WITHOUT_CODE = {"types.py", "__main__.py"}
 UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
-    "checks.py",
-    "execution/batches.py",
-    "execution/configuration.py",
-    "execution/entry_points.py",
-    "execution/planner.py",
-    "execution/rows.py",
     "jax_tools/concrete.py",
     "jax_tools/trees.py",
     "layers/ends.py",
-    "model/groups.py",
-    "model/loss.py",
-    "planning/options.py",
-    "planning/plan.py",
     "saving.py",
     "schedules/actions.py",
     "schedules/orders.py",
@@ -270,9 +258,9 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9640
+MOST_LINES = 9558
 """Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
-MOST_ANYS = 740
+MOST_ANYS = 246
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

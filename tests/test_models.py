@@ -23,7 +23,7 @@ from models import amoebanet, resnet, transformer_l, translation, unet
 
 
 def traced(layers: list, batch: dict) -> Model:
-    return trace_model(as_layers(layers), lambda batch: batch["inputs"], batch["inputs"], batch)
+    return trace_model(as_layers(layers), lambda batch: batch["inputs"], batch)
 
 
 def num_parameters(model: Model) -> int:

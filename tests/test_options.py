@@ -116,15 +116,3 @@ def test_parameters_that_are_not_a_number_stay_so():
     trees = pipe.layer_variables(variables)
     trees[3] = {"params": jnp.full((16, 16), jnp.nan)} if isinstance(trees[3], dict) else jnp.full((16, 16), jnp.nan)
     assert np.isnan(pipe.evaluate(pipe.from_layer_variables(trees, BATCH), BATCH))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"cast": "never"}, ValueError, r"cast='never' is unknown; use one of \['step', 'use'\]"),
-        ({"unroll": 2}, TypeError, "unroll=2 is not a bool; True compiles a stage's layers one by one"),
-    ],
-)
-def test_a_wrong_option_is_an_error(options, error, message):
-    with pytest.raises(error, match=message):
-        chain(**options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
-def default_inputs(batch: Any) -> Any:
+
+def default_inputs(batch: Batch) -> PyTree:
     """What the first layer takes: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
     if isinstance(batch, Mapping):
         if "inputs" not in batch:
@@ -33,36 +35,36 @@ def default_inputs(batch: Any) -> Any:
     return batch
 
 
-def is_bare(batch: Any, expected: Any, read_inputs: Callable[[Any], Any]) -> bool:
+def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callable[[Batch], PyTree]) -> bool:
     """Whether `apply` was given the bare inputs rather than a batch that holds them.
 
     Args:
       batch: what it was given.
       expected: the batch seen at init.
+      inputs: what was read from it.
       read_inputs: `batch -> inputs`.
 
     Raises:
       ValueError: it is neither; both structures are shown.
     """
-    structure = jax.tree.structure(batch)
-    inputs = jax.tree.structure(jax.eval_shape(read_inputs, expected))
+    structure, wanted = jax.tree.structure(batch), jax.tree.structure(inputs)
     if structure == jax.tree.structure(expected):
         return False
-    if structure == inputs:
+    if structure == wanted:
         return True
     try:  # a batch without what only the loss needs
         found = jax.tree.structure(jax.eval_shape(read_inputs, batch))
     except Exception:
         found = None
-    if found is None or found != inputs:  # a PyTreeDef can't be compared with None
+    if found is None or found != wanted:  # a PyTreeDef can't be compared with None
         raise ValueError(
             f"the batch has the structure {structure}: neither that of a training batch, "
-            f"{jax.tree.structure(expected)}, nor that of the bare inputs, {inputs}"
+            f"{jax.tree.structure(expected)}, nor that of the bare inputs, {wanted}"
         )
     return False
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Batch) -> int:
     """B, of a pytree of arrays `[B, ...]`.
 
     Raises:
@@ -90,25 +92,47 @@ def batch_size(batch: Any) -> int:
     return size
 
 
-def microbatch_shapes(batch: Any, num_microbatches: int) -> Any:
-    """The shapes of one micro-batch of a batch that passed `batch_size`, a pytree of ShapeDtypeStructs."""
-    shape = lambda a: jax.ShapeDtypeStruct(
-        (a.shape[0] // num_microbatches, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
-    )
-    return jax.tree.map(shape, batch)
+@dataclass(frozen=True)
+class MicroBatch:
+    """The shapes of one of the equal micro-batches that a batch is cut into: what a model is traced at.
+
+    Attributes:
+      structure: of the batch.
+      leaves: its arrays `[b, ...]`.
+      count: M, how many there are.
+      bare: whether they are the model's inputs alone.
+    """
+
+    structure: Structure
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    count: int
+    bare: bool = False
+
+    @property
+    def shapes(self) -> Shapes:
+        """As the user's pytree."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
-def check_divides(size: int, num_microbatches: int, shards: int) -> None:
-    """Checks that a batch can be cut into micro-batches for training, and those be split over the data axes.
+def cut(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
+    """One of `count` micro-batches of a batch `[B, ...]` that passed `batch_size`, as shapes."""
+    leaves, structure = jax.tree.flatten(batch)
+    shape = lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
+    return MicroBatch(structure, tuple(map(shape, leaves)), count, bare)
+
+
+def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroBatch:
+    """One of M micro-batches, which can be split over the data axes.
 
     Args:
-      size: B.
+      batch: `[B, ...]`.
       num_microbatches: M.
       shards: the devices that each micro-batch is split over.
 
     Raises:
-      ValueError: it can't; sizes that can are named.
+      TypeError, ValueError: it is no batch (`batch_size`), or can't be cut so; sizes that can are named.
     """
+    size = batch_size(batch)
     if size % num_microbatches:
         raise ValueError(
             f"batch size {size} is not divisible by num_microbatches={num_microbatches}; use {_alternatives(size)}"
@@ -119,18 +143,20 @@ def check_divides(size: int, num_microbatches: int, shards: int) -> None:
             f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
             f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
         )
+    return cut(batch, num_microbatches)
 
 
-def evaluation_microbatches(size: int, num_microbatches: int, shards: int) -> int:
-    """How many equal micro-batches an evaluation batch of any size is cut into: M of them, or the next fewer that fit.
+def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare: bool = False) -> MicroBatch:
+    """One of equal micro-batches of a batch of any size: M of them, or the next fewer that fit.
 
     Those that the data axes can split come first; where there are none, every device computes the whole micro-batch.
     """
+    size = batch_size(batch)
     fitting = [m for m in range(1, num_microbatches + 1) if size % m == 0]
-    return max(fitting, key=lambda m: (size // m % shards == 0, m))
+    return cut(batch, max(fitting, key=lambda m: (size // m % shards == 0, m)), bare=bare)
 
 
-def _check_dtype(name: str, dtype: Any) -> None:
+def _check_dtype(name: str, dtype: np.dtype) -> None:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"{name} holds random keys ({dtype}), which a batch can't; pass jax.random.key_data(keys), and call "
@@ -142,7 +168,7 @@ def _check_dtype(name: str, dtype: Any) -> None:
         )
 
 
-def check_no_example(batch: Any, expected: Any) -> None:
+def check_no_example(batch: Batch, expected: Shapes) -> None:
     """Checks that a batch isn't a single example of what was seen at init.
 
     Args:
@@ -164,7 +190,7 @@ def check_no_example(batch: Any, expected: Any) -> None:
             )
 
 
-def on_mesh(tree: Any, mesh: Mesh) -> Any:
+def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
     """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
 
     A model may have no parameters that would say where it runs. A process can't put its own array on devices of others,
@@ -174,7 +200,7 @@ def on_mesh(tree: Any, mesh: Mesh) -> Any:
         return tree
     devices = set(mesh.devices.flat)
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
         if isinstance(leaf, jax.Array) and (not leaf.is_fully_addressable or leaf.sharding.device_set == devices):
@@ -184,7 +210,7 @@ def on_mesh(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(move, tree)
 
 
-def on_all(tree: Any, mesh: Mesh) -> Any:
+def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
     """Small arrays on all devices of the mesh, those of other processes included."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))
 
@@ -194,13 +220,13 @@ def _alternatives(size: int) -> str:
     return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]])) or "at least one example"
 
 
-def split_microbatches(batch: Any, num_microbatches: int) -> Any:
+def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
     """`[B, ...]` to `[M, B/M, ...]`: micro-batch m holds the m-th run of B/M examples."""
     return jax.tree.map(
         lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch
     )
 
 
-def join_microbatches(leaf: Any) -> Any:
+def join_microbatches(leaf: jax.Array) -> jax.Array:
     """`[M, B/M, ...]` to `[B, ...]`; one number a micro-batch stays `[M]`."""
     return leaf if leaf.ndim < 2 else jnp.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))

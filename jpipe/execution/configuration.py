@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,8 +17,10 @@ from jpipe.execution.planner import Planner
 from jpipe.execution.rows import check_placed
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
+from jpipe.planning.plan import Plan
 from jpipe.processes.agreement import check_agreement
 from jpipe.terminal.progress import task
+from jpipe.types import Batch, Leaf
 
 
 class Agreement:
@@ -32,7 +33,7 @@ class Agreement:
     def __init__(self, planner: Planner):
         self._planner, self._known = planner, set()
 
-    def check(self, batch: Any, what: str, key: Any = None) -> None:
+    def check(self, batch: Batch, what: str, key: jax.Array | None = None) -> None:
         """Compares this process's configuration with the others'; with one process it does nothing.
 
         Args:
@@ -44,13 +45,13 @@ class Agreement:
           ValueError: an array of the batch is on devices of this process alone, or the processes disagree.
           RuntimeError: others don't come.
         """
-        mesh = self._planner.mesh
+        mesh = self._planner.request.mesh
         if jax.process_count() == 1 or not mesh.is_multi_process:
             return
         check_placed(batch, mesh)
         step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
         if step not in self._known:
-            found = facts(self._planner, batch, values=what != "init", key=key)
+            found = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
             with task("comparing configurations with the other processes"):
                 check_agreement({"call": what, **found}, processes_of(mesh))
             self._known.add(step)
@@ -61,26 +62,28 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def facts(planner: Planner, batch: Any, *, values: bool, key: Any = None) -> dict[str, str]:
+def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = None) -> dict[str, str]:
     """The configuration by name, in words.
 
     Args:
-      planner: which has its plan.
+      plan: the pipeline's.
       batch: the batch of the step, `[B, ...]`.
       values: whether its arrays that aren't spread over processes have to be equal, too.
       key: the random key of the step, if it has one.
     """
-    plan, schedule = planner.known_plan(), planner.schedule
-    options = plan.options
+    given = plan.request
+    schedule, mesh, options = given.schedule, given.mesh, given.options
     found = {
         "num_stages": str(schedule.num_stages),
         "num_microbatches": str(schedule.num_microbatches),
         "num_chunks": str(schedule.num_chunks),
         "schedule": f"{schedule.name} ({_digest([str(schedule.actions), str(schedule.slots)])})",
-        "remat": _name(planner.remat),
-        "mesh": f"{dict(plan.mesh.shape)} of the devices {_shortened([d.id for d in plan.mesh.devices.flat])}",
-        "shard_over, gather, cast, unroll": str((plan.splits.shard_over, options.gather, options.cast, options.unroll)),
-        "merge": str(dict(sorted(planner.merge.items()))),
+        "remat": _name(given.remat),
+        "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
+        "shard_over, gather, cast, unroll": str(
+            (given.splits.shard_over, options.gather, options.cast, options.unroll)
+        ),
+        "merge": str(dict(sorted(given.merge.items()))),
         "layers": str(plan.traced.num_layers),
     }
     for index in range(plan.traced.num_layers):
@@ -93,12 +96,12 @@ def facts(planner: Planner, batch: Any, *, values: bool, key: Any = None) -> dic
         if values and _is_own(leaf):
             remedy = "rows of this process alone go through pipe.place"
             found[f"the values of {name} ({remedy})"] = _digest([np.asarray(leaf).tobytes()])
-    if _is_own(key):
+    if key is not None and _is_own(key):
         found["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
     return found | {"JAX": jax.__version__}
 
 
-def _is_own(leaf: Any) -> bool:
+def _is_own(leaf: Leaf) -> bool:
     """Whether a leaf has values, which this process alone knows."""
     own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
     return own or isinstance(leaf, np.ndarray)
@@ -116,7 +119,7 @@ def _digest(parts: Sequence[str | bytes]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _shortened(value: Any, most: int = 200) -> str:
+def _shortened(value: object, most: int = 200) -> str:
     """A value in words; the middle of long ones is left out, but told apart by a digest."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most // 2]}... ({_digest([text])})"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -11,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.execution.batches import batch_size
 from jpipe.mesh.axes import AXIS, batch_axes, num_shards
+from jpipe.types import Batch, Leaf
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:
@@ -42,7 +41,7 @@ def data_shard(mesh: Mesh) -> tuple[int, int]:
     return of[own][0] // size, len(parts) // size
 
 
-def place(batch: Any, mesh: Mesh) -> Any:
+def place_rows(batch: Batch, mesh: Mesh) -> Batch:
     """Global arrays `[B, ...]`, split over the data axes, from this process's rows; see `Pipeline.place`."""
     count = data_shard(mesh)[1]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -60,14 +59,14 @@ def place(batch: Any, mesh: Mesh) -> Any:
         )
     sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
-    def move(leaf: Any) -> jax.Array:
+    def move(leaf: Leaf) -> jax.Array:
         shape = (rows * count, *leaf.shape[1:])
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
     return jax.tree.map(move, batch)
 
 
-def check_placed(batch: Any, mesh: Mesh) -> None:
+def check_placed(batch: Batch, mesh: Mesh) -> None:
     """Checks that no array of a batch is on some devices of one process, where the mesh has those of several.
 
     Raises:

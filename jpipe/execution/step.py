@@ -6,7 +6,7 @@ of one micro-batch. The executor then only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,16 +14,17 @@ import jax
 
 from jpipe.execution.layer_ranges import LayerRanges, make_ranges
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.memory_order import Order
+from jpipe.jax_tools.memory_order import result_orders
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage, build_storage, each_apart
-from jpipe.model.groups import Model, Shapes
+from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.loss import LossFn, metric_names
+from jpipe.model.loss import LossFn
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.remat import Remat
-from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
+from jpipe.model.traced_layer import DeviceForward, DeviceLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
+from jpipe.planning.costs import TracedGroup
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
@@ -41,6 +42,7 @@ class StepSpec:
       remat: the rematerialisation mode.
       schedule: the order of actions.
       merge: the rules for state, by collection, that the user set.
+      metrics: the names of what the loss function gives besides the loss.
     """
 
     key: jax.ShapeDtypeStruct | None
@@ -48,6 +50,7 @@ class StepSpec:
     remat: Remat
     schedule: Schedule
     merge: Mapping[str, str]
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +70,6 @@ class Step:
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
       table: when each action runs.
-      batch: the shapes of one micro-batch `[b, ...]`, whole (not a device's part).
     """
 
     spec: StepSpec
@@ -82,7 +84,6 @@ class Step:
     cotangents: Boundaries
     ranges: LayerRanges
     table: TickTable
-    batch: Shapes
 
     @property
     def num_microbatches(self) -> int:
@@ -99,10 +100,12 @@ class Step:
         """How the leaves of `outputs` lie on the devices of the last stage."""
         return self.forwards[self.model.last].results_at[: len(self.outputs)]
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of what the loss function gives besides the loss."""
-        return metric_names(self.spec.loss_fn, self.model.outputs, self.batch)
+    def described(self) -> str:
+        """How much there is to compile, in words."""
+        schedule = self.spec.schedule
+        chunks = f"V={schedule.num_chunks}, " * (schedule.num_chunks > 1)
+        sizes = f"K={schedule.num_stages}, {chunks}M={schedule.num_microbatches}"
+        return f"{self.model.described()}, {schedule.name}, {sizes}"
 
 
 def layer_functions(model: Model, spec: StepSpec) -> tuple[LayerFunction, ...]:
@@ -111,67 +114,54 @@ def layer_functions(model: Model, spec: StepSpec) -> tuple[LayerFunction, ...]:
     return tuple(LayerFunction(group, spec.key, spec.remat, loss(g)) for g, group in enumerate(model.groups))
 
 
-def build_step(
-    plan: Plan,
-    model: Model,
-    spec: StepSpec,
-    batch: Shapes,
-    *,
-    traced: Sequence[TracedLayer],
-    orders: Callable[[LayerFunction, DeviceForward], list[Order | None]],
-) -> Step:
+def build_step(plan: Plan, traced: Model, spec: StepSpec, groups: Sequence[TracedGroup] = ()) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
     Args:
       plan: cuts and layout.
-      model: the layers as the stages run them, traced at these shapes.
+      traced: the layers, traced at these shapes.
       spec: what the step is for.
-      batch: the shapes of one micro-batch `[b, ...]`, whole.
-      traced: for each group its traced forward and backward; empty for a step without backward.
-      orders: a layer and its forward -> in which order of dimensions each of its residuals lies in memory.
+      groups: their forward and backward; empty for a step without backward.
     """
-    schedule, remat, bounds, splits = spec.schedule, spec.remat, plan.bounds, plan.splits
-    functions = layer_functions(model, spec)
-    arguments = [function.shapes(batch) for function in functions]
+    request, bounds = plan.request, plan.partition.bounds
+    schedule, remat, splits = spec.schedule, spec.remat, request.splits
+    model, functions = plan.arranged(traced), layer_functions(traced, spec)
+    calls = [(function, function.shapes(traced.batch)) for function in functions]
 
-    def each(make: Callable[[int], T]) -> tuple[T, ...]:
-        """For each group what `make` makes; groups that compute the same (an unrolled model has some) share a call."""
-        made: dict[int, T] = {}
-        for g in dict.fromkeys(model.traced_as):
-            made[g] = make(g)
+    def spread(made: Sequence[T]) -> tuple[T, ...]:
+        """What was made for each group as traced, for each group of `model`."""
         return tuple(made[g] for g in model.traced_as)
 
-    local = lambda g: partition_layer(traced[g], functions[g].shardings(arguments[g], splits))
-    layers = each(local) if schedule.trains else ()
+    layers = [partition_layer(g.traced, g.function.shardings(g.arguments, splits)) for g in groups]
     alone = remat.keep_inputs or not schedule.trains  # a forward of which nothing is kept
-    forwards = each(lambda g: trace_forward(functions[g], arguments[g], splits) if alone else layers[g].forward)
+    forwards = [trace_forward(*call, splits) for call in calls] if alone else [layer.forward for layer in layers]
     table = lower(schedule, keep_inputs=remat.keep_inputs)
     residuals = None
     if schedule.trains:
         virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
-        leaves = [layer.residuals for layer in layers]
+        leaves = spread([layer.residuals for layer in layers])
+        kept = [layer.forward for layer in layers]
         residuals = build_storage(
             leaves,
             [[virtual_stage_of[i] for i in group.indices] for group in model.groups],
             device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
             # Where inputs are kept, residuals live within one backward action alone.
             rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
-            orders=each(lambda g: orders(functions[g], layers[g].forward)),
-            tags=each_apart(leaves) if plan.options.unroll else None,
+            orders=spread([result_orders(run.jaxpr, run.residuals_at, request.mesh) for run in kept]),
+            tags=each_apart(leaves) if request.options.unroll else None,
         )
     boundaries, cuts = model.boundaries, [stop - 1 for _, stop in bounds[:-1]]
     return Step(
         spec=spec,
         model=model,
-        functions=functions,
-        forwards=forwards,
-        layers=layers,
-        mergings=each(lambda g: make_merging(functions[g], arguments[g], spec.merge, splits)),
+        functions=layer_functions(model, spec),
+        forwards=spread(forwards),
+        layers=spread(layers) if layers else (),
+        mergings=spread([make_merging(*call, spec.merge, splits) for call in calls]),
         storages={name: layout.storage for name, layout in plan.layouts.items()},
         residuals=residuals,
         activations=make_boundaries(boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in boundaries], cuts),
         ranges=make_ranges(model, bounds),
         table=table,
-        batch=batch,
     )

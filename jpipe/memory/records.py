@@ -20,7 +20,7 @@ from jpipe.jax_tools.indexing import Index, look_up
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
-from jpipe.mesh.programs import on_stages
+from jpipe.mesh.on_stages import on_stages
 from jpipe.mesh.specs import shard_shape
 from jpipe.partitioner.shardings import names_in
 from jpipe.types import Leaf

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
 from jpipe.partitioner.shardings import Axis, Sharding, part_structs
-
-Shapes = Any
-"""A pytree of `jax.ShapeDtypeStruct`."""
+from jpipe.types import PyTree, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +79,17 @@ class Model:
       groups: in the order of their first layers.
       group_of: the index of each layer's group, `[N]`.
       variable_sets: all variables of the model.
-      inputs: the shapes of what the first layer reads from the micro-batch.
+      batch: the shapes of the micro-batch `[b, ...]`.
+      inputs: the shapes of what the first layer reads from it.
       axes: the mesh axes besides `stage` that arrays are split over.
-      traced_as: for each group, the first group that computes the same on the same shapes, so that work is done once
-        for it: itself, unless the model is `unrolled`.
+      traced_as: for each group its group in the model as it was traced, so that work is done once for those of one:
+        itself, unless the model is `unrolled`.
     """
 
     groups: tuple[LayerGroup, ...]
     group_of: tuple[int, ...]
     variable_sets: tuple[VariableSet, ...]
+    batch: Shapes
     inputs: Shapes
     axes: tuple[Axis, ...]
     traced_as: tuple[int, ...]
@@ -133,9 +132,9 @@ def make_model(
     groups: Sequence[LayerGroup],
     group_of: Sequence[int],
     *,
+    batch: Shapes,
     inputs: Shapes,
     axes: tuple[Axis, ...],
-    traced_as: Sequence[int] | None = None,
 ) -> Model:
     """Gives every group its set of variables; the arguments are `Model`'s."""
     sets: list[VariableSet] = []
@@ -153,8 +152,7 @@ def make_model(
                 users = (tuple(i for i, c in enumerate(group_of) if groups[c].layer.shared is shared),)
             sets.append(VariableSet(g, users, shared is not None))
         placed.append(replace(group, variable_set=index))
-    same = tuple(range(len(placed))) if traced_as is None else tuple(traced_as)
-    return Model(tuple(placed), tuple(group_of), tuple(sets), inputs, axes, same)
+    return Model(tuple(placed), tuple(group_of), tuple(sets), batch, inputs, axes, tuple(range(len(placed))))
 
 
 def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
@@ -176,23 +174,24 @@ def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
             indices.setdefault(split_of[-1], []).append(i)
             seen[g] += 1
     splits = sorted(indices, key=lambda split: indices[split][0])
-    return make_model(
+    made = make_model(
         [replace(model.groups[g], indices=tuple(indices[g, n])) for g, n in splits],
         [splits.index(split) for split in split_of],
+        batch=model.batch,
         inputs=model.inputs,
         axes=model.axes,
-        traced_as=[splits.index((g, 0)) for g, _ in splits],
     )
+    return replace(made, traced_as=tuple(g for g, _ in splits))
 
 
-def same_shapes(a: Any, b: Any) -> bool:
+def same_shapes(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees are equal in structure and shapes."""
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
     return all(np.shape(x) == np.shape(y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def same_type(a: Any, b: Any) -> bool:
+def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
     return same_shapes(a, b) and all(x.dtype == y.dtype for x, y in pairs)

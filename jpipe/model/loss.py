@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,16 @@ from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
-from jpipe.model.groups import Model, Shapes
 from jpipe.terminal.notices import warn_user
+from jpipe.types import Batch, Leaf, PyTree, Shapes
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[[PyTree, Batch], PyTree]
 """`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)` or `(loss_sum, weight_sum, metrics)`."""
 
 OWN_METRICS = ("loss", "grad_norm", "finite")
 
 
-def loss_sums(loss: Any) -> list[jax.Array]:
+def loss_sums(loss: PyTree) -> list[jax.Array]:
     """What a loss function returned as sums over examples: [loss_sum, weight_sum, and the same of each metric].
 
     A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
@@ -36,28 +36,55 @@ def loss_sums(loss: Any) -> list[jax.Array]:
     return [loss_sum, constant(weight), *[constant(value) for pair in pairs for value in pair]]
 
 
-def metric_names(loss_fn: LossFn | None, outputs: Shapes, batch: Shapes) -> tuple[str, ...]:
-    """The names of the metrics that a loss function returns, in the order of `loss_sums`."""
-    loss = None if loss_fn is None else trace(loss_fn, outputs, batch)[1]
-    return tuple(sorted(loss[2])) if isinstance(loss, tuple) and len(loss) == 3 else ()
+@dataclass(frozen=True)
+class TracedLoss:
+    """What a loss function returns for a micro-batch.
+
+    Attributes:
+      dtype: of the loss.
+      metrics: the names of its metrics, in the order of `loss_sums`.
+      weight_follows_outputs: whether it returned a pair whose second part depends on floating-point outputs.
+    """
+
+    dtype: jnp.dtype
+    metrics: tuple[str, ...]
+    weight_follows_outputs: bool
+
+    @property
+    def of_batch(self) -> jax.ShapeDtypeStruct:
+        """The type of a whole batch's loss."""
+        return jax.ShapeDtypeStruct((), accumulator_dtype(self.dtype))
+
+    def warn_of_moving_weight(self) -> None:
+        """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
+
+        A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely
+        none.
+        """
+        if self.weight_follows_outputs:
+            warn_user(
+                "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "
+                "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the "
+                "second, which is taken as a constant. If the second is a metric, such as an accuracy, return the loss "
+                "alone, or (loss, 1.0, {'accuracy': accuracy}); if it is a weight, compute it from the batch"
+            )
 
 
-def check_loss(model: Model, loss_fn: LossFn, batch: Shapes) -> None:
-    """Checks what a loss function returns for one micro-batch.
+def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
+    """Traces a loss function at what the model gives for one micro-batch.
 
     Raises:
-      ValueError: it raised an error, or returned neither a floating-point scalar nor a pair of scalars.
+      ValueError: it raised an error, or returned neither a floating-point scalar nor a tuple of scalars and metrics.
     """
-    outputs = model.outputs
     try:
-        _, loss = trace(loss_fn, outputs, batch)
+        jaxpr, loss = trace(loss_fn, outputs, batch)
     except Exception as error:
         raise ValueError(
             f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
             f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch (the first batch that a pipeline "
             "sees has to be a whole one, not its inputs alone)"
         ) from error
-    parts: Any = loss if isinstance(loss, tuple) else (loss,)
+    parts = list(loss) if isinstance(loss, tuple) else [loss]
     sums, metrics = parts[:2], parts[2] if len(parts) == 3 else {}
     too_few = isinstance(loss, tuple) and len(loss) < 2
     if too_few or len(parts) > 3 or not all(map(_is_scalar, sums)):
@@ -68,40 +95,17 @@ def check_loss(model: Model, loss_fn: LossFn, batch: Shapes) -> None:
     if not jnp.issubdtype(parts[0].dtype, jnp.floating):
         raise ValueError(f"loss_fn returned a loss of dtype {parts[0].dtype}; it has to be floating-point")
     _check_metrics(loss, metrics)
-
-
-def warn_of_moving_weight(model: Model, loss_fn: LossFn, batch: Shapes) -> None:
-    """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
-
-    A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely none.
-
-    Args:
-      model: the traced layers.
-      loss_fn: a loss function that passed `check_loss`.
-      batch: one micro-batch, a pytree of ShapeDtypeStructs.
-
-    Warns:
-      UserWarning: the second part depends on floating-point outputs.
-    """
-    outputs = model.outputs
-    jaxpr, loss = trace(loss_fn, outputs, batch)
-    if not isinstance(loss, tuple) or len(loss) > 2:
-        return
     needed = uses(jaxpr, [i == 1 for i in range(len(jaxpr.jaxpr.outvars))])
-    if any(need and is_float(leaf) for need, leaf in zip(needed, jax.tree.leaves(outputs), strict=False)):
-        warn_user(
-            "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "
-            "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the second, "
-            "which is taken as a constant. If the second is a metric, such as an accuracy, return the loss alone, "
-            "or (loss, 1.0, {'accuracy': accuracy}); if it is a weight, compute it from the batch"
-        )
+    of_outputs = zip(needed, jax.tree.leaves(outputs), strict=False)
+    follows = len(parts) == 2 and any(need and is_float(leaf) for need, leaf in of_outputs)
+    return TracedLoss(parts[0].dtype, tuple(sorted(metrics)), follows)
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: Leaf) -> bool:
     return hasattr(value, "shape") and value.shape == ()
 
 
-def _check_metrics(loss: Any, metrics: Any) -> None:
+def _check_metrics(loss: Shapes, metrics: PyTree) -> None:
     """Checks the metrics that a loss function returned.
 
     Raises:

@@ -9,55 +9,52 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import (
+    Activation,
     AnyLayer,
     CallError,
     Context,
     LayerError,
     SideInputError,
+    Variables,
     describe,
     positional,
 )
 from jpipe.layers.ends import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.groups import LayerGroup, Model, Shapes, make_model, same_shapes, same_type
+from jpipe.model.groups import LayerGroup, Model, make_model, same_shapes, same_type
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import lacks_an_argument
+from jpipe.types import Batch, PyTree, Shapes
 
 
 def trace_model(
-    layers: Sequence[AnyLayer],
-    read_inputs: Callable[[Any], Any],
-    inputs: Shapes,
-    batch: Shapes,
-    splits: Splits = WHOLE,
+    layers: Sequence[AnyLayer], read_inputs: Callable[[Batch], PyTree], batch: Shapes, splits: Splits = WHOLE
 ) -> Model:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.
 
     Args:
       layers: the adapted layers.
       read_inputs: micro-batch -> what the first of them takes.
-      inputs: the shapes of that.
-      batch: the shapes of the whole micro-batch `[b, ...]`.
+      batch: the shapes of the micro-batch `[b, ...]`.
       splits: what arrays are split over.
 
     Raises:
-      ValueError: a layer can't take what the one before it gives (both indices and shapes are named), has a leaf that
-        is no array, or parameters that can't be differentiated.
+      ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
+        are named), has a leaf that is no array, or parameters that can't be differentiated.
     """
+    inputs = _read(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     group_of: list[int] = []
@@ -81,7 +78,21 @@ def trace_model(
         group_of.append(g)
         takes, takes_at = groups[g].gives, groups[g].gives_at
     splits.check_names({f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups})
-    return make_model(groups, group_of, inputs=inputs, axes=splits.axes)
+    return make_model(groups, group_of, batch=batch, inputs=inputs, axes=splits.axes)
+
+
+def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
+    """The shapes of what the first layer takes."""
+    try:
+        inputs = trace(read_inputs, batch)[1]
+    except (LookupError, AttributeError) as error:
+        raise ValueError(
+            f"inputs raised {type(error).__name__}: {error} for the batch {describe(batch)}; it has to return "
+            "what the first layer takes"
+        ) from error
+    if not jax.tree.leaves(inputs):
+        raise ValueError(f"inputs returned {inputs!r} for the batch {describe(batch)}, which holds no arrays")
+    return inputs
 
 
 def _asked(group: LayerGroup) -> set[str]:
@@ -144,39 +155,29 @@ def _trace_layer(
     except Exception as error:
         raise ValueError(_mismatch(place, variables, error)) from error
     specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))
-    gives_at = _outputs_at(jaxpr, variables, specs, takes_at, batch, len(jax.tree.leaves(gives)), splits)
-    return LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, gives_at, needs_key)
+    group = LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, [], needs_key)
+    return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
 
 
-def _outputs_at(
-    jaxpr: ClosedJaxpr,
-    variables: Any,
-    specs: dict[str, list[PartitionSpec]],
-    takes_at: list[Sharding],
-    batch: Any,
-    num_outputs: int,
-    splits: Splits,
-) -> list[Sharding]:
+def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
     """How a layer's outputs lie in training, as follows from its weights and inputs; partial sums are added up."""
-    weights = [splits.at_work(spec) for name in sorted(variables) for spec in specs[name]]
-    given = [replicated(splits.axes), *weights, *takes_at, *batch_shardings(batch, splits)]
-    wanted = [settled] * len(jaxpr.jaxpr.outvars)
-    return jaxpr_per_device(jaxpr, splits.axes, given, wanted).shardings[:num_outputs]
+    weights = [splits.at_work(spec) for name in sorted(group.variables) for spec in group.specs[name]]
+    examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
+    given = [replicated(splits.axes), *weights, *group.takes_at, *examples]
+    found = jaxpr_per_device(jaxpr, splits.axes, given, [settled] * len(jaxpr.jaxpr.outvars)).shardings
+    return found[: len(jax.tree.leaves(group.gives))]
 
 
-def batch_shardings(batch: Any, splits: Splits) -> list[Sharding]:
-    """How the leaves `[b, ...]` of a micro-batch lie on the devices of a stage."""
-    return [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
-
-
-def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any]:
+def trace_init(
+    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
+) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
     """(jaxpr: random key -> a layer's variables, their shapes).
 
     Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
     not they exist. A layer that constrains its activations itself needs the mesh.
     """
 
-    def init(key: Any) -> Any:
+    def init(key: jax.Array) -> Variables:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
         return layer.init(key, positional(zeros[0]), zeros[1])
 
@@ -189,17 +190,14 @@ def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Any, batch: An
         return trace(init, key)
 
 
-def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tuple[ClosedJaxpr, Any, bool]:
+def _trace_call(
+    layer: AnyLayer, variables: Variables, takes: Shapes, batch: Shapes
+) -> tuple[ClosedJaxpr, Shapes, bool]:
     """(jaxpr in training: key, variables, inputs, batch -> outputs, new state; the outputs; does it use its key)."""
 
-    def run(key: Any, v: Any, x: Any, b: Any) -> Any:
+    def run(key: jax.Array, v: Variables, x: Activation, b: Batch) -> tuple[Activation, Variables]:
         outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-            if not isinstance(leaf, jax.Array | np.ndarray):
-                raise LayerError(
-                    f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
-                    "arrays on, so make it an array or leave it out"
-                )
+        _check_outputs(outputs)
         return outputs, updates
 
     jaxpr, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
@@ -208,13 +206,12 @@ def _trace_call(layer: AnyLayer, variables: Any, takes: Any, batch: Any) -> tupl
             "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
             "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
         )
-    _check_outputs(gives)
     _check_updates(variables, updates)
     return jaxpr, _strong(gives), uses(jaxpr)[0]
 
 
 @functools.cache
-def _io_effects() -> frozenset[Any]:
+def _io_effects() -> frozenset[object]:
     """The effects of a jaxpr that has to call back into Python, once for every call, or in order."""
 
     def run() -> None:
@@ -225,13 +222,18 @@ def _io_effects() -> frozenset[Any]:
     return frozenset(jax.make_jaxpr(run)().effects)
 
 
-def _strong(shapes: Any) -> Any:
+def _strong(shapes: Shapes) -> Shapes:
     """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
-def _check_outputs(gives: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gives):
+def _check_outputs(outputs: Activation) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise LayerError(
+                f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
+                "arrays on, so make it an array or leave it out"
+            )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise LayerError(
                 f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
@@ -239,7 +241,7 @@ def _check_outputs(gives: Any) -> None:
             )
 
 
-def _check_parameters(variables: dict[str, Any]) -> None:
+def _check_parameters(variables: dict[str, Shapes]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise LayerError(
@@ -248,7 +250,7 @@ def _check_parameters(variables: dict[str, Any]) -> None:
             )
 
 
-def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
+def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes]) -> None:
     """Checks that state keeps its structure and shapes, and that floating-point numbers stay such.
 
     Wider ones are allowed: `Merging.finish` casts them back.
@@ -263,19 +265,19 @@ def _check_updates(variables: dict[str, Any], updates: dict[str, Any]) -> None:
             )
 
 
-def _category(dtype: Any) -> Any:
+def _category(dtype: jnp.dtype) -> object:
     """Integer, floating-point, or the dtype itself."""
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _mismatch(place: _Place, variables: Any, error: Exception) -> str:
-    layers, index, called_with = place.layers, place.index, place.called_with
+def _mismatch(place: _Place, variables: dict[str, Shapes], error: Exception) -> str:
+    layers, index = place.layers, place.index
     source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
-    own = f"; parameters of {place}: {describe(variables['params'])}" if variables and "params" in variables else ""
+    own = f"; parameters of {place}: {describe(variables['params'])}" if "params" in variables else ""
     raised = f"It raised {type(error).__name__}: {error}"
     if lacks_an_argument(error):
         raised += (
             ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
             'read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
-    return f"{place} can't take what {source}: {describe(called_with)}{own}. {raised}"
+    return f"{place} can't take what {source}: {describe(place.called_with)}{own}. {raised}"

@@ -24,7 +24,7 @@ def summarize(title: str, planner: Planner) -> Table:
       title: the pipeline in a line.
       planner: the pipeline's.
     """
-    schedule = planner.schedule
+    schedule = planner.request.schedule
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     timeline = simulate(schedule)
     columns: dict[str, list[str]] = {"stage": [str(stage) for stage in range(num_stages)] * num_chunks}
@@ -38,11 +38,11 @@ def summarize(title: str, planner: Planner) -> Table:
     try:
         partition = planner.partition
     except ValueError:
-        notes.append(f"the layers are cut when a batch is seen (balance={planner.balance!r})")
+        notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
     else:
         columns |= _layers(planner, partition)
-    if planner.has_plan:
-        columns["parameters"] = _parameters(planner.known_plan())
+    if planner.plan is not None:
+        columns["parameters"] = _parameters(planner.plan)
     columns["in flight"] = [str(peak) for peak in timeline.peak_in_flight] * num_chunks
     columns["devices"] = _devices(planner) * num_chunks
     rows = list(zip(*columns.values(), strict=True))
@@ -50,13 +50,13 @@ def summarize(title: str, planner: Planner) -> Table:
 
 
 def _layers(planner: Planner, partition: Partition) -> dict[str, list[str]]:
-    names = [layer.name for layer in planner.layers]
+    names = [layer.name for layer in planner.request.layers]
     columns: dict[str, list[str]] = {
         "layers": [f"{start}-{stop - 1}" if stop - start > 1 else str(start) for start, stop in partition.bounds],
         "what": [in_words(names[start:stop]) for start, stop in partition.bounds],
     }
     total = math.fsum(partition.costs)
-    if planner.has_plan and total:
+    if planner.plan is not None and total:
         columns["cost"] = [f"{cost / total:.1%}" for cost in partition.costs]
     return columns
 
@@ -77,12 +77,12 @@ def _parameters(plan: Plan) -> list[str]:
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.traced.group_at(index).variables.get("params", {})))
         for index in range(plan.traced.num_layers)
     ]
-    return [f"{sum(counts[start:stop]):,}" for start, stop in plan.bounds]
+    return [f"{sum(counts[start:stop]):,}" for start, stop in plan.partition.bounds]
 
 
 def _devices(planner: Planner) -> list[str]:
     """The devices of each stage, the first ones by name."""
-    mesh = planner.mesh
+    mesh = planner.request.mesh
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0).reshape(mesh.shape["stage"], -1)
     texts = []
     for devices in by_stage:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,11 @@ from jpipe.mesh.splits import WHOLE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
-from jpipe.planning.flops import Flops, count_flops
+from jpipe.planning.flops import count_flops
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
+from jpipe.types import PyTree
 
 PARAMETER_COPIES = 4
 """Arrays like a parameter that training holds: itself, its gradient, and two moments of an optimiser such as Adam."""
@@ -45,6 +46,7 @@ class Cost:
       parameter_bytes: of its parameters, shared ones at every use.
       state_bytes: of its other variables.
       residual_bytes: of what waits for its backward.
+      unknown: its parts whose FLOPs can't be counted, in words.
     """
 
     forward: float
@@ -53,6 +55,7 @@ class Cost:
     parameter_bytes: int
     state_bytes: int
     residual_bytes: int
+    unknown: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
@@ -68,64 +71,33 @@ class Cost:
         return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
 
 
-class Measure(NamedTuple):
-    """What a balance that is measured makes equal.
+class TracedGroup(NamedTuple):
+    """The layers of a group in training: what they compute, the shapes of their arguments, forward and backward."""
 
-    Attributes:
-      of: a layer's cost -> the number to be shared out evenly.
-      unit: what `layer_costs` measures forward and backward in: "flops" or "time".
-      counts: whether the number follows from FLOPs, so that users are warned of layers whose can't be counted.
-      negligible: what a whole model may take for a micro-batch without a warning that no cut balances it.
-    """
-
-    of: Callable[[Cost], float]
-    unit: str = "flops"
-    counts: bool = False
-    negligible: float = 0.0
+    function: LayerFunction
+    arguments: Arguments
+    traced: TracedLayer
 
 
-# A CPU core does a million operations in about a tenth of a millisecond, no more than a tick takes whatever it
-# computes, so that no balance could be felt.
-MEASURES = {
-    "flops": Measure(lambda cost: cost.total, counts=True, negligible=1e6),
-    "time": Measure(lambda cost: cost.total, unit="time"),
-    "size": Measure(lambda cost: cost.size, negligible=1e6),
-}
-"""The balances that are measured, by name."""
-
-BALANCES = (*MEASURES, "even")
-
-
-def layer_costs(
-    model: Model,
-    layers: Sequence[Layer],
-    unit: str,
-    *,
-    mesh: Mesh,
-    warn: Callable[[str], None],
-) -> list[Cost]:
+def layer_costs(model: Model, layers: Sequence[TracedGroup], unit: str, mesh: Mesh) -> list[Cost]:
     """The cost of each layer, `[N]`.
 
     Args:
       model: the traced layers.
-      layers: for each group its function, the shapes of its arguments, and its traced forward and backward; the last
-        one includes the loss.
+      layers: those of each group in training; the last one's loss is included.
       unit: "flops" (floating-point operations, counted on jaxprs by `jpipe.planning.flops`: the same
         number whatever the devices) or "time" (seconds on a device at hand, the median of several runs).
       mesh: the devices; times are taken on one of them, or on another of the same kind.
-      warn: is given a message for each layer with a part whose FLOPs can't be counted.
 
     Raises:
       ValueError: unit is "time", and there is no device like those of the mesh.
     """
     if unit == "time":
         return timed_costs([(model, layers)], mesh)[0]
-    counts = [_flops(layer) for layer in layers]
-    _warn_of_unknown(model, [sum(parts, Flops()) for parts in counts], warn)
-    return _by_layer(model, layers, [[part.flops for part in parts] for parts in counts])
+    return _by_layer(model, list(map(_counted, layers)))
 
 
-def timed_costs(variants: Sequence[tuple[Model, Sequence[Layer]]], mesh: Mesh) -> list[list[Cost]]:
+def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedGroup]]], mesh: Mesh) -> list[list[Cost]]:
     """The seconds of each layer, `[N]`, of variants of one model: for micro-batches of other sizes, or another remat.
 
     A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
@@ -144,36 +116,32 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[Layer]]], mesh: Mesh) -
             advance()
     if jax.process_count() > 1:  # all have to cut alike
         seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
-    by_variant = zip(*seconds, strict=True)
-    return [_by_layer(*variant, list(actions)) for variant, actions in zip(variants, by_variant, strict=True)]
+    return [
+        _by_layer(model, [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(times, layers, strict=True)])
+        for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
+    ]
 
 
-def _by_layer(model: Model, layers: Sequence[Layer], actions: Sequence[Sequence[float]]) -> list[Cost]:
-    """`[N]`, from what forward, backward and gradients of parameters take in each group."""
-    by_group = [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(actions, layers, strict=True)]
+def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
+    """`[N]`, each layer's cost, from those of the groups."""
     return [by_group[g] for g in model.group_of]
 
 
-class Layer(NamedTuple):
-    """What is known of the layers of one group before they are cut."""
-
-    function: LayerFunction
-    arguments: Arguments
-    traced: TracedLayer
-
-
-def _flops(layer: Layer) -> tuple[Flops, Flops, Flops]:
-    """Of the forward, of the backward but for gradients of parameters, and of those."""
+def _counted(layer: TracedGroup) -> Cost:
+    """What a layer takes in FLOPs."""
     function, arguments, traced = layer
     # `remake` is what follows from the parameters alone (casts), made again in the backward.
     kept = count_flops(traced.forward)
     forward, again = kept, count_flops(traced.remake)
     if function.remat.keep_inputs:
         forward, again = count_flops(trace(function.forward, arguments, list(traced.activation))[0]), again + kept
-    num_params = len(arguments.params)
-    backward, inputs_only = count_flops(traced.backward), count_flops(_without_first(traced.backward, num_params))
-    gradients = Flops(max(0.0, backward.flops - inputs_only.flops), unknown=backward.unknown)
-    return forward, again + inputs_only, gradients
+    backward = count_flops(traced.backward)
+    inputs_only = count_flops(_without_first(traced.backward, len(arguments.params)))
+    weight_gradient = max(0.0, backward.flops - inputs_only.flops)
+    unknown = (forward + again + inputs_only + backward).unknown
+    return Cost(
+        forward.flops, (again + inputs_only).flops, weight_gradient, *_bytes(layer), unknown=tuple(sorted(unknown))
+    )
 
 
 def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
@@ -182,18 +150,7 @@ def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
     return needed_part(jaxpr, wanted, keep=True)[0]
 
 
-def _warn_of_unknown(model: Model, counts: list[Flops], warn: Callable[[str], None]) -> None:
-    """Names the first layer of each group with a part that couldn't be counted."""
-    for group, count in zip(model.groups, counts, strict=True):
-        if count.unknown:
-            warn(
-                f'balance="flops": layer {group.indices[0]} ({group.layer.name}) has '
-                f'{"; ".join(sorted(count.unknown))}. If that is far off, use balance="time", or pass one cost a layer '
-                "as floats"
-            )
-
-
-def _device_like(mesh: Mesh) -> Any:
+def _device_like(mesh: Mesh) -> object:
     """A device of this process that is one of the mesh or like one of them.
 
     Raises:
@@ -213,7 +170,7 @@ def _device_like(mesh: Mesh) -> Any:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(variants: Sequence[Layer], device: Any) -> list[list[float]]:
+def _seconds(variants: Sequence[TracedGroup], device: object) -> list[list[float]]:
     """Of each variant of a layer: of the forward, of the backward but for gradients of parameters, and of those."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
@@ -233,11 +190,11 @@ def _seconds(variants: Sequence[Layer], device: Any) -> list[list[float]]:
     return found
 
 
-Run = tuple[Callable[..., Any], tuple[Any, ...]]
+Run = tuple[Callable[..., object], tuple[PyTree, ...]]
 """A jitted function, and what to call it with."""
 
 
-def _runs(layer: Layer, example: Callable[[int, Any], jax.Array]) -> list[Run]:
+def _runs(layer: TracedGroup, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
     """The forward, that with its residuals, the backward, and that without gradients of parameters."""
     function, shapes, traced = layer
     local = partition_layer(traced, function.shardings(shapes, WHOLE))
@@ -263,7 +220,7 @@ def _median_seconds(runs: Sequence[Run]) -> list[float]:
     return list(map(statistics.median, times))
 
 
-def _example(index: int, leaf: Any) -> jax.Array:
+def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Values of a type, an array of its own for each index.
 
     Random numbers, since zeros may take less time; zeros where they may be indices.
@@ -276,7 +233,7 @@ def _example(index: int, leaf: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(layer: Layer) -> tuple[int, int, int]:
+def _bytes(layer: TracedGroup) -> tuple[int, int, int]:
     """Of parameters, other variables and residuals."""
     variables = layer.function.group.variables
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

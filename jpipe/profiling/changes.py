@@ -70,7 +70,7 @@ def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> Sta
     def share(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, ...]:
         sums, shares = by_stage(planner, of), np.zeros(len(of))
         for virtual_stage, (start, stop) in enumerate(planner.partition.bounds):
-            stage = planner.schedule.placement.stage_of(virtual_stage)
+            stage = planner.request.schedule.placement.stage_of(virtual_stage)
             if sums[stage]:
                 shares[start:stop] = np.asarray(of[start:stop]) * seconds[stage] / sums[stage]
         return tuple(shares.tolist())
@@ -92,7 +92,7 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
       times: of the layers.
       stages: what the stages take as they are cut.
     """
-    schedule = planner.schedule
+    schedule = planner.request.schedule
     seconds = [cost.total for cost in times.here]
     cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
     put = lambda shares: by_stage(planner, shares, cut.bounds).tolist()
@@ -101,7 +101,7 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
 
 def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
-    size, here = batch_size(batch), planner.schedule.num_microbatches
+    size, here = batch_size(batch), planner.request.schedule.num_microbatches
     tried = [_with_microbatches(planner, here * factor, size) for factor in FACTORS]
     return {schedule.num_microbatches: schedule for schedule in tried if schedule is not None}
 
@@ -135,9 +135,9 @@ def _row(schedule: Schedule, stages: StageTimes, size: int, step: float) -> Micr
 
 def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> Schedule | None:
     """The schedule with another M, if it is one that has a name, and both it and a batch of this size allow M."""
-    given = planner.schedule
+    given = planner.request.schedule
     count = int(num_microbatches)
-    if count != num_microbatches or count < 1 or size % (count * num_shards(planner.mesh)):
+    if count != num_microbatches or count < 1 or size % (count * num_shards(planner.request.mesh)):
         return None
     sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
     if given.name not in SCHEDULES:

@@ -108,9 +108,10 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[
         return
     layers = layer_shares(planner, times, model.stages).total
     heaviest = int(np.argmax(layers))
+    name = planner.request.layers[heaviest].name
     yield Finding(
         f"{begin}, and no other cut into as many promises {WORTH:.0%} less: layer {heaviest} "
-        f"({planner.layers[heaviest].name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; split it, "
+        f"({name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; split it, "
         "or use fewer stages"
     )
 
@@ -159,7 +160,7 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
 
 
 def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
-    if planner.remat is MODES["none"]:
+    if planner.request.remat is MODES["none"]:
         return
     promise = model.step(without_remat(planner, times, model.stages)) / model.step()
     if promise > 1 - WORTH:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from jpipe.execution.batches import microbatch_shapes
+from jpipe.execution.batches import cut
 from jpipe.execution.planner import Planner
+from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import num_shards
-from jpipe.mesh.programs import shapes_only
+from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import Cost, Layer, timed_costs
+from jpipe.planning.costs import Cost, TracedGroup, timed_costs
 from jpipe.types import Batch
 
 
@@ -46,33 +47,31 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
       others: numbers of micro-batches to try too. Those are left out whose micro-batches the model doesn't take, and
         all of them if no device has memory for them.
     """
-    model, layers = _layers(planner, batch, planner.schedule.num_microbatches)
+    model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
     variants = [(model, layers)]
-    if planner.remat is not MODES["none"]:
-        with shapes_only(planner.mesh):
+    if planner.request.remat is not MODES["none"]:
+        with shapes_only(planner.request.mesh):
             variants.append((model, list(map(_without_remat, layers))))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
             tried[num_microbatches] = _layers(planner, batch, num_microbatches)
     try:
-        found = timed_costs([*variants, *tried.values()], planner.mesh)
+        found = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
-        tried, found = {}, timed_costs(variants, planner.mesh)
+        tried, found = {}, timed_costs(variants, planner.request.mesh)
     kept = found[len(variants) - 1]
     return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[Layer]]:
-    shapes = microbatch_shapes(batch, num_microbatches * num_shards(planner.mesh))
-    with shapes_only(planner.mesh):
-        model = planner.model(shapes)
-        return model, planner.layers_of(model, shapes)
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[TracedGroup]]:
+    micro = cut(batch, num_microbatches * num_shards(planner.request.mesh))
+    return planner.model(micro), planner.groups(micro, key_shape())
 
 
-def _without_remat(layer: Layer) -> Layer:
+def _without_remat(layer: TracedGroup) -> TracedGroup:
     function = replace(layer.function, remat=MODES["none"])
-    return Layer(function, layer.arguments, trace_layer(function, layer.arguments))
+    return TracedGroup(function, layer.arguments, trace_layer(function, layer.arguments))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
@@ -89,7 +88,7 @@ def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[i
       values: `[N]`.
       bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
     """
-    sums = np.zeros(planner.schedule.num_stages)
+    sums = np.zeros(planner.request.schedule.num_stages)
     for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
-        sums[planner.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
+        sums[planner.request.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
     return sums

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jpipe.execution import batches, entry_points
+from jpipe.execution import batches, programs
 from jpipe.schedules.ticks import TickTable
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
@@ -75,11 +75,11 @@ class Program:
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
         planner = pipe.planner
         with task("compiling the measured step"):
-            self.table: TickTable = planner.step(batch, train=True, with_loss=True, key=state.key).table
+            self.table: TickTable = planner.training_step(batch, state.key).table
             self.batch = batches.on_mesh(batch, pipe.mesh)
             self._mesh = pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
-            run = jax.jit(partial(entry_points.value_and_grad, planner))
+            run = jax.jit(partial(programs.value_and_grad, planner))
             self._compiled = run.lower(*self._arguments, self.everything()).compile()
             self._no_ticks = self._placed(np.zeros(self._shape, np.int32)[:, :0])
             self._set_up = run.lower(*self._arguments, self._no_ticks).compile()

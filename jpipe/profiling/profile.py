@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jpipe.checks import check_alive, check_training
+from jpipe.checks import check_alive, check_batch, check_complete
 from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
@@ -193,4 +193,6 @@ def _check(pipe: object, state: object, batch: Batch, rounds: object) -> None:
         raise TypeError(f"rounds={rounds!r} is no integer; give how often everything is timed")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}; everything has to be timed at least once")
-    check_training(pipe.planner, state.variables, batch, state.key)
+    plan = pipe.planner.plan_for(batch)
+    check_batch(plan, batch)
+    check_complete(plan, state.variables)

@@ -19,7 +19,7 @@ from jpipe.memory.buffers import Index
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers, build_storage
 from jpipe.mesh.axes import rest_axes
-from jpipe.mesh.programs import on_stages
+from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
 from jpipe.training.probing import not_tried

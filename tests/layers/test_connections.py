@@ -160,7 +160,7 @@ def test_alike_layers_with_skips_of_their_own_are_one_group():
 
     shapes = jax.eval_shape(lambda: BATCH)
     layers = as_layers([nn.Dense(5), *[layer for i in range(4) for layer in block(i)], nn.relu])
-    model = trace_model(layers, lambda batch: batch["inputs"], shapes["inputs"], shapes)
+    model = trace_model(layers, lambda batch: batch["inputs"], shapes)
     assert [group.layer.name for group in model.groups[1:-1]] == ["Dense", "Masked", "Add"]  # between the model's ends
 
 

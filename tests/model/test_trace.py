@@ -10,7 +10,7 @@ from flax import nnx
 import jpipe
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import describe
-from jpipe.model.groups import same_type, unrolled
+from jpipe.model.groups import same_type
 from jpipe.model.trace import trace_model
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
@@ -18,7 +18,7 @@ IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
 
 def trace(layers, inputs=X):
-    return trace_model(as_layers(layers), lambda batch: batch, inputs, inputs)
+    return trace_model(as_layers(layers), lambda batch: batch, inputs)
 
 
 def test_a_run_between_different_ends():
@@ -31,7 +31,7 @@ def test_a_run_between_different_ends():
 
 def test_the_first_layer_reads_the_batch_and_takes_nothing():
     batch = {"x": X, "ids": IDS}
-    model = trace_model(as_layers([nn.Dense(4), nn.relu, nn.relu]), lambda batch: batch["x"], X, batch)
+    model = trace_model(as_layers([nn.Dense(4), nn.relu, nn.relu]), lambda batch: batch["x"], batch)
     assert model.groups[0].takes == ()
     assert model.groups[0].layer.reads_batch and not model.groups[1].layer.reads_batch
     assert same_type(model.inputs, X) and same_type(model.called_with(0), X) and same_type(model.called_with(1), X)
@@ -53,33 +53,6 @@ def test_groups(layers, group_of):
     model = trace(layers)
     assert model.group_of == group_of
     assert model.num_layers == len(layers)
-
-
-def test_variables_are_in_sets():
-    """A set for each group with parameters, an instance for each of its layers; one for all that share."""
-    table = jpipe.Shared(nn.Embed(5, 8))
-    layers = [table, *[nn.Dense(8) for _ in range(3)], nn.relu, *[nn.Dense(8)], table.using("attend")]
-    model = trace(layers, IDS)
-    assert model.group_of == (0, 1, 1, 1, 2, 1, 3)
-    assert [(known.group, known.users, known.shared) for known in model.variable_sets] == [
-        (0, ((0, 6),), True),
-        (1, ((1,), (2,), (3,), (5,)), False),
-    ]
-    assert [group.variable_set for group in model.groups] == [0, 1, None, 0]
-
-
-def test_unrolled_groups_have_one_layer_a_virtual_stage():
-    layers = [nn.Embed(5, 8), *[nn.Dense(8) for _ in range(6)], nn.Dense(5)]
-    model = unrolled(trace(layers, IDS), [(0, 3), (3, 6), (6, 8)])
-    assert model.group_of == (0, 1, 2, 1, 2, 3, 1, 4)
-    assert model.traced_as == (0, 1, 1, 1, 4)
-    assert [known.users for known in model.variable_sets] == [
-        ((0,),),
-        ((1,), (3,), (6,)),
-        ((2,), (4,)),
-        ((5,),),
-        ((7,),),
-    ]
 
 
 def test_layers_of_other_shapes_are_other_groups():
@@ -127,14 +100,6 @@ class AsksForAStream(nn.Module):
 )
 def test_who_needs_a_key(layer, needs):
     assert trace([layer]).groups[0].needs_key is needs
-
-
-def test_same_type():
-    assert same_type({"a": X}, {"a": X})
-    assert not same_type({"a": X}, {"b": X})
-    assert not same_type(X, IDS)
-    assert not same_type(X, jax.ShapeDtypeStruct((2, 5), jnp.float32))
-    assert not same_type((X,), [X])
 
 
 def test_describe():

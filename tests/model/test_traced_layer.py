@@ -43,7 +43,7 @@ MIDDLE = {
 def functions_of(layer, remat):
     layers = as_layers([lambda x: x, layer, lambda y: y * 2])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
-    model = trace_model(layers, default_inputs, shapes["inputs"], shapes)
+    model = trace_model(layers, default_inputs, shapes)
     loss = lambda g: loss_fn if g == model.last else None
     functions = [LayerFunction(group, key_shape(), as_remat(remat), loss(g)) for g, group in enumerate(model.groups)]
     return functions, shapes

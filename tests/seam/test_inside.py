@@ -64,7 +64,7 @@ own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
 @pytest.mark.parametrize("call", [jax.jit(jnp.sin), jax.checkpoint(jnp.sin), own], ids=["jit", "checkpoint", "jvp"])
 def test_called_by(call):
     called = inside.called_by(only(jax.make_jaxpr(call)(1.0)))
-    assert_equal(jaxpr_as_fun(called)(0.5), [call(0.5)])
+    assert_equal(jaxpr_as_fun(called)(jnp.float32(0.5)), [call(jnp.float32(0.5))])
 
 
 def test_scan_counts():
@@ -106,8 +106,8 @@ def test_carry_out_with_other_parameters():
 def test_carry_out_in_another_mesh():
     """An equation traced under Auto axes runs where they are manual, and keeps its scope."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.named_scope("mine"):
-        equation = only(jax.make_jaxpr(jnp.sin)(X))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        equation = only(jax.make_jaxpr(jax.named_scope("mine")(jnp.sin))(X))
     run = jax.shard_map(
         lambda x: inside.carry_out(equation, [x])[0],
         mesh=mesh,

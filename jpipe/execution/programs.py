@@ -1,13 +1,13 @@
-"""What a pipeline jits: initialisation, training (loss and gradients) and forward only.
+"""The programs of a pipeline: initialisation, training (loss and gradients), evaluation.
 
-Each wraps what one stage does into one function of global arrays, on all stages, and labels the results with their
-layouts. All are traceable: they run inside a user's own `jax.jit`.
+Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
+layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,21 @@ from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
 from jpipe.memory.buffers import Index
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
-from jpipe.memory.storage import Leaf
+from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import rest_axes
-from jpipe.mesh.programs import on_stages, shapes_only
+from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.groups import LayerGroup
 from jpipe.model.trace import trace_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.terminal.first_calls import compiles
+from jpipe.types import Batch, Leaf, PyTree
+
+T = TypeVar("T")
 
 
-def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, StageTree]:
+def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dict[str, StageTree]:
     """New variables: each stage makes those of its own layers.
 
     Args:
@@ -45,17 +48,17 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
-    layouts, mesh, model = plan.layouts, plan.mesh, plan.model
+    layouts, mesh, model = plan.layouts, plan.request.mesh, plan.model
     compiles(model.described())
 
-    def body(key: Any, ready: Any) -> Any:
+    def body(key: jax.Array, ready: dict[str, Buffers]) -> dict[str, Buffers]:
         """One device's part: its buffers `[1, ...]` by collection."""
 
-        def maker(v: int, instance: Index, _: Any) -> Index:
+        def maker(v: int, instance: Index, _: Index) -> Index:
             """The index of the layer that makes an instance of a set of variables."""
             return take_row(jnp.asarray([users[0] for users in model.variable_sets[v].users], jnp.int32), instance)
 
-        def visit(v: int, instance: Index, layer: Index, buffers: dict[str, Any]) -> dict[str, Any]:
+        def visit(v: int, instance: Index, layer: Index, buffers: dict[str, Buffers]) -> dict[str, Buffers]:
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return buffers
@@ -71,13 +74,14 @@ def init_variables(plan: Plan, key: Any, ready: dict[str, Any]) -> dict[str, Sta
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
 
 
-def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list[Leaf]]]:
+def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[jax.Array], dict[str, list[Leaf]]]:
     """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
-    axes = rest_axes(plan.mesh)
+    mesh = plan.request.mesh
+    axes = rest_axes(mesh)
 
-    def run(key: Any) -> dict[str, list[Leaf]]:
-        with shapes_only(plan.mesh):
-            jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.batch)
+    def run(key: jax.Array) -> dict[str, list[Leaf]]:
+        with shapes_only(mesh):
+            jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
         wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
         local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
         leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
@@ -86,13 +90,20 @@ def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[Any], dict[str, list
     return run
 
 
-def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any, key: Any, only: Any = None) -> Any:
+def value_and_grad(
+    planner: Planner,
+    variables: dict[str, StageTree],
+    batch: Batch,
+    key: jax.Array | None,
+    only: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, dict[str, StageTree], dict[str, jax.Array]], StageTree]:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `run_training`."""
-    plan, step = planner.known_plan(), planner.step(batch, train=True, with_loss=True, key=key)
+    plan, step = planner.known_plan(), planner.training_step(batch, key)
+    compiles(step.described())
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, mesh, params = plan.layouts, plan.mesh, plan.layouts["params"]
+    layouts, params = plan.layouts, plan.layouts["params"]
 
-    def body(variables: Any, batch: Any, key: Any, only: Any) -> Any:
+    def body(variables: dict[str, Buffers], batch: Batch, key: jax.Array, only: jax.Array | None) -> tuple[PyTree, ...]:
         variables = drop_stage_axis(variables)
         stage = _stage(plan, step, variables, batch, key)
         sums, updates, grads = run_training(step, stage, params.zeros(accumulator_dtype, at_work=True), only)
@@ -108,7 +119,7 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
     state_specs = {name: tree for name, tree in specs.items() if name != "params"}
     run = on_stages(
         body,
-        mesh,
+        plan.request.mesh,
         (specs, _microbatch_specs(plan, step), PartitionSpec(), PartitionSpec()),
         ([PartitionSpec()] * len(step.outputs), state_specs, specs["params"]),
         before=lambda variables, batch, key, only: (variables, _split(step, batch), key, only),
@@ -117,73 +128,84 @@ def value_and_grad(planner: Planner, variables: dict[str, StageTree], batch: Any
     sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key, only)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-    return (loss, updates, dict(zip(step.metrics, metrics, strict=True))), StageTree(grads, params)
+    return (loss, updates, dict(zip(step.spec.metrics, metrics, strict=True))), StageTree(grads, params)
 
 
-def forward(
-    planner: Planner, variables: dict[str, StageTree], batch: Any, *, with_loss: bool, bare: bool = False
-) -> Any:
-    """The outputs of a batch `[B, ...]` (or of its bare inputs) in evaluation mode, or its loss."""
-    plan, step = planner.known_plan(), planner.step(batch, train=False, with_loss=with_loss, bare=bare)
+def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
+    """The loss of a batch `[B, ...]` in evaluation mode."""
+    plan, step = planner.known_plan(), planner.evaluation_step(batch, with_loss=True)
+    loss_sum, weight_sum, *_ = _forward(plan, step, variables, batch, [PartitionSpec()] * len(step.outputs))
+    return loss_sum / weight_sum
 
-    def body(variables: Any, batch: Any) -> Any:
+
+def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
+    """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode."""
+    plan, step = planner.known_plan(), planner.evaluation_step(batch, with_loss=False, bare=bare)
+    axes = plan.request.splits.axes
+    specs = [to_spec(at, axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
+    joined = {"after": lambda leaves: list(map(join_microbatches, leaves)), "result_specs": specs}
+    leaves = _forward(plan, step, variables, batch, list(map(_stacked_spec, specs)), **joined)
+    return jax.tree.unflatten(jax.tree.structure(step.model.outputs), leaves)
+
+
+def _forward(
+    plan: Plan,
+    step: Step,
+    variables: dict[str, StageTree],
+    batch: Batch,
+    out_specs: list[PartitionSpec],
+    **results: Any,
+) -> list[jax.Array]:
+    """What the stages give for a batch forward only; `out_specs` and `results` go to `on_stages`."""
+    compiles(step.described())
+
+    def body(variables: dict[str, Buffers], batch: Batch) -> list[jax.Array]:
         return run_inference(step, _stage(plan, step, drop_stage_axis(variables), batch, None))
 
-    loses = step.spec.loss_fn is not None
-    out = list(zip(step.outputs_at, step.outputs, strict=True))
-    specs = [_stacked_spec(PartitionSpec() if loses else to_spec(s, plan.splits.axes, leaf.ndim)) for s, leaf in out]
-    joined = [PartitionSpec(*spec[1:]) if len(spec) > 1 else PartitionSpec() for spec in specs]
+    before = lambda variables, batch: (variables, _split(step, batch))
     run = on_stages(
-        body,
-        plan.mesh,
-        (_specs(plan), _microbatch_specs(plan, step)),
-        [PartitionSpec()] * len(specs) if loses else specs,
-        before=lambda variables, batch: (variables, _split(step, batch)),
-        after=(lambda leaves: leaves) if loses else lambda leaves: list(map(join_microbatches, leaves)),
-        result_specs=[PartitionSpec()] * len(specs) if loses else joined,
+        body, plan.request.mesh, (_specs(plan), _microbatch_specs(plan, step)), out_specs, before, **results
     )
     remedy = "pipe.apply and pipe.evaluate are forward only; use pipe.value_and_grad(variables, batch, key)"
-    leaves = _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
-    if loses:
-        return leaves[0] / leaves[1]
-    return jax.tree.unflatten(jax.tree.structure(step.model.outputs), leaves)
+    return _not_differentiable(run, remedy)({name: dict(variables[name]) for name in plan.layouts}, batch)
 
 
 def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(None, *spec)
 
 
-def _not_differentiable(function: Any, remedy: str) -> Any:
+def _not_differentiable(function: Callable[..., T], remedy: str) -> Callable[..., T]:
     """`function`, which raises a TypeError with the remedy if somebody differentiates it."""
     wrapped = jax.custom_jvp(function)
 
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
         raise TypeError(f"a pipeline can't be differentiated from outside: {remedy}")
 
     wrapped.defjvp(refuse)
     return wrapped
 
 
-def _stage(plan: Plan, step: Step, variables: Any, batch: Any, key: Any) -> Stage:
+def _stage(plan: Plan, step: Step, variables: dict[str, Buffers], batch: Batch, key: jax.Array | None) -> Stage:
     """One device at the start of a step, its variables and micro-batches at hand."""
-    params, device = plan.layouts["params"], device_index(plan.mesh)
+    params, options, device = plan.layouts["params"], plan.request.options, device_index(plan.request.mesh)
     as_used: AsUsed = params.gathered_leaves
-    if plan.options.gather == "step":
+    if options.gather == "step":
         variables = variables | {"params": params.gathered(variables["params"])}
         as_used = lambda variable_set, leaves: leaves
     shared = send_shared(step, variables, device, as_used)
-    return Stage(step, variables, batch, key, shared, device, as_used, plan.options.cast == "use")
+    return Stage(step, variables, batch, key, shared, device, as_used, options.cast == "use")
 
 
-def _specs(plan: Plan) -> dict[str, Any]:
+def _specs(plan: Plan) -> dict[str, dict[str, PartitionSpec]]:
     return {name: dict(layout.specs) for name, layout in plan.layouts.items()}
 
 
-def _split(step: Step, batch: Any) -> Any:
+def _split(step: Step, batch: Batch) -> Batch:
     return split_microbatches(batch, step.num_microbatches)
 
 
-def _microbatch_specs(plan: Plan, step: Step) -> Any:
+def _microbatch_specs(plan: Plan, step: Step) -> PyTree:
     """How all micro-batches `[M, b, ...]` are split."""
-    spec = lambda a: _stacked_spec(to_spec(plan.splits.of_examples(a.shape[0]), plan.splits.axes, a.ndim))
-    return jax.tree.map(spec, step.batch)
+    splits = plan.request.splits
+    spec = lambda a: _stacked_spec(to_spec(splits.of_examples(a.shape[0]), splits.axes, a.ndim))
+    return jax.tree.map(spec, step.model.batch)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jpipe.mesh.programs import on_stages, shapes_only
+from jpipe.mesh.on_stages import on_stages, shapes_only
 
 
 def test_layers_are_traced_where_they_find_other_axes_than_stage(make_mesh):

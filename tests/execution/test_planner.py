@@ -1,0 +1,91 @@
+"""From a batch to a step, each value made from the one before, and once."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+
+BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
+
+
+def make(layers=None, **options):
+    """A pipeline's planner."""
+    layers = layers or [nn.Dense(4) for _ in range(4)]
+    loss = lambda y, batch: jnp.mean(jnp.square(y - batch["targets"]))
+    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
+    return jpipe.Pipeline(layers, loss, **options).planner
+
+
+def halved(batch):
+    return jax.tree.map(lambda a: a[:4], batch)
+
+
+def test_values_are_made_once():
+    planner = make()
+    plan = planner.plan_for(BATCH)
+    assert plan is planner.plan_for(halved(BATCH)) is planner.known_plan()
+    micro = planner.for_training(BATCH)
+    assert planner.model(micro) is plan.traced and planner.loss(micro) is plan.loss
+    step = planner.training_step(BATCH)
+    assert step is planner.training_step(BATCH, jax.random.key(1))
+    assert step is not planner.training_step(BATCH, jax.random.key(1, impl="rbg"))
+    assert step is not planner.training_step(halved(BATCH))
+
+
+def test_no_layer_is_traced_again():
+    calls = []
+
+    def count(x):
+        calls.append(x.shape)
+        return x
+
+    planner = make([count, nn.Dense(4)])
+    planner.plan_for(BATCH)
+    planner.model(planner.for_training(BATCH))
+    planner.model(planner.for_evaluation(BATCH))
+    assert calls == [(4, 4)]
+    planner.model(planner.for_evaluation(halved(BATCH)))
+    assert calls == [(4, 4), (2, 4)]
+
+
+def test_what_training_and_evaluation_run():
+    planner = make()
+    planner.plan_for(BATCH)
+    training = planner.training_step(BATCH)
+    assert training.described() == "3 groups of layers, 1f1b, K=2, M=2"
+    assert training.residuals is not None and len(training.layers) == 3
+    evaluation = planner.evaluation_step(halved(BATCH), with_loss=True)
+    assert evaluation.described() == "3 groups of layers, forward, K=2, M=2"
+    assert evaluation.residuals is None and evaluation.layers == ()
+    assert len(evaluation.outputs) == 2, "the loss's sum, and its weight's"
+    bare = planner.evaluation_step(BATCH["inputs"], with_loss=False, bare=True)
+    assert [leaf.shape for leaf in bare.outputs] == [(4, 4)]
+
+
+def test_what_is_not_known_before_a_batch():
+    planner = make(balance="flops")
+    assert planner.plan is None
+    with pytest.raises(ValueError, match="has seen no batch yet"):
+        planner.known_plan()
+    with pytest.raises(ValueError, match="balance='flops' follows from the batch's shapes"):
+        _ = planner.partition
+    assert make().partition.counts == (2, 2)
+
+
+def test_a_batch_that_fails_decides_nothing():
+    planner = make()
+    with pytest.raises(ValueError, match="KeyError: 'targets'"):
+        planner.plan_for({"inputs": BATCH["inputs"]})
+    assert planner.plan is None
+    assert planner.plan_for(BATCH) is planner.plan
+
+
+def test_a_model_is_held_against_the_plan():
+    planner = make()
+    planner.plan_for(BATCH)
+    wide = {"inputs": np.ones((8, 6), np.float32), "targets": BATCH["targets"]}
+    with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,6\] from this batch"):
+        planner.model(planner.for_training(wide))

@@ -1,0 +1,68 @@
+"""The plan: one value, made of a request, a traced model and its loss."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe.execution.batches import cut
+from jpipe.planning.plan import early_partition, make_plan
+
+BATCH = np.ones((8, 16), np.float32)
+
+
+def planner(balance, layers=None, **options):
+    layers = layers or [nn.Dense(16) for _ in range(4)]
+    sizes = {"num_stages": 2, "num_microbatches": 2, "balance": balance}
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), **sizes, **options).planner
+
+
+def plan(found):
+    """A plan by hand, as the planner makes it."""
+    micro = found.for_training(BATCH)
+    model, loss = found.model(micro), found.loss(micro)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return make_plan(found.request, model, loss, lambda: found.groups(micro, key))
+
+
+@pytest.mark.parametrize(
+    ("balance", "early", "measured"), [("even", (2, 2), 0), ([1, 3], (1, 3), 4), ([3.0, 1, 1, 1], (1, 3), 0)]
+)
+def test_cuts_that_follow_from_no_shapes(balance, early, measured):
+    """Of layers that the user counted out, FLOPs are shown."""
+    found = planner(balance)
+    assert early_partition(found.request).counts == early
+    assert plan(found).partition.counts == early
+    assert len(plan(found).costs) == measured
+
+
+def test_cuts_that_follow_from_shapes():
+    found = planner("flops")
+    assert early_partition(found.request) is None
+    made = plan(found)
+    assert made.partition.layer_costs == tuple(cost.total for cost in made.costs)
+    assert found.plan is None, "making a plan leaves the planner as it was"
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_the_model_as_the_stages_run_it(unroll):
+    made = plan(planner("even", unroll=unroll))
+    assert [group.indices for group in made.traced.groups] == [(0,), (1, 2), (3,)]
+    assert made.model.group_of == (0, 1, 1, 2), "no two of the equal layers are on one stage"
+    assert set(made.layouts) == {"params"}
+
+
+def test_a_model_at_other_shapes_has_to_have_the_same_variables():
+    found = planner("even")
+    made = plan(found)
+    made.check_model(found.model(cut(BATCH, 4)))
+    wide = found.model(cut(np.ones((8, 12), np.float32), 2))
+    with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,12\] from this batch but took float32"):
+        made.check_model(wide)
+
+
+def test_a_rule_for_a_collection_that_no_layer_has():
+    with pytest.raises(ValueError, match="merge has a rule for 'counts', a collection that no layer has"):
+        plan(planner("even", merge={"counts": "sum"}))

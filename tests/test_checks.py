@@ -1,0 +1,108 @@
+"""What users pass, compared with a plan or a model; that calls check it is in tests/test_errors.py."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe.checks import (
+    check_alive,
+    check_batch,
+    check_complete,
+    check_enough_layers,
+    check_is_variables,
+    check_key,
+    check_reads_nothing,
+    check_variables,
+)
+
+BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
+
+
+def planned(layers=None, num_stages=2):
+    layers = layers or [nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(4)]
+    loss = lambda y, batch: jnp.mean(y - batch["targets"])
+    pipe = jpipe.Pipeline(layers, loss, num_stages=num_stages, num_microbatches=2, balance="even")
+    return pipe, pipe.planner.plan_for(BATCH)
+
+
+@pytest.fixture(scope="module")
+def ready():
+    """A plan, and variables of it."""
+    pipe, plan = planned()
+    return plan, pipe.init(jax.random.key(0), BATCH)
+
+
+def test_batches(ready):
+    plan, _ = ready
+    check_batch(plan, jax.tree.map(lambda a: a[:3], BATCH))
+    with pytest.raises(ValueError, match=r"the batch has another structure than at init: it lacks batch\['targets'\]"):
+        check_batch(plan, {"inputs": BATCH["inputs"]})
+    with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example at init"):
+        check_batch(plan, jax.tree.map(lambda a: a[0], BATCH))
+
+
+def test_variables(ready):
+    plan, variables = ready
+    check_variables(plan, variables)
+    check_variables(plan, {"params": variables["params"]})
+    check_complete(plan, variables)
+    with pytest.raises(ValueError, match="variables lack the collection 'batch_stats'"):
+        check_complete(plan, {"params": variables["params"]})
+    with pytest.raises(ValueError, match="unknown collection 'cache'; expected"):
+        check_variables(plan, variables | {"cache": variables["params"]})
+    with pytest.raises(TypeError, match=r"variables\['params'\] is a dict, not laid out by a pipeline"):
+        check_variables(plan, {"params": {}})
+    with pytest.raises(ValueError, match=r"laid out by another pipeline \(num_stages=2, here 1"):
+        check_variables(planned(num_stages=1)[1], variables)
+    with pytest.raises(ValueError, match=r"laid out by another pipeline \(its layers, balance or mesh differ\)"):
+        check_variables(planned([nn.Dense(4) for _ in range(5)])[1], {"params": variables["params"]})
+    narrow = {"params": jax.tree.map(lambda a: a.astype(np.float16), variables["params"])}
+    with pytest.raises(ValueError, match=r"variables\['params'\].* has the dtype float16, not float32 as at init"):
+        check_variables(plan, narrow)
+
+
+def test_what_is_no_variables(ready):
+    _, variables = ready
+    check_is_variables(variables)
+    for wrong, message in (
+        (variables["params"], "variables is a single collection; pass them by collection"),
+        ([variables], r"variables is a list; lay out trees of layers by pipe\.from_layer_variables"),
+        ({}, r"variables is a dict; pass what pipe\.init returned"),
+        (jpipe.TrainState(0, variables, None, None, None), r"variables is a TrainState; pass state\.variables"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            check_is_variables(wrong)
+
+
+def test_keys(ready):
+    plan, _ = ready
+    check_key(plan.traced, None)
+    _, drops = planned([nn.Dense(4), nn.Dropout(0.5), nn.Dense(4)])
+    check_key(drops.traced, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"layer 1 \(Dropout\) draws random numbers, but key=None"):
+        check_key(drops.traced, None)
+
+
+def test_side_inputs():
+    pipe, _ = planned([nn.Dense(4), jpipe.reads(lambda x, t: x + t, lambda batch: batch["targets"])])
+    layers = pipe.planner.request.layers
+    check_reads_nothing(layers[:1])
+    with pytest.raises(ValueError, match=r"layer 1 .* can't read its side input from the bare inputs"):
+        check_reads_nothing(layers)
+
+
+def test_enough_layers():
+    check_enough_layers(4, 2, 2)
+    with pytest.raises(ValueError, match=r"num_stages=2 times num_chunks=2 is more than the 3 layers"):
+        check_enough_layers(3, 2, 2)
+
+
+def test_donated_arrays():
+    array = jnp.ones(3)
+    check_alive("state", {"a": array, "b": np.ones(3)})
+    array.delete()
+    with pytest.raises(ValueError, match="state was donated to an earlier train_step; use the state that it returned"):
+        check_alive("state", {"a": array})
