@@ -1,18 +1,31 @@
-# Every target sets up what it needs: python3 (3.11 or later) and make are enough.
+# Every target sets up what it needs: python3 (3.11 or later) and make are enough. `make test PYTHON=python3.13` takes
+# another Python, with an environment of its own, `make test TESTS=tests/model` a part of the tests.
 PYTHON ?= python3
 WORKERS ?= 2
-VENV := .venv
+TESTS ?=
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VERSION := $(call version,$(PYTHON))
+ifeq ($(VERSION),)
+$(error PYTHON=$(PYTHON) does not run; give a Python of version 3.11 or later, such as PYTHON=/usr/bin/python3.13)
+endif
+# What pyright and git hooks look for is `.venv`: of python3 in the checkout, of others in a folder of their own.
+VENV := $(if $(filter $(VERSION),$(call version,python3)),,.python-$(VERSION)/).venv
 BIN := $(VENV)/bin
+ifneq ($(MAKECMDGOALS),clean)
+ifneq ($(if $(wildcard $(VENV)),$(call version,$(BIN)/python),$(VERSION)),$(VERSION))
+$(error $(VENV) is not of Python $(VERSION), which PYTHON=$(PYTHON) is: remove it, or run `make clean`)
+endif
+endif
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: $(READY)
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 # All notebooks, and the code of all pages.
 test-notebooks: $(READY)
@@ -21,7 +34,7 @@ test-notebooks: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --venvpath $(dir $(VENV))
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -44,7 +57,7 @@ demo: $(READY)
 	$(BIN)/python examples/lm.py
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .python-* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml

@@ -1,6 +1,7 @@
 """What the examples need to run in several processes: on TPU pods, under SLURM, or by an explicit coordinator."""
 
 import argparse
+import glob
 import os
 from typing import Any
 
@@ -14,6 +15,9 @@ import jpipe
 
 WHOLE = (0, 1)
 """The part of a batch that is all of it: the first of one."""
+
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
+"""Device files of TPUs, by older and by newer drivers, and of GPUs: NVIDIA's, AMD's, those under WSL."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +33,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def simulate_devices(count: int) -> None:
+    """Splits the CPU into devices; has no effect on accelerators.
+
+    Where there is no accelerator, JAX is told so: it starts all that it has a package for, and the TPU compiler, which
+    `jpipe[dev]` brings, complains at length of the TPU that isn't there. Whoever sets JAX_PLATFORMS is asked instead.
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+    if not jax.config.jax_platforms and not any(map(glob.glob, ACCELERATORS)):
+        jax.config.update("jax_platforms", "cpu")
+
+
 def join(options: argparse.Namespace, console: Console, num_devices: int | None = None) -> None:
     """Joins the cluster, if there is one; from then on the first process alone prints.
 
     On a CPU as many devices are simulated as all processes need together (default: one a stage).
     """
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        wanted = (num_devices or options.stages) // (options.processes or 1)
-        jax.config.update("jax_num_cpu_devices", max(1, wanted))  # has no effect on accelerators
+    simulate_devices(max(1, (num_devices or options.stages) // (options.processes or 1)))
     try:
         first = jpipe.initialize(
             options.coordinator,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from cluster import simulate_devices
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -300,8 +301,7 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
         compile_large(options)
         return
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", options.stages)  # has no effect on accelerators
+    simulate_devices(options.stages)
     train(options)
 
 

@@ -21,8 +21,8 @@ from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
-from jpipe.mesh.axes import as_mesh
 from jpipe.mesh.splits import Splits, check_shard_over
+from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.remat import Policy, as_remat

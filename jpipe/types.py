@@ -18,3 +18,6 @@ Shapes: TypeAlias = Any
 
 Batch: TypeAlias = Any
 """What a user trains on: a pytree of arrays `[B, ...]`, or of one micro-batch `[b, ...]`."""
+
+Device: TypeAlias = Any
+"""A `jax.Device`, whose class JAX shows under a name that type checkers take for a variable."""

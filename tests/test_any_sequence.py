@@ -141,14 +141,19 @@ def grid():
             yield name, order, k, v, remat
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def name(case):
+    *first, remat = case
+    return "-".join(map(str, [*first, "policy" if remat is POLICY else remat]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_equals_the_sequential_model(case):
     pipe, variables, _, evaluation = check(*case)
     assert_same(pipe.evaluate(variables, example(case[0]).batch), evaluation, "evaluation")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in grid() if case not in CASES], ids=str)
+@pytest.mark.parametrize("case", [case for case in grid() if case not in CASES], ids=name)
 def test_equals_the_sequential_model_whatever_is_combined(case):
     pipe, variables, outputs, _ = check(*case)
     assert_same(pipe.apply(variables, example(case[0]).batch), outputs, "outputs")

@@ -214,9 +214,7 @@ def test_every_file_is_in_its_folders_row():
 # --- one name, one thing ----------------------------------------------------------------------------------------------
 
 SAME_STEMS: set[str] = set()
-HOMONYMS: set[str] = {
-    "gather",
-}
+HOMONYMS: set[str] = set()
 """To be kept empty: classes and public functions of one name in several modules."""
 
 
@@ -240,14 +238,6 @@ def test_no_two_classes_or_public_functions_have_one_name():
 WITHOUT_CODE = {"types.py", "__main__.py"}
 UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
     "jax_tools/concrete.py",
-    "partitioner/control_flow.py",
-    "partitioner/elementwise.py",
-    "partitioner/equations.py",
-    "partitioner/lookups.py",
-    "partitioner/products.py",
-    "partitioner/rule_result.py",
-    "partitioner/rules.py",
-    "partitioner/user_shardings.py",
 }
 
 
@@ -262,9 +252,9 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9558
+MOST_LINES = 9409
 """Of code: without docstrings, comments and blank lines. Both numbers may only go down."""
-MOST_ANYS = 246
+MOST_ANYS = 51
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -17,7 +17,9 @@ import jax
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
 from jpipe.execution.step import Step, StepSpec, build_step, layer_functions
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.mesh.axes import check_context, num_shards, shapes_only
+from jpipe.mesh.axes import num_shards
+from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.trace import trace_model

@@ -26,10 +26,11 @@ from jpipe.jax_tools.tracing import replay
 from jpipe.memory.buffers import Index
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import on_stages, rest_axes, shapes_only
+from jpipe.mesh.axes import rest_axes
+from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.groups import LayerGroup
 from jpipe.model.trace import trace_init
-from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.terminal.first_calls import compiles
@@ -76,13 +77,13 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[jax.Array], dict[str, list[Leaf]]]:
     """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
     mesh = plan.request.mesh
-    axes, sizes = rest_axes(mesh), mesh.shape
+    axes = rest_axes(mesh)
 
     def run(key: jax.Array) -> dict[str, list[Leaf]]:
         with shapes_only(mesh):
             jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
-        wanted = [of_spec(spec, axes, sizes) for name in sorted(made) for spec in group.specs[name]]
-        local = partition_jaxpr(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+        wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
+        local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
         leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
         return replay(local.jaxpr, leaves)(key)
 

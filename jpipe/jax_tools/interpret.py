@@ -53,7 +53,7 @@ def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLi
 
 def _broadcast(equation: JaxprEqn, x: np.ndarray) -> np.ndarray:
     shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
-    return np.broadcast_to(np.expand_dims(x, [d for d in range(len(shape)) if d not in kept]), shape)
+    return np.broadcast_to(np.expand_dims(x, tuple(d for d in range(len(shape)) if d not in kept)), shape)
 
 
 def _over_axes(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:

@@ -22,7 +22,7 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.memory.layout import Layout, StageTree, drop_stage_axis
 from jpipe.memory.records import Arrays, Records, ScatteredLeaf, is_whole
-from jpipe.mesh.axes import on_stages
+from jpipe.mesh.on_stages import on_stages
 from jpipe.model.groups import Model
 from jpipe.types import Leaf, PyTree
 

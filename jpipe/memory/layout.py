@@ -22,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
-from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis, part_shape
+from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis
+from jpipe.mesh.specs import gather_axes, scatter_axes, shard_shape
 from jpipe.model.groups import Model
-from jpipe.partitioner.shardings import gather_axes, names_in, scatter_axes
+from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
 from jpipe.types import Leaf, PyTree, Structure
 
@@ -79,7 +80,7 @@ class Layout:
           at_work: with the shapes that `gathered` gives.
         """
         over = (lambda name: not is_batch_axis(name)) if at_work else (lambda name: True)
-        shape = lambda buffer: part_shape(buffer.shape, buffer.spec, self.mesh, over)
+        shape = lambda buffer: shard_shape(buffer.shape, buffer.spec, self.mesh, over)
         return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +16,15 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jpipe.mesh.axes import AXIS, BATCH_AXES
+from jpipe.partitioner.shardings import Shape
+from jpipe.types import Device
+
+AxisTypes = AxisType | Sequence[AxisType] | None
 
 
-def make_mesh(*, stage: int, devices: Sequence[Any] | None = None, axis_types: Any = None, **axes: int) -> Mesh:
+def make_mesh(
+    *, stage: int, devices: Sequence[Device] | None = None, axis_types: AxisTypes = None, **axes: int
+) -> Mesh:
     """A mesh of all devices: `make_mesh(stage=4, data=2, model=2)`.
 
     Devices are grouped by what joins them: TPU slices (or what else JAX calls so, such as hosts of GPUs), else
@@ -55,7 +60,7 @@ def make_mesh(*, stage: int, devices: Sequence[Any] | None = None, axis_types: A
     return Mesh(_ordered(found, sizes), tuple(sizes), axis_types=tuple(axis_types))
 
 
-def _ordered(devices: list[Any], sizes: dict[str, int]) -> np.ndarray:
+def _ordered(devices: list[Device], sizes: dict[str, int]) -> np.ndarray:
     """The devices in the shape of the mesh."""
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
     shape = tuple(sizes.values())
@@ -78,7 +83,7 @@ def _ordered(devices: list[Any], sizes: dict[str, int]) -> np.ndarray:
     return _hybrid(shape, across, devices, by_process=True)
 
 
-def _across(groups: int, sizes: dict[str, int]) -> tuple[int, ...] | None:
+def _across(groups: int, sizes: dict[str, int]) -> Shape | None:
     """For each axis, how many groups it goes across: `stage` as many as it can, then data axes; None if too few."""
     found = dict.fromkeys(sizes, 1)
     for name in (AXIS, *BATCH_AXES):
@@ -88,14 +93,14 @@ def _across(groups: int, sizes: dict[str, int]) -> tuple[int, ...] | None:
     return tuple(found.values()) if groups == 1 else None
 
 
-def _hybrid(shape: tuple[int, ...], across: tuple[int, ...], devices: list[Any], *, by_process: bool) -> np.ndarray:
+def _hybrid(shape: Shape, across: Shape, devices: list[Device], *, by_process: bool) -> np.ndarray:
     inner = tuple(size // groups for size, groups in zip(shape, across, strict=True))
     return mesh_utils.create_hybrid_device_mesh(
         inner, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
     )
 
 
-def _within(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+def _within(shape: Shape, devices: list[Device]) -> np.ndarray:
     """In one slice; axes of the mesh are axes of the network if they can be, else parts of them."""
     try:
         return mesh_utils.create_device_mesh(shape, devices)

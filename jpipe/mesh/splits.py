@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jpipe.mesh.axes import AXIS, is_batch_axis, stage_axes
+from jpipe.mesh.axes import AXIS, is_batch_axis, rest_axes, stage_axes
+from jpipe.mesh.specs import spec_of, split_by
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
+from jpipe.types import Shapes
 
 SMALLEST = 1024
 """The fewest elements of a weight that is split over `shard_over`: for a smaller one, a collective costs more."""
@@ -42,14 +43,21 @@ class Splits:
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
-        return tuple(Shard(0) if a.of_examples and size % a.size == 0 else REPLICATED for a in self.axes)
+        return tuple(Shard(0) if a.is_data and size % a.size == 0 else REPLICATED for a in self.axes)
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
-        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
-        return of_spec(spec, self.axes, self.mesh.shape) if self.mesh else ()
+        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest: gathered along the data axes.
+
+        Split by `("fsdp", "model")` at rest, one dimension is in two runs at work: `Shard(0, outer=2)` along `model`.
+        """
+        if self.mesh is None:
+            return ()
+        axes = rest_axes(self.mesh)
+        at_rest = {axis.names: along for axis, along in zip(axes, of_spec(spec, axes), strict=True)}
+        return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
 
     def at_rest(
-        self, name: str, variables: Mapping[str, Any], specs: Mapping[str, Sequence[PartitionSpec]]
+        self, name: str, variables: Mapping[str, Shapes], specs: Mapping[str, Sequence[PartitionSpec]]
     ) -> dict[str, list[PartitionSpec]]:
         """What each leaf of a layer's variables is split over at rest.
 
@@ -70,7 +78,7 @@ class Splits:
             found[collection] = []
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                spec = self._on_this_mesh(spec if collection == "params" else _without_data_axes(spec))
+                spec = self._on_this_mesh(spec, keep_data=collection == "params")
                 self._check(what, leaf.shape, spec)
                 more = self.shard_over if collection == "params" else ()
                 found[collection].append(self._split_over(more, leaf.shape, spec))
@@ -97,13 +105,11 @@ class Splits:
                 f"{dict(sizes)} lacks, and no layer asks for its axis {unused[0]!r}; call both the same"
             )
 
-    def _on_this_mesh(self, spec: PartitionSpec) -> PartitionSpec:
-        """A spec without `stage` and the axes that the mesh lacks or that have one device."""
-        if self.mesh is None:
-            return PartitionSpec()
-        sizes = self.mesh.shape
-        keep = lambda name: name != AXIS and sizes.get(name, 1) > 1
-        return _spec([list(filter(keep, names_in(entry))) for entry in spec])
+    def _on_this_mesh(self, spec: PartitionSpec, *, keep_data: bool) -> PartitionSpec:
+        """A spec without `stage` and the axes that the mesh lacks or that have one device, or without data axes too."""
+        sizes = {} if self.mesh is None else self.mesh.shape
+        stays = lambda name: name != AXIS and sizes.get(name, 1) > 1 and (keep_data or not is_batch_axis(name))
+        return split_by(spec, stays)
 
     def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
         seen: set[str] = set()
@@ -139,24 +145,11 @@ class Splits:
             fitting = [dim for dim, n in enumerate(parts) if n % self._devices([name]) == 0]
             if fitting:
                 entries[max(fitting, key=lambda dim: parts[dim])].append(name)
-        return _spec(entries)
+        return spec_of(entries)
 
 
 WHOLE = Splits()
 """One device a stage: nothing is split."""
-
-
-def _without_data_axes(spec: PartitionSpec) -> PartitionSpec:
-    """The spec of a leaf that isn't gathered along the data axes."""
-    return _spec([[name for name in names_in(entry) if not is_batch_axis(name)] for entry in spec])
-
-
-def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
-    """The PartitionSpec that names these mesh axes for each dimension, without empty entries at the end."""
-    joined = [tuple(names) if len(names) > 1 else names[0] if names else None for names in entries]
-    while joined and joined[-1] is None:
-        joined.pop()
-    return PartitionSpec(*joined)
 
 
 def check_shard_over(mesh: Mesh, names: str | Sequence[str] | None) -> tuple[str, ...]:

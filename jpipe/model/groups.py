@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
-from jpipe.partitioner.shardings import Axis, Sharding, local_structs
+from jpipe.partitioner.shardings import Axis, Sharding, part_structs
 from jpipe.types import PyTree, Shapes
 
 
@@ -125,7 +125,7 @@ class Model:
     @property
     def boundaries(self) -> list[list[jax.ShapeDtypeStruct]]:
         """For each of the N-1 boundaries between a layer and the next, its leaves as one device has them."""
-        return [local_structs(self.groups[g].gives, self.groups[g].gives_at, self.axes) for g in self.group_of[:-1]]
+        return [part_structs(self.groups[g].gives, self.groups[g].gives_at, self.axes) for g in self.group_of[:-1]]
 
 
 def make_model(

@@ -199,4 +199,4 @@ def _always(sharding: Sharding) -> Wanted:
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:
     """How the gradient of a micro-batch lies: over the data axes it stays a sum to be taken, once a step."""
-    return tuple(PARTIAL if axis.of_examples else p for p, axis in zip(sharding, axes, strict=True))
+    return tuple(PARTIAL if axis.is_data else p for p, axis in zip(sharding, axes, strict=True))

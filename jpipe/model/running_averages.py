@@ -26,7 +26,8 @@ from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.jaxprs import without_stops
 from jpipe.jax_tools.tracing import trace
 from jpipe.model.layer_function import Arguments, LayerFunction
-from jpipe.partitioner.shardings import Axis, Sharding, convert, replicated
+from jpipe.partitioner.conversions import convert
+from jpipe.partitioner.shardings import Axis, Sharding, replicated
 from jpipe.seam.inside import needed_part
 from jpipe.types import Leaf
 

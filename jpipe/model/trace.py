@@ -32,7 +32,7 @@ from jpipe.layers.base import (
 from jpipe.layers.ends import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, make_model, same_shapes, same_type
-from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import lacks_an_argument
@@ -164,7 +164,7 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     weights = [splits.at_work(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     given = [replicated(splits.axes), *weights, *group.takes_at, *examples]
-    found = partition_jaxpr(jaxpr, splits.axes, given, [settled] * len(jaxpr.jaxpr.outvars)).shardings
+    found = jaxpr_per_device(jaxpr, splits.axes, given, [settled] * len(jaxpr.jaxpr.outvars)).shardings
     return found[: len(jax.tree.leaves(group.gives))]
 
 

@@ -21,7 +21,7 @@ from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_rou
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
-from jpipe.partitioner.per_device import LocalJaxpr, partition_jaxpr
+from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var
@@ -226,7 +226,7 @@ def trace_forward(function: LayerFunction, arguments: Arguments, splits: Splits 
     shardings = function.shardings(arguments, splits)
     jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
     given = [*shardings.arguments, *shardings.activation]
-    local = partition_jaxpr(jaxpr, shardings.axes, given, shardings.results(results))
+    local = jaxpr_per_device(jaxpr, shardings.axes, given, shardings.results(results))
     return _as_forward(local, results, ())
 
 
@@ -235,15 +235,15 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLaye
     axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
     # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
     wanted = [*shardings.results(layer.results), *[settled] * len(layer.sources)]
-    forward = partition_jaxpr(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
-    remake = partition_jaxpr(layer.remake, axes, shardings.params, [settled] * len(layer.remake.out_avals))
+    forward = jaxpr_per_device(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
+    remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remake.out_avals))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
         "residual": _chosen(forward.shardings[num_results:], layer.stored),
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
-    backward = partition_jaxpr(
+    backward = jaxpr_per_device(
         layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
     )
     local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
@@ -258,7 +258,7 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLaye
     )
 
 
-def _as_forward(local: LocalJaxpr, results: Results, residuals_at: tuple[int, ...]) -> DeviceForward:
+def _as_forward(local: PerDeviceJaxpr, results: Results, residuals_at: tuple[int, ...]) -> DeviceForward:
     count = len(jax.tree.leaves(results))
     shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)

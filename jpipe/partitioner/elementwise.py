@@ -1,8 +1,4 @@
-"""The rules of elementwise operations: shards stay, and what is linear in partial sums leaves them partial.
-
-A rule takes an equation, how each operand lies along one axis, and the axis; it says how the operands have to lie and
-how the result lies then, or None if they have to be whole (`jpipe.partitioner.rule_result.Rule`).
-"""
+"""The rule of elementwise operations: shards stay, and what is linear in partial sums leaves them partial."""
 
 from __future__ import annotations
 
@@ -10,35 +6,33 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from jpipe.partitioner.rule_result import RuleResult, aval_of, operand_shape, operand_size, result_shape
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
+from jpipe.partitioner.rule import (
+    RuleResult,
+    aval_of,
+    by_labels,
+    operand_shape,
+    operand_size,
+    result_shape,
+    where_equal,
+)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 
 
 def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The result lies as the largest operand that is a shard; operands that are broadcast to it are replicated.
 
-    Without a shard, a result that is linear in partial operands is partial.
+    Without a shard, a result that is linear in partial operands is partial. Those have to be as large as the result: a
+    sum is best taken before it is broadcast.
     """
-    shape, shards = result_shape(equation), {i: s for i, s in enumerate(shardings) if isinstance(s, Shard)}
-    if not shards:
-        return _of_partial(equation, shardings, axis)
-    chosen = shards[max(shards, key=lambda i: operand_size(equation, i))]
-    covers = lambda own: len(own) == len(shape) and own[chosen.dim] == shape[chosen.dim]
-    operands = [chosen if covers(operand_shape(equation, i)) else REPLICATED for i in range(len(shardings))]
-    return RuleResult(operands, [chosen]) if chosen in operands else None
-
-
-def _of_partial(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """The rule where no operand is a shard: of operations that are linear in their partial operands.
-
-    Those have to be as large as the result: a sum is best taken before it is broadcast.
-    """
-    shape, partial = result_shape(equation), [s == PARTIAL for s in shardings]
-    if not any(partial) or any(is_one and operand_shape(equation, i) != shape for i, is_one in enumerate(partial)):
-        return None
+    shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
+    labels = [where_equal(own, shape) if len(own) == len(shape) else [None] * len(own) for own in shapes]
+    largest_first = sorted(range(len(shapes)), key=lambda i: -operand_size(equation, i))
+    found = by_labels(labels, [range(len(shape))], shardings, largest_first)
+    partial = [s == PARTIAL for s in shardings]
     linear = _LINEAR.get(equation.primitive.name)
-    return linear(equation, partial, axis) if linear else None
+    sizes = {own for own, is_one in zip(shapes, partial, strict=True) if is_one}
+    return linear(equation, partial, axis) if linear and not found and sizes == {shape} else found
 
 
 def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
@@ -47,17 +41,16 @@ def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
 
 
 def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A cast of floating-point numbers that loses nothing; integers wrap around, in each part for itself.
+    """Over data axes: a cast of floating-point numbers to a type that has as large numbers as float32.
 
-    Over data axes also one to a narrower type with as large numbers: a gradient of narrow parameters is rounded on each
-    device, as it is for each micro-batch, rather than summed at each of them.
+    A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
+    of them. Over other axes the sum is taken first: what is cast is often used besides, as by a norm and the residual
+    connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
     """
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
-    if not (jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)):
-        return None
-    widens = jnp.promote_types(old, new) == new
-    as_large = jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
-    return _sum(equation, partial, axis) if widens or (axis.of_examples and as_large) else None
+    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    as_large = floats and jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    return _sum(equation, partial, axis) if axis.is_data and as_large else None
 
 
 def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:

@@ -1,8 +1,5 @@
 """The rules of look-ups (`gather`) and of writes and additions (`scatter`) at indices.
 
-A rule takes an equation, how each operand lies along one axis, and the axis; it says how the operands have to lie and
-how the result lies then, or None if they have to be whole (`jpipe.sharding.rule.Rule`).
-
 A look-up takes a slice of a *table* for each vector of indices `[*index dimensions, columns]`: column k says where the
 slice starts along the table's dimension `start_index_map[k]`. The result has the index dimensions, and among them, at
 `offset_dims`, those dimensions of the table that slices keep: its *window* dimensions. A write is the reverse: for each
@@ -17,70 +14,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.rule_result import Operation, Rule, RuleResult, aval_of, operand_shape, result_shape
+from jpipe.partitioner.rule import (
+    Operation,
+    Rule,
+    RuleResult,
+    aval_of,
+    by_labels,
+    on_partial,
+    operand_shape,
+    result_shape,
+)
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 
-def gather(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """The rule of a look-up; operands: table, indices.
+def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """The rule of a look-up; operands: table, indices. Labels are the result's dimensions.
 
-    Split indices give split results. In a split table each device looks up what it has, and zeros elsewhere: the result
-    is partial.
+    Split indices give split results. Where the split dimension of a table is the one that is looked up in, each device
+    looks up what it has, and zeros elsewhere: the result is partial.
     """
-    d, (table, indices) = equation.params["dimension_numbers"], shardings
-    index_dims = [dim for dim in range(len(result_shape(equation))) if dim not in d.offset_dims]
-    if isinstance(indices, Shard) and indices.dim < len(index_dims):
-        result = Shard(index_dims[indices.dim], indices.outer)
-        if indices.dim not in d.start_indices_batching_dims:
-            return RuleResult([REPLICATED, indices], [result])
-        k = d.start_indices_batching_dims.index(indices.dim)
-        return RuleResult([Shard(d.operand_batching_dims[k], indices.outer), indices], [result])
-    if table == PARTIAL and equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-        return RuleResult([PARTIAL, REPLICATED], [PARTIAL])
-    return _split_table(equation, table, axis, index_dims) if isinstance(table, Shard) else None
-
-
-def _split_table(equation: JaxprEqn, table: Shard, axis: Axis, index_dims: Sequence[int]) -> RuleResult | None:
-    """How things are looked up in a split table.
-
-    Args:
-      equation: the look-up.
-      table: how the table lies.
-      axis: the axis.
-      index_dims: dimension of the indices -> the result's dimension.
-    """
-    d, shape, sizes = equation.params["dimension_numbers"], operand_shape(equation), equation.params["slice_sizes"]
+    p, (table, _) = equation.params, shardings
+    d, shape = p["dimension_numbers"], operand_shape(equation)
+    index_dims: list[int | None] = [dim for dim in range(len(result_shape(equation))) if dim not in d.offset_dims]
+    of_table: list[int | None] = [None] * len(shape)
+    for dim, k in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
+        of_table[dim] = index_dims[k]
     windows = [dim for dim in range(len(shape)) if dim not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
-    if table.dim in d.operand_batching_dims:
-        k = d.start_indices_batching_dims[d.operand_batching_dims.index(table.dim)]
-        return RuleResult([table, Shard(k, table.outer)], [Shard(index_dims[k], table.outer)])
-    if table.dim in windows and sizes[table.dim] == shape[table.dim] and table.dim not in d.start_index_map:
-        return RuleResult([table, REPLICATED], [Shard(d.offset_dims[windows.index(table.dim)], table.outer)])
-    can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
-    by_index = table.dim in d.collapsed_slice_dims and table.dim in d.start_index_map
-    if by_index and table.outer == 1 and can_be_added:
-        wrap = lambda operation: _own_entries(equation, operation, axis, table.dim, index_dims)
-        return RuleResult([table, REPLICATED], [PARTIAL], wrap)
-    return None
+    for dim, kept in zip(windows, d.offset_dims, strict=True):
+        if p["slice_sizes"][dim] == shape[dim] and dim not in d.start_index_map:
+            of_table[dim] = kept
+    labels = [of_table, [*index_dims, None]]
+    found = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
+    if found is None and isinstance(table, Shard):
+        can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
+        by_index = table.dim in d.collapsed_slice_dims and table.dim in d.start_index_map
+        if by_index and table.outer == 1 and can_be_added:
+            wrap = lambda operation: _own_entries(equation, operation, axis, table.dim)
+            return RuleResult([table, REPLICATED], [PARTIAL], wrap)
+    fills = p["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    return on_partial(shardings, 1, 1) if found is None and not fills else found
 
 
-def _own_entries(
-    equation: JaxprEqn, operation: Operation, axis: Axis, dim: int, index_dims: Sequence[int]
-) -> Operation:
+def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
     """A look-up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
+
+    With a table of 8 entries on two devices, 4 each:
+
+        wanted             2    5    9 (outside of the table)
+        device 0 looks up  2    0*   4 (outside of its part)       * some entry of its own, which is not used
+        device 1 looks up  0*   1    0*
+        device 0 has       t[2] 0    what the mode gives outside
+        device 1 has       0    t[5] 0
 
     Args:
       equation: the look-up in the whole table.
       operation: the look-up in a part of it.
       axis: the axis that splits the table.
       dim: the table's split dimension, which indices choose from.
-      index_dims: dimension of the indices -> the result's dimension.
     """
-    column = equation.params["dimension_numbers"].start_index_map.index(dim)
-    size, ndim = operand_shape(equation)[dim], len(result_shape(equation))
+    d, ndim = equation.params["dimension_numbers"], len(result_shape(equation))
+    column, size = d.start_index_map.index(dim), operand_shape(equation)[dim]
 
-    def look_up(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
+    def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
         device, length = lax.axis_index(axis.names), size // axis.size
         indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # bytes can't count a larger table
         wanted = indices[..., column]
@@ -93,64 +89,37 @@ def _own_entries(
         own = jnp.where(outside, jnp.full_like(own, length), jnp.clip(own, 0, length - 1))
         in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
         (found,) = operation(table, jnp.where(in_column, own[..., None], indices))
-        valid = lax.broadcast_in_dim(valid, found.shape, [i for i in range(ndim) if i in index_dims])
+        valid = lax.broadcast_in_dim(valid, found.shape, [i for i in range(ndim) if i not in d.offset_dims])
         return [jnp.where(valid, found, jnp.zeros_like(found))]
 
-    return look_up
+    return look_up_own
 
 
-def scatter(adds: bool) -> Rule:
+def write_entries(*, adds: bool) -> Rule:
     """The rule of writes at indices, or of additions; operands: target, indices, updates."""
-
-    def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-        """By split updates if there are some, else by windows that are as large as the target."""
-        window_dims = equation.params["dimension_numbers"].update_window_dims
-        index_dims = [dim for dim in range(len(operand_shape(equation, 2))) if dim not in window_dims]
-        _, indices, updates = shardings
-        if isinstance(updates, Shard) and updates.dim in index_dims:
-            return _split_updates(equation, index_dims, index_dims.index(updates.dim), updates.outer, adds)
-        if isinstance(indices, Shard) and indices.dim < len(index_dims):
-            return _split_updates(equation, index_dims, indices.dim, indices.outer, adds)
-        return _split_windows(equation, shardings, adds)
-
-    return rule
+    return lambda equation, shardings, axis: _write(equation, shardings, adds)
 
 
-def _split_updates(
-    equation: JaxprEqn, index_dims: Sequence[int], dim: int, outer: int, adds: bool
-) -> RuleResult | None:
-    """Each device writes its own updates: into its part of a batched target, or sums are left partial.
+def _write(equation: JaxprEqn, shardings: Sequence[AxisSharding], adds: bool) -> RuleResult | None:
+    """By split updates if there are some, else by windows that are as large as the target.
 
-    Args:
-      equation: the write.
-      index_dims: dimension of the indices -> the updates' dimension.
-      dim: the dimension of the indices that is split.
-      outer: as in `Shard`.
-      adds: whether updates are added.
+    Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
     """
-    d = equation.params["dimension_numbers"]
-    own = [Shard(dim, outer), Shard(index_dims[dim], outer)]
-    if dim in d.scatter_indices_batching_dims:
-        target = Shard(d.operand_batching_dims[d.scatter_indices_batching_dims.index(dim)], outer)
-        return RuleResult([target, *own], [target])
-    return RuleResult([PARTIAL, *own], [PARTIAL]) if adds else None
-
-
-def _split_windows(equation: JaxprEqn, shardings: Sequence[AxisSharding], adds: bool) -> RuleResult | None:
-    """Each device writes its part of every window, where windows are as large as the target."""
-    d, (target, _, updates) = equation.params["dimension_numbers"], shardings
+    d, (old, _, updates) = equation.params["dimension_numbers"], shardings
     shape, update_shape = operand_shape(equation, 0), operand_shape(equation, 2)
+    index_dims = [dim for dim in range(len(update_shape)) if dim not in d.update_window_dims]
+    of_indices: list[int | None] = [~k if adds else None for k in range(len(index_dims))]
+    target: list[int | None] = [None] * len(shape)
+    for dim, k in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
+        target[dim] = of_indices[k] = dim
+    of_updates = dict(zip(index_dims, of_indices, strict=True))
     windows = [dim for dim in range(len(shape)) if dim not in (*d.inserted_window_dims, *d.operand_batching_dims)]
-    whole = {  # the target's dimension -> the updates' dimension
-        dim: update_dim
-        for dim, update_dim in zip(windows, d.update_window_dims, strict=True)
-        if update_shape[update_dim] == shape[dim] and dim not in d.scatter_dims_to_operand_dims
-    }
-    chosen = target
-    if isinstance(updates, Shard) and not (isinstance(target, Shard) and target.dim in whole):
-        chosen = next((Shard(dim, updates.outer) for dim, u in whole.items() if u == updates.dim), REPLICATED)
-    if isinstance(chosen, Shard) and chosen.dim in whole:
-        return RuleResult([chosen, REPLICATED, Shard(whole[chosen.dim], chosen.outer)], [chosen])
-    if adds and PARTIAL in (target, updates):
-        return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL])
-    return None
+    for dim, at in zip(windows, d.update_window_dims, strict=True):
+        if update_shape[at] == shape[dim] and dim not in d.scatter_dims_to_operand_dims:
+            target[dim] = of_updates[at] = dim
+    labels = [target, [*of_indices, None], [of_updates.get(dim) for dim in range(len(update_shape))]]
+    order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
+    found = by_labels(labels, [range(len(shape))], shardings, order)
+    if found is None:
+        return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
+    return RuleResult([PARTIAL, *found.operands[1:]], [PARTIAL]) if PARTIAL in found.results else found

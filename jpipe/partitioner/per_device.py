@@ -1,10 +1,10 @@
-"""Partitions a traced layer over the devices of a stage: what one device runs, collectives in plain sight.
+"""The function that one device runs in place of a function of whole arrays, its collectives in plain sight.
 
-A layer is traced once, on whole micro-batches and whole weights. Here its equations are carried out one by one on the
-parts of arrays that a device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and
-values are converted to that. So every collective within a stage is one of jpipe's own, among the devices of that stage
-alone, and no compiler adds others: in a loop that other stages don't run, those would wait for ever. And whatever a
-layer does across examples stays exact, since only where arrays lie is decided here, never what is computed.
+A function is traced once, on whole arrays. Its equations are then carried out one by one on the parts of arrays that a
+device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and values are converted to
+that. Only where arrays lie is decided so, never what is computed: what a function does across examples stays exact. And
+no compiler adds collectives: those that there are join devices along the given axes alone, so that they may stand in a
+loop or a branch that devices along other axes don't run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,99 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jpipe.jax_tools.tracing import replay
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.equations import Axes, Partitioner, Value
-from jpipe.partitioner.shardings import Sharding, local_struct
+from jpipe.partitioner.parts_interpreter import Axes, PartsInterpreter
+from jpipe.partitioner.shardings import (
+    Axis,
+    Sharding,
+    is_possible,
+    names_in,
+    of_spec,
+    part_struct,
+    to_spec,
+    whole_shape,
+)
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.types import PyTree
+
+Specs = PyTree
+"""PartitionSpecs, as `jax.shard_map` takes them: a pytree of them, or one for a whole subtree."""
 
 
-class LocalJaxpr(NamedTuple):
+def per_device(
+    function: Callable[..., PyTree],
+    mesh: Mesh | AbstractMesh,
+    in_specs: Specs,
+    out_specs: Specs,
+    *,
+    data_axes: Sequence[str] = (),
+) -> Callable[..., PyTree]:
+    """The function of one device's parts that does what `function` does on whole arrays; for use in `jax.shard_map`.
+
+        specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data")}
+        on_parts = per_device(lambda x, w: jax.nn.softmax(x @ w), mesh, **specs)
+        y = jax.jit(jax.shard_map(on_parts, mesh=mesh, check_vma=False, **specs))(x, w)  # as softmax(x @ w)
+
+    Gradients are taken inside of `function`. Arrays that it closes over are taken as whole.
+
+    Args:
+      function: from pytrees of whole arrays to a pytree of whole arrays.
+      mesh: the mesh of the `jax.shard_map`, which has to be manual over all of its axes of several devices.
+      in_specs: how the arguments are split.
+      out_specs: how the results are to be split.
+      data_axes: the axes that examples are split over. Along them sums may be rounded to a narrower type before they
+        are added up, random bits are split at once, and sharding constraints inside of `function` change nothing.
+
+    Raises:
+      ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
+        call outside of such a `jax.shard_map`.
+    """
+    names = {name for spec in jax.tree.leaves((in_specs, out_specs)) for entry in spec for name in names_in(entry)}
+    for name in sorted({*names, *data_axes} - {*mesh.axis_names}):
+        raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
+    axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
+
+    def on_parts(*parts: PyTree) -> PyTree:
+        _check_manual(mesh, axes)
+        leaves, given = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
+        shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, given, strict=True)]
+        whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
+        with _all_of_type(mesh.abstract_mesh, AxisType.Auto):
+            arguments = jax.tree.unflatten(jax.tree.structure(parts), whole)
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        wanted = _of_each(out_specs, results, axes)
+        for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(results), wanted, strict=True):
+            if not is_possible(leaf.shape, sharding, axes):
+                raise ValueError(
+                    f"out_specs ask for the result{jax.tree_util.keystr(path)} of shape {leaf.shape} to be split by "
+                    f"{to_spec(sharding, axes, leaf.ndim)}, which doesn't divide it; change the spec or the shape"
+                )
+        program = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
+        return replay(program.jaxpr, results)(*parts)
+
+    return on_parts
+
+
+def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
+    """The shardings of a pytree's leaves."""
+    return [of_spec(spec, axes) for spec in jax.tree.leaves(jax.tree.broadcast(specs, tree))]
+
+
+def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
+    missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
+    if missing:
+        raise ValueError(
+            f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual; call it inside "
+            f"of jax.shard_map over the mesh {dict(mesh.shape)}"
+        )
+
+
+class PerDeviceJaxpr(NamedTuple):
     """What one device runs.
 
     Attributes:
@@ -36,44 +118,38 @@ class LocalJaxpr(NamedTuple):
     shardings: list[Sharding]
 
 
-def partition_jaxpr(
+def jaxpr_per_device(
     jaxpr: ClosedJaxpr,
     axes: Axes,
     shardings: Sequence[Sharding],
     wanted: Sequence[Callable[[Sharding], Sharding]],
-) -> LocalJaxpr:
+) -> PerDeviceJaxpr:
     """What one device runs of a jaxpr of whole arrays.
 
     Args:
       jaxpr: of whole arrays.
-      axes: the mesh axes besides `stage`, as arrays are split over them.
+      axes: the mesh axes that arrays may be split over.
       shardings: for each argument how it lies.
       wanted: for each result a function: how it lies by itself -> how it has to lie.
     """
-    if not axes and not _mentions_axes():
-        return LocalJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
+    here = jax.sharding.get_abstract_mesh()
+    # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
+    if not axes and all(axis_type == AxisType.Manual for axis_type in here.axis_types):
+        return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
     found: list[Sharding] = []
 
     def run(*parts: jax.Array) -> list[jax.Array]:
-        values = [Value(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
-        results = Partitioner(axes, CONTROL_FLOW | USER_SHARDINGS).run(jaxpr, values)
+        interpreter = PartsInterpreter(axes, CONTROL_FLOW | USER_SHARDINGS)
+        results = interpreter.run(jaxpr, interpreter.values(parts, shardings))
         found[:] = [choose(value.sharding) for choose, value in zip(wanted, results, strict=True)]
-        return [value.part(sharding, axes) for value, sharding in zip(results, found, strict=True)]
+        return interpreter.parts_of(results, found)
 
-    mesh = dict(jax.sharding.get_abstract_mesh().shape)
-    sizes = mesh or {name: size for axis in axes for name, size in zip(axis.names, axis.sizes, strict=True)}
-    pairs = zip(jaxpr.jaxpr.invars, shardings, strict=True)
-    local = [local_struct(v.aval, sharding, axes) for v, sharding in pairs]
-    with _all_manual():
-        return LocalJaxpr(with_named_axes(run, sizes)(*local)[0], found)
+    sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
+    own = [part_struct(v.aval, s, axes) for v, s in zip(jaxpr.jaxpr.invars, shardings, strict=True)]
+    with _all_of_type(here, AxisType.Manual):
+        return PerDeviceJaxpr(with_named_axes(run, sizes)(*own)[0], found)
 
 
-def _mentions_axes() -> bool:
-    """Whether jaxprs were traced where mesh axes could be named, though arrays are split over none of them."""
-    return any(axis_type != AxisType.Manual for axis_type in jax.sharding.get_abstract_mesh().axis_types)
-
-
-def _all_manual() -> AbstractContextManager:
-    """The context of a program of one device: the mesh at hand, manual over all axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual)))
+def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
+    """The context of a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
+    return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))

@@ -12,7 +12,8 @@ import numpy as np
 from jpipe.execution.batches import cut
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.mesh.axes import num_shards, shapes_only
+from jpipe.mesh.axes import num_shards
+from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer

@@ -66,6 +66,22 @@ SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pv
 OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
 """Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
 
+FREE = (
+    MOVES
+    | OVER_DEVICES
+    | frozenset(
+        _read("""
+bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice
+empty empty2 empty_ref freeze gather get io_callback layout_constraint masked_load masked_swap mesh_cast name new_ref
+num_programs optimization_barrier pbroadcast platform_index program_id pure_callback pvary random_clone random_unwrap
+random_wrap reshard scatter sharding_constraint stop_gradient swap
+""")
+    )
+)
+"""They take no floating-point operation."""
+
+_MORE_BY_ELEMENT = ("addupdate", "approx_top_k", "arg", "cum", "reduce", "scatter", "select_and_", "sort", "top_k")
+
 _RANDOM = ("random_", "threefry", "rng_")
 
 
@@ -76,3 +92,12 @@ def draws(name: str) -> bool:
     (True, False)
     """
     return name.startswith(_RANDOM)
+
+
+def is_by_element(name: str) -> bool:
+    """Whether a primitive takes about one operation an element of what it gives, or of what it reduces.
+
+    >>> is_by_element("tanh"), is_by_element("reduce_sum"), is_by_element("eigh")
+    (True, True, False)
+    """
+    return name in ELEMENTWISE or name in SUMS_OVER_DEVICES or draws(name) or name.startswith(_MORE_BY_ELEMENT)

@@ -18,8 +18,9 @@ from jpipe.jax_tools.tracing import no_mesh, replay
 from jpipe.memory.buffers import Index
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers, build_storage
-from jpipe.mesh.axes import on_stages, rest_axes
-from jpipe.partitioner.per_device import partition_jaxpr
+from jpipe.mesh.axes import rest_axes
+from jpipe.mesh.on_stages import on_stages
+from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
 from jpipe.training.probing import not_tried
 from jpipe.types import Leaf, PyTree, Shapes
@@ -133,12 +134,12 @@ def _on_device(function: LayerFunction, v: int, own: Leaves, layouts: Layouts, e
     """
     mesh = next(iter(layouts.values())).mesh
     axes, known = rest_axes(mesh), {name: layout.storage.record_types[v] for name, layout in layouts.items()}
-    at = lambda names: [of_spec(spec, axes, mesh.shape) for name in sorted(names) for spec in known[name].specs]
+    at = lambda names: [of_spec(spec, axes) for name in sorted(names) for spec in known[name].specs]
     whole = {name: jax.tree.unflatten(layouts[name].treedefs[v], known[name].leaves) for name in own}
     with no_mesh():
         jaxpr, found = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
     given = at(own) + [replicated(axes)] * len(jax.tree.leaves(extra))
-    done = partition_jaxpr(jaxpr, axes, given, [lambda _, s=s: s for s in at(found)])
+    done = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in at(found)])
     return replay(done.jaxpr, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
 
 

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jpipe.execution.shared_weights import send_shared, sum_shared_gradients
 from jpipe.memory.storage import build_storage
-from jpipe.mesh.axes import as_mesh, on_stages
+from jpipe.mesh.on_stages import on_stages
+from jpipe.mesh.users_mesh import as_mesh
 
 NUM_STAGES, OWNER = 3, 1
 SHAPE = jax.ShapeDtypeStruct((2, 2), jnp.float32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +15,28 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
 
-from jpipe.partitioner.rule_result import RuleResult, aval_of
-from jpipe.partitioner.rules import RULES, local_params
+from jpipe.partitioner.conversions import convert
+from jpipe.partitioner.rule import RuleResult, aval_of
+from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import (
     REPLICATED,
     Axis,
     Shape,
     Sharding,
-    convert,
     is_possible,
-    local_shape,
-    local_struct,
+    part_shape,
+    part_struct,
     replicated,
     settled,
 )
 from jpipe.seam.inside import carry_out, scope_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.types import Leaf
 
 Axes = tuple[Axis, ...]
 
 
-class Value:
+class DeviceValue:
     """A value of a jaxpr as one device has it: its parts in every sharding that was asked for.
 
     Attributes:
@@ -57,11 +57,11 @@ class Value:
         return self.parts[sharding]
 
 
-Handler = Callable[["Partitioner", JaxprEqn, list[Value]], list[Value]]
-"""(partitioner, equation of whole arrays, its operands) -> its results."""
+Handler = Callable[["PartsInterpreter", JaxprEqn, list[DeviceValue]], list[DeviceValue]]
+"""(interpreter, equation of whole arrays, its operands) -> its results."""
 
 
-class Partitioner:
+class PartsInterpreter:
     """Carries out equations of whole arrays on the parts that a device has.
 
     Attributes:
@@ -73,18 +73,18 @@ class Partitioner:
         self.axes = axes
         self.handlers = handlers
 
-    def run(self, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+    def run(self, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[DeviceValue]) -> list[DeviceValue]:
         """The results of a jaxpr of whole arrays; one that isn't closed has no constants."""
         jaxpr, constants = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
         inputs = [*[self.whole(_without_mesh(c)) for c in constants], *arguments]
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         read = lambda v: self.whole(np.asarray(v.val, aval_of(v).dtype)) if isinstance(v, Literal) else known[v]
         for equation in jaxpr.eqns:
-            results = self.carry_out(equation, list(map(read, equation.invars)))
+            results = self.results_of(equation, list(map(read, equation.invars)))
             known.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def carry_out(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    def results_of(self, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
         """The results of one equation."""
         handler = self.handlers.get(equation.primitive.name)
         if handler:
@@ -94,8 +94,8 @@ class Partitioner:
         wanted = [tuple(along.operands[i] for along in along_axes) for i in range(len(operands))]
         found = [tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars))]
         avals = [aval_of(v) for v in equation.outvars]
-        shapes = [local_shape(aval.shape, sharding, self.axes) for aval, sharding in zip(avals, found, strict=True)]
-        operation = partial(_run_locally, equation, shapes)
+        shapes = [part_shape(aval.shape, sharding, self.axes) for aval, sharding in zip(avals, found, strict=True)]
+        operation = partial(_run_on_parts, equation, shapes)
         for along in along_axes:
             operation = along.wrap(operation) if along.wrap else operation
         results = operation(*self.parts_of(operands, wanted))
@@ -103,20 +103,20 @@ class Partitioner:
         assert types == [(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)], equation
         return self.values(results, found)
 
-    def whole(self, array: Any) -> Value:
+    def whole(self, array: Leaf) -> DeviceValue:
         """A value that all devices have as a whole."""
-        return Value(array, replicated(self.axes))
+        return DeviceValue(array, replicated(self.axes))
 
-    def values(self, parts: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[Value]:
+    def values(self, parts: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[DeviceValue]:
         """Values from this device's parts of them."""
-        return [Value(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
+        return [DeviceValue(part, sharding) for part, sharding in zip(parts, shardings, strict=True)]
 
-    def parts_of(self, values: Sequence[Value], shardings: Sequence[Sharding]) -> list[jax.Array]:
+    def parts_of(self, values: Sequence[DeviceValue], shardings: Sequence[Sharding]) -> list[jax.Array]:
         """This device's parts of values, each under a sharding."""
         return [value.part(sharding, self.axes) for value, sharding in zip(values, shardings, strict=True)]
 
     def agreed(self, decision: jax.Array, shardings: Sequence[Sharding]) -> jax.Array:
-        """A decision, such as whether a loop goes on, that is the same on all devices of the stage.
+        """A decision, such as whether a loop goes on, that is the same on all devices along the axes.
 
         Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
         bit; then one device would wait in a collective for others that never come.
@@ -148,10 +148,10 @@ class Partitioner:
             found[:] = [value.sharding for value in results]
             return [value.parts[value.sharding] for value in results]
 
-        jax.eval_shape(trace, *[local_struct(a, s, self.axes) for a, s in zip(avals, shardings, strict=True)])
+        jax.eval_shape(trace, *[part_struct(a, s, self.axes) for a, s in zip(avals, shardings, strict=True)])
         return found
 
-    def _apply_rules(self, equation: JaxprEqn, operands: list[Value]) -> list[RuleResult]:
+    def _apply_rules(self, equation: JaxprEqn, operands: list[DeviceValue]) -> list[RuleResult]:
         """How an equation is carried out along each axis; where there is no way, operands are whole."""
         rule = RULES.get(equation.primitive.name)
         whole = RuleResult([REPLICATED] * len(operands), [REPLICATED] * len(equation.outvars))
@@ -170,12 +170,12 @@ class Partitioner:
         return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
 
 
-def _without_mesh(constant: Any) -> Any:
+def _without_mesh(constant: Leaf) -> Leaf:
     """A constant without the mesh that it was made under, whose axes were of other types."""
     plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
     return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant
 
 
-def _run_locally(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
+def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
     """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    return carry_out(equation, operands, local_params(equation, [np.shape(x) for x in operands], shapes))
+    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))

@@ -1,0 +1,114 @@
+"""How a device's part of an array becomes its part under another sharding; in a program that all devices run.
+
+Collectives join devices along the axes of the sharding alone: others may be elsewhere in their program meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, Sharding, blocks_of
+
+
+def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
+    """A device's part of an array under another sharding.
+
+    Args:
+      part: this device's part, of the shape `part_shape(whole shape, now, axes)`.
+      axes: what arrays are split over.
+      now: how the array lies.
+      wanted: how it shall lie; the result has the shape `part_shape(whole shape, wanted, axes)`.
+    """
+    # One axis after the other; what makes parts smaller comes first. On the way the blocks of axes that split the same
+    # dimension may cease to lie within one another, so that no device has its part in one slice of another's. From
+    # (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3 on the devices (0, 0), (0, 1), (1, 0), (1, 1):
+    #
+    #   now          0  2  1  3
+    #   between      (Shard(0), Shard(0)): both axes cut at the middle, and of (0, 1) nothing would be left
+    #   wanted       0  1  2  3
+    #
+    # Then it goes by way of whole arrays, along the axes that change.
+    order = sorted(range(len(axes)), key=lambda i: not isinstance(wanted[i], Shard))
+    path = _path(now, wanted, order)
+    if any(blocks_of(sharding, axes) is None for sharding in path):
+        between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))
+        path = [*_path(now, between, order), *_path(between, wanted, order)]
+    for following in path:
+        for i in range(len(axes)):
+            if following[i] != now[i]:
+                part = _convert_along(part, axes, now, i, following[i])
+        now = following
+    return part
+
+
+def _path(now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Sharding]:
+    """The shardings on the way from `now` to `wanted`, if axes are changed one by one in this order."""
+    changed = [set(order[: count + 1]) for count in range(len(order))]
+    return [tuple(wanted[i] if i in done else s for i, s in enumerate(now)) for done in changed]
+
+
+def _convert_along(part: jax.Array, axes: Sequence[Axis], now: Sharding, i: int, wanted: AxisSharding) -> jax.Array:
+    """A device's part once it lies as `wanted` along axis i; along the other axes it stays as in `now`."""
+    old, axis = now[i], axes[i]
+    outer = lambda shard: _outer_in_part(shard, axes, now, i)
+    if isinstance(old, Shard):
+        if isinstance(wanted, Shard) and outer(old) == outer(wanted) == 1 and old.dim != wanted.dim:
+            return lax.all_to_all(part, axis.names, wanted.dim, old.dim, tiled=True)
+        if wanted == PARTIAL:
+            return _among_zeros(part, axis, old.dim, outer(old))
+        part = _joined(part, axis, old.dim, outer(old))
+    elif old == PARTIAL:
+        if isinstance(wanted, Shard) and outer(wanted) == 1:
+            return lax.psum_scatter(part, axis.names, scatter_dimension=wanted.dim, tiled=True)
+        part = lax.psum(part, axis.names)
+    elif wanted == PARTIAL:  # the first device has the array, the others zeros
+        return jnp.where(lax.axis_index(axis.names) == 0, part, jnp.zeros_like(part))
+    return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part
+
+
+def _outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
+    """`shard.outer` as it counts in a device's part, in which other axes than i have cut the dimension already."""
+    outer = shard.outer
+    for j, other in enumerate(now):
+        if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
+            outer //= axes[j].size
+    return outer
+
+
+def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
+    """`x` `[..., n, ...]` as `[..., *sizes, n / product of sizes, ...]`."""
+    rest = x.shape[dim] // math.prod(sizes)
+    return x.reshape(*x.shape[:dim], *sizes, rest, *x.shape[dim + 1 :])
+
+
+def _merge_dims(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """The inverse of `_split_dim`: `count` dimensions from `dim` on as one."""
+    size = math.prod(x.shape[dim : dim + count])
+    return x.reshape(*x.shape[:dim], size, *x.shape[dim + count :])
+
+
+def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
+    """From a shard of `dim` to the whole dimension."""
+    if outer == 1:
+        return lax.all_gather(part, axis.names, axis=dim, tiled=True)
+    return _merge_dims(lax.all_gather(_split_dim(part, dim, outer), axis.names, axis=dim + 1, tiled=True), dim, 2)
+
+
+def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
+    """From the whole dimension to this device's shard of it."""
+    blocks, device = _split_dim(x, dim, outer, axis.size), lax.axis_index(axis.names)
+    own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
+    return _merge_dims(own, dim, 2)
+
+
+def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
+    """From a shard of `dim` to a partial sum: this device's blocks in their place, zeros elsewhere."""
+    blocks = jnp.expand_dims(_split_dim(part, dim, outer), dim + 1)  # [..., outer, 1, block, ...]
+    device = lax.broadcasted_iota(jnp.int32, (axis.size,) + (1,) * (blocks.ndim - dim - 2), 0)
+    own = device == lax.axis_index(axis.names)
+    return _merge_dims(jnp.where(own, blocks, jnp.zeros_like(blocks)), dim, 3)

@@ -1,0 +1,113 @@
+"""What a rule is: what it is told of one operation, and what it answers. The rules themselves are in `rules`.
+
+Most rules follow from labels, as those of an einsum: dimensions that are split together have the same label. For the
+product "bd,df->bf" there are three ways to split it along an axis:
+
+           x [b, d]     w [d, f]        x @ w [b, f]
+    b      Shard(0)     replicated      Shard(0)
+    d      Shard(1)     Shard(0)        partial
+    f      replicated   Shard(1)        Shard(1)
+
+`by_labels` finds the one that keeps an operand as it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, cast
+
+import jax
+from jax.core import ShapedArray
+
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.seam.jaxpr_types import JaxprEqn, Literal, Var
+
+Operation = Callable[..., list[jax.Array]]
+"""A device's parts of an equation's operands -> its parts of the results."""
+
+
+class RuleResult(NamedTuple):
+    """How an equation is carried out along one axis.
+
+    Attributes:
+      operands: how each operand has to lie along the axis.
+      results: how each result then lies along the axis.
+      wrap: (the equation on a device's parts) -> what a device does instead; None if it does just that.
+    """
+
+    operands: Sequence[AxisSharding]
+    results: Sequence[AxisSharding]
+    wrap: Callable[[Operation], Operation] | None = None
+
+
+Rule = Callable[[JaxprEqn, Sequence[AxisSharding], Axis], RuleResult | None]
+"""(equation on whole arrays, how each operand lies along one axis, that axis) -> how it is carried out along the axis.
+
+The answer may want operands to lie otherwise than they do; they are converted. None means that the operation has to see
+whole arrays: all operands replicated.
+"""
+
+Labels = Sequence[Hashable]
+"""A label for each dimension of an array; a dimension labelled None is never split."""
+
+
+def by_labels(
+    operands: Sequence[Labels],
+    results: Sequence[Labels],
+    shardings: Sequence[AxisSharding],
+    order: Sequence[int] | None = None,
+) -> RuleResult | None:
+    """What keeps an operand as it lies: the first that is a shard of a dimension with a label.
+
+    Where others have that label, they are split too. Operands without it are replicated; results without it, in which
+    it was summed over, are partial.
+
+    Args:
+      operands: the labels of the first operands; those behind them have none.
+      results: the labels of the results.
+      shardings: how each operand lies.
+      order: in which operands are looked at (default: from the first on).
+    """
+    order = range(len(operands)) if order is None else order
+    shards = [(s, operands[i][s.dim]) for i in order if isinstance(s := shardings[i], Shard)]
+    chosen = next((pair for pair in shards if pair[1] is not None), None)
+    if chosen is None:
+        return None
+    shard, label = chosen
+    lies = lambda labels, otherwise: Shard(labels.index(label), shard.outer) if label in labels else otherwise
+    behind = [REPLICATED] * (len(shardings) - len(operands))
+    return RuleResult([*[lies(x, REPLICATED) for x in operands], *behind], [lies(x, PARTIAL) for x in results])
+
+
+def where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
+    """Each dimension's own number where both agree on it, as in their sizes."""
+    return [dim if a == b else None for dim, (a, b) in enumerate(zip(first, second, strict=True))]
+
+
+def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int | None = None) -> RuleResult | None:
+    """A linear operation on partial sums: if one of the first `count` operands (default: all) is partial, all are."""
+    alike = len(shardings[:count])
+    if PARTIAL not in shardings[:alike]:
+        return None
+    return RuleResult([PARTIAL] * alike + [REPLICATED] * (len(shardings) - alike), [PARTIAL] * num_results)
+
+
+def aval_of(variable: Var | Literal) -> ShapedArray:
+    """The whole shape and the dtype of an operand or a result."""
+    return cast(ShapedArray, variable.aval)
+
+
+def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
+    """The whole shape of an operand."""
+    return aval_of(equation.invars[operand]).shape
+
+
+def operand_size(equation: JaxprEqn, operand: int = 0) -> int:
+    """The number of elements of a whole operand."""
+    return math.prod(operand_shape(equation, operand))
+
+
+def result_shape(equation: JaxprEqn) -> Shape:
+    """The whole shape of the first result."""
+    return aval_of(equation.outvars[0]).shape

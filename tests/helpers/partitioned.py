@@ -1,0 +1,105 @@
+"""Compares what is carried out on parts of arrays with what is computed on whole ones, in float64.
+
+One program carries out a function and its gradients under several shardings of its arguments.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from jpipe.partitioner.conversions import convert
+from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, replicated, settled
+
+AXES = (Axis(("data", "fsdp"), (1, 2), is_data=True), Axis(("model",), (2,)))
+NAMES = ("stage", "data", "fsdp", "model")
+
+Case = tuple[Callable, Sequence[np.ndarray], bool]
+"""A function, its arguments, and whether it can be differentiated."""
+
+
+def case(function: Callable, *arguments: np.ndarray, gradients: bool = True) -> Case:
+    """A case for `compare`."""
+    return function, arguments, gradients
+
+
+def array(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normally distributed numbers."""
+    return np.random.default_rng((seed, *shape)).standard_normal(shape)
+
+
+def integers(limit: int, *shape: int) -> np.ndarray:
+    """Integers below a limit."""
+    return np.random.default_rng((limit, *shape)).integers(0, limit, shape).astype(np.int32)
+
+
+def possible(shape: tuple[int, ...]) -> list[Sharding]:
+    """The shardings of an array: every one with a run of elements a device, some with several, and partial ones."""
+    shards = [REPLICATED, *[Shard(d) for d in range(len(shape))]]
+    found = [(a, b) for a, b in itertools.product(shards, shards)]
+    found += [(Shard(0, 1), Shard(0, 2)), (Shard(0, 2), Shard(0, 1)), (Shard(1, 2), REPLICATED)][
+        : 3 if len(shape) > 1 else 0
+    ]
+    found += [(PARTIAL, REPLICATED), (REPLICATED, PARTIAL), *[(PARTIAL, Shard(d)) for d in range(len(shape))]]
+    return [s for s in found if is_possible(shape, s, AXES)]
+
+
+def chosen(arguments: Sequence[Any], count: int) -> list[tuple[Sharding, ...]]:
+    """A few of the ways in which all arguments may lie."""
+    ways = list(itertools.product(*[possible(np.shape(a)) for a in arguments]))
+    rng = np.random.default_rng(len(ways))
+    return [ways[i] for i in rng.permutation(len(ways))[:count]]
+
+
+def with_gradients(function: Callable, arguments: Sequence[Any], gradients: bool) -> Callable:
+    """(results, gradients of their sum, weighted unequally, by the floating-point arguments) of a function."""
+    floats = [i for i, a in enumerate(arguments) if a.dtype == np.float64]
+
+    def total(*arguments: Any) -> Any:
+        leaves = [y for y in jax.tree.leaves(function(*arguments)) if y.dtype == jnp.float64]
+        return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)) for y in leaves)
+
+    by_arguments = jax.grad(total, floats) if gradients else lambda *arguments: ()
+    return lambda *arguments: (function(*arguments), by_arguments(*arguments))
+
+
+def traced(known: Case) -> Any:
+    """The jaxpr of a case's function and gradients."""
+    function, arguments, gradients = known
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return jax.make_jaxpr(with_gradients(function, arguments, gradients))(*arguments)
+
+
+def run_on_parts(make_mesh: Callable, jaxpr: Any, ways: Sequence[Sequence[Sharding]], arguments: Sequence[Any]) -> Any:
+    """The whole results of a jaxpr that is carried out on parts, for each way in which its arguments lie."""
+    wanted, whole = [settled] * len(jaxpr.jaxpr.outvars), replicated(AXES)
+    programs = [jaxpr_per_device(jaxpr, AXES, way, wanted) for way in ways]
+
+    def run(*arguments: Any) -> Any:
+        found = []
+        for program, way in zip(programs, ways, strict=True):
+            parts = [convert(jnp.asarray(a), AXES, whole, s) for a, s in zip(arguments, way, strict=True)]
+            results = jaxpr_as_fun(program.jaxpr)(*parts)
+            found.append([convert(x, AXES, s, whole) for x, s in zip(results, program.shardings, strict=True)])
+        return found
+
+    everywhere, mesh = PartitionSpec(), make_mesh((1, 1, 2, 2), NAMES)
+    on_all = jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    return jax.jit(on_all)(*arguments)
+
+
+def compare(make_mesh: Callable, known: Case, count: int = 3) -> None:
+    """Compares a function and its gradients under several shardings of its arguments."""
+    function, arguments, gradients = known
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        ways = chosen(arguments, count)
+        expected = jax.tree.leaves(jax.jit(with_gradients(function, arguments, gradients))(*arguments))
+        for way, found in zip(ways, run_on_parts(make_mesh, traced(known), ways, arguments), strict=True):
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=f"result {i} under {way}")

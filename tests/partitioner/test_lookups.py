@@ -1,0 +1,59 @@
+"""Look-ups in split tables and by split indices, and writes at indices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe.partitioner.rule import RuleResult
+from jpipe.partitioner.rules import RULES
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
+from partitioned import array, case, compare, integers
+
+
+def look_up(table, ids):
+    return table[ids]
+
+
+def cross_entropy(logits, ids):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).mean()
+
+
+def look_up_filled(table, ids):
+    return jnp.take(table, ids - 3, axis=0, mode="fill", fill_value=5.0)
+
+
+CASES = {
+    "look-up": case(look_up, array(12, 8), integers(12, 4, 6)),
+    "look-up outside": case(
+        lambda t, i: jnp.take(t, i - 3, axis=0, mode="fill", fill_value=5.0), array(12, 8), integers(20, 4, 6)
+    ),
+    "look-up clipped": case(lambda t, i: jnp.take(t, i - 3, axis=0, mode="clip"), array(12, 8), integers(20, 4, 6)),
+    "cross-entropy": case(cross_entropy, array(4, 6, 8), integers(8, 4, 6)),
+    "byte ids": case(lambda t, i: jnp.take(t, i.astype(jnp.uint8), axis=0), array(512, 4), integers(256, 4, 6)),
+    "filled sum": case(lambda x, i: jnp.take(x.sum(0), i, mode="fill", fill_value=5.0), array(4, 6), integers(9, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(make_mesh, name):
+    compare(make_mesh, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_however_arguments_lie(make_mesh, name):
+    compare(make_mesh, CASES[name], 40)
+
+
+def test_updates_that_cannot_be_split_are_written_by_windows():
+    """What is written (not added) at split indices: each device writes all of it into its part of every window."""
+    write = lambda x, i, y: x.at[i].set(y)
+    jaxpr = jax.make_jaxpr(write)(np.zeros((8, 4)), np.zeros(2, np.int32), np.zeros((2, 4)))
+    equation = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scatter")
+    axis = Axis(("model",), (2,))
+    found = RULES["scatter"](equation, [Shard(1), REPLICATED, Shard(0)], axis)
+    assert found == RuleResult([Shard(1), REPLICATED, Shard(1)], [Shard(1)])
+    assert RULES["scatter"](equation, [REPLICATED, REPLICATED, Shard(0)], axis) is None
+    added = RULES["scatter-add"](equation, [REPLICATED, REPLICATED, Shard(0)], axis)
+    assert added == RuleResult([PARTIAL, Shard(0), Shard(0)], [PARTIAL])

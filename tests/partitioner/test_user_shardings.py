@@ -1,0 +1,61 @@
+"""What users say of devices themselves: sharding constraints, and `shard_map` within."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jpipe.partitioner import per_device
+from jpipe.partitioner.shardings import Axis
+from jpipe.partitioner.user_shardings import _is_manual
+from partitioned import array
+
+P = PartitionSpec
+
+
+def on_mesh(function, mesh, in_specs, out_specs, **options):
+    on_parts = per_device(function, mesh, in_specs, out_specs, **options)
+    return jax.jit(jax.shard_map(on_parts, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+def test_a_constraint_is_followed_along_axes_that_split_no_examples(make_mesh):
+    mesh, x = make_mesh((2, 2), ("data", "model")), array(4, 8).astype(np.float32)
+    function = lambda x: lax.with_sharding_constraint(x, P(None, "model")) * 2
+
+    run = on_mesh(function, mesh, P("data"), P("data", "model"), data_axes=["data"])
+    text = run.lower(x).as_text()
+    np.testing.assert_array_equal(run(x), x * 2)
+    assert "tensor<2x4xf32>" in text and "all_gather" not in text
+    # Without data axes it means what it says: whole along `data`.
+    assert "all_gather" in on_mesh(function, mesh, P("data"), P("data", "model")).lower(x).as_text()
+
+
+def test_a_function_of_single_devices_sees_its_parts_and_the_rest_is_carried_out(make_mesh):
+    """Manual over `expert`; along `model` its product is carried out as any other, and a permutation stays within."""
+    mesh, x, w = make_mesh((2, 2), ("expert", "model")), array(4, 8), array(8, 6)
+
+    def inner(x, w):
+        y = lax.ppermute(x @ w, "expert", [(0, 1), (1, 0)])
+        return y + lax.axis_index("expert"), lax.psum(jnp.sum(x), "expert")
+
+    def function(x, w):
+        specs = {"in_specs": (P("expert"), P()), "out_specs": (P("expert"), P())}
+        return jax.shard_map(inner, axis_names={"expert"}, check_vma=False, **specs)(x, w)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        run = on_mesh(function, mesh, (P(None, "model"), P("model")), (P("expert", "model"), P()))
+        y, total = run(x, w)
+        text = run.lower(x, w).as_text()
+    expected = np.roll(x @ w, 2, 0) + np.repeat([0, 1], 2)[:, None]
+    np.testing.assert_allclose(y, expected, rtol=1e-12)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-12)
+    assert "collective_permute" not in text
+
+
+def test_a_part_of_joint_axes_is_refused():
+    axis = Axis(("data", "fsdp"), (2, 2), is_data=True)
+    assert _is_manual(axis, {"data", "fsdp", "model"}) and not _is_manual(axis, {"model"})
+    with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the mesh axes"):
+        _is_manual(axis, {"data"})
