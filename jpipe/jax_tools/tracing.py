@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -46,30 +46,26 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJa
     Raises:
       ValueError: it asks for its index along a mesh axis, which isn't known there.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return _traced(function, arguments)
-    failure: Exception | None = None
-    try:
-        closed, shapes = _traced(function, arguments)
-        if not _is_opaque(closed.jaxpr):
-            return closed, shapes
-    except Exception as error:
-        failure = error
-    try:
-        with no_mesh():
-            return _traced(function, arguments)
-    except Exception as error:
-        failure = failure or error
-    raise failure
+    ways = [nullcontext()] if jax.sharding.get_abstract_mesh().empty else [nullcontext(), no_mesh()]
+    failures: list[Exception] = []
+    for way in ways:
+        with way:
+            names = _named_axes()
+            try:
+                closed, shapes = with_named_axes(function, dict.fromkeys(names, 1))(*arguments)
+                jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
+            except Exception as error:
+                failures.append(error)
+                continue
+        if way is ways[-1] or not _is_opaque(jaxpr):
+            return ClosedJaxpr(jaxpr, closed.consts), shapes
+    raise failures[0]
 
 
-def _traced(function: Callable[..., PyTree], arguments: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Shapes]:
-    """Traces a function in the mesh at hand, without its reductions over the mesh's axes."""
+def _named_axes() -> list[str]:
+    """The axes of the mesh at hand that a traced function may name."""
     mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = [name for name, axis_type in types if axis_type != AxisType.Manual]
-    closed, shapes = with_named_axes(function, dict.fromkeys(names, 1))(*arguments)
-    return ClosedJaxpr(_without_axes(closed.jaxpr, names) if names else closed.jaxpr, closed.consts), shapes
+    return [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
 
 
 def _is_opaque(jaxpr: Jaxpr) -> bool:
