@@ -38,7 +38,7 @@ def test_a_training_step(steps, remat, rows):
     pipe, variables = pipeline(remat=remat)
     jax.eval_shape(pipe.value_and_grad, variables, BATCH)
     (step,) = steps
-    assert (step.num_microbatches, step.metrics) == (4, ("hits",))
+    assert (step.num_microbatches, step.spec.metrics) == (4, ("hits",))
     assert [(leaf.shape, leaf.dtype.name) for leaf in step.outputs] == [((), "float32")] * 4
     assert len(step.functions) == len(step.forwards) == len(step.layers) == len(step.mergings) == 3
     kept = [forward is layer.forward for forward, layer in zip(step.forwards, step.layers, strict=True)]
