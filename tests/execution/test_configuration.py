@@ -27,21 +27,24 @@ def test_equal_pipelines_have_equal_words():
     assert all(isinstance(word, str) for word in found().values())
 
 
+CHANGES = [
+    ({"width": 5}, {"layer 0", "layer 1"}),
+    ({"num_microbatches": 4}, {"num_microbatches", "schedule"}),
+    ({"schedule": "gpipe"}, {"schedule"}),
+    ({"remat": "none"}, {"remat"}),
+    ({"remat": jax.checkpoint_policies.dots_saveable}, {"remat"}),
+    ({"unroll": True}, {"shard_over, gather, cast, unroll"}),
+    ({"balance": [1.0, 1.05]}, {"costs of layers"}),
+    ({"batch": BATCH[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
+    ({"batch": 2 * BATCH}, {"the values of batch (rows of this process alone go through pipe.place)"}),
+    ({"key": jax.eval_shape(lambda: jax.random.key(0))}, set()),
+]
+
+
 @pytest.mark.parametrize(
     ("changed", "names"),
-    [
-        ({"width": 5}, {"layer 0", "layer 1"}),
-        ({"num_microbatches": 4}, {"num_microbatches", "schedule"}),
-        ({"schedule": "gpipe"}, {"schedule"}),
-        ({"remat": "none"}, {"remat"}),
-        ({"remat": jax.checkpoint_policies.dots_saveable}, {"remat"}),
-        ({"unroll": True}, {"shard_over, gather, cast, unroll"}),
-        ({"balance": [1.0, 1.05]}, {"costs of layers"}),
-        ({"batch": BATCH[:4]}, {"batch", "the values of batch (rows of this process alone go through pipe.place)"}),
-        ({"batch": 2 * BATCH}, {"the values of batch (rows of this process alone go through pipe.place)"}),
-        ({"key": jax.eval_shape(lambda: jax.random.key(0))}, set()),
-    ],
-    ids=str,
+    CHANGES,
+    ids=[next(iter(changed)) + str(i) for i, (changed, _) in enumerate(CHANGES)],
 )
 def test_what_differs_is_named(changed, names):
     if "num_microbatches" in changed:
