@@ -76,14 +76,14 @@ def traced(known: Case) -> Any:
         return jax.make_jaxpr(with_gradients(function, arguments, gradients))(*arguments)
 
 
-def run_on_parts(make_mesh: Callable, jaxpr: Any, ways: Sequence[Sequence[Sharding]], arguments: Sequence[Any]) -> Any:
-    """The whole results of a jaxpr that is carried out on parts, for each way in which its arguments lie."""
-    wanted, whole = [settled] * len(jaxpr.jaxpr.outvars), replicated(AXES)
-    programs = [jaxpr_per_device(jaxpr, AXES, way, wanted) for way in ways]
+def run_on_parts(make_mesh: Callable, cases: Sequence[tuple[Any, Sequence[Sharding]]], arguments: Sequence[Any]) -> Any:
+    """The whole results of jaxprs that are carried out on parts, each with one way in which its arguments lie."""
+    whole = replicated(AXES)
+    programs = [jaxpr_per_device(jaxpr, AXES, way, [settled] * len(jaxpr.jaxpr.outvars)) for jaxpr, way in cases]
 
     def run(*arguments: Any) -> Any:
         found = []
-        for program, way in zip(programs, ways, strict=True):
+        for program, (_, way) in zip(programs, cases, strict=True):
             parts = [convert(jnp.asarray(a), AXES, whole, s) for a, s in zip(arguments, way, strict=True)]
             results = jaxpr_as_fun(program.jaxpr)(*parts)
             found.append([convert(x, AXES, s, whole) for x, s in zip(results, program.shardings, strict=True)])
@@ -94,12 +94,13 @@ def run_on_parts(make_mesh: Callable, jaxpr: Any, ways: Sequence[Sequence[Shardi
     return jax.jit(on_all)(*arguments)
 
 
-def compare(make_mesh: Callable, known: Case, count: int = 3) -> None:
-    """Compares a function and its gradients under several shardings of its arguments."""
+def compare(make_mesh: Callable, known: Case, count: int = 3, with_gradients_too: int = 2) -> None:
+    """Compares a function under several shardings of its arguments, and its gradients under the first of them."""
     function, arguments, gradients = known
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        ways = chosen(arguments, count)
+        ways, both, alone = chosen(arguments, count), traced(known), traced((function, arguments, False))
         expected = jax.tree.leaves(jax.jit(with_gradients(function, arguments, gradients))(*arguments))
-        for way, found in zip(ways, run_on_parts(make_mesh, traced(known), ways, arguments), strict=True):
-            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        cases = [(both if i < with_gradients_too else alone, way) for i, way in enumerate(ways)]
+        for (jaxpr, way), found in zip(cases, run_on_parts(make_mesh, cases, arguments), strict=True):
+            for i, (a, b) in enumerate(zip(found, expected[: len(jaxpr.jaxpr.outvars)], strict=True)):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=f"result {i} under {way}")

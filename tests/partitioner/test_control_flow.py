@@ -53,4 +53,4 @@ def test_values_and_gradients(make_mesh, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_however_arguments_lie(make_mesh, name):
-    compare(make_mesh, CASES[name], 40)
+    compare(make_mesh, CASES[name], 40, 40)

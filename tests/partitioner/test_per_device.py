@@ -83,8 +83,7 @@ def on_mesh(function, mesh, in_specs, out_specs, **options):
     return jax.jit(jax.shard_map(on_parts, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "explicit"), [*((name, False) for name in CASES), ("recurrent", True)])
 def test_equals_the_plain_function(make_mesh, name, explicit):
     function, arguments, in_specs, out_specs = CASES[name]
     mesh = make_mesh((2, 2), ("data", "model"), explicit=explicit)
