@@ -185,7 +185,7 @@ class Contents:
         """All arrays as shapes with shardings, by path.
 
         Raises:
-          ValueError: orbax would give two the same name.
+          ValueError: orbax, which joins paths with ".", would give two the same name.
         """
         found, seen = dict(self.without_layer), set()
         for record in self.each_record:

@@ -4,7 +4,8 @@ It follows the tick table and knows no schedule by name. In every slot a device 
 table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages
 inside of the loop, and is written into the row that the table gives it. A value crosses while the next slot computes;
 if the next slot may need it, it crosses before that slot. With one slot for F and one for B, activations cross during
-B slots, cotangents during F slots.
+B slots, cotangents during F slots. After the loop come `psum`s over the stages: of the loss or the outputs, and of the
+gradients of shared weights.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ Carry = TypeVar("Carry")
 Read = TypeVar("Read")
 
 WASTE = 1 / 4
-"""How much memory stacking may cost, as a share. Types of leaves that most owners have, or that mesh axes split, are
-always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE) times what they take with
-these flat."""
+"""How much memory stacking may cost, as a share. Types of leaves whose stacked buffer is used for more than half, or
+that mesh axes split, are always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE)
+times what they take with these flat."""
 
 
 class Row(NamedTuple):

@@ -34,8 +34,9 @@ class Plan:
       request: what they were made for.
       traced: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them.
-      partition: the cuts into K*V virtual stages, and the costs.
-      costs: what each layer takes; empty if `balance` is "even" or gives costs.
+      partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
+      costs: what each layer takes; empty if `balance` is "even" or gives costs. Of layer counts
+        FLOPs, to be shown.
       layouts: where the variables lie, by collection.
     """
 

@@ -50,6 +50,8 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
 
+    No array of the state is made; `check_elementwise` alone computes: it tries `tx` on a few small arrays.
+
     Args:
       variables: shapes with shardings, by collection.
       tx: the optimiser.

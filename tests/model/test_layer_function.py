@@ -33,7 +33,7 @@ def loss_fn(outputs, batch):
 
 
 def functions_of(*layers, train=True):
-    model = trace_model(as_layers([lambda x: x, *layers]), lambda batch: batch["inputs"], X, BATCH)
+    model = trace_model(as_layers([lambda x: x, *layers]), lambda batch: batch["inputs"], BATCH)
     loss = lambda g: loss_fn if g == model.last else None
     key = key_shape() if train else None
     return [LayerFunction(group, key, as_remat("none"), loss(g)) for g, group in enumerate(model.groups)]
