@@ -108,7 +108,8 @@ class Pipeline:
         cast: str = "step",
         unroll: bool = False,
     ):
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        self._arguments = dict(locals())
+        del self._arguments["self"]
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs)):
             if not callable(function):
@@ -377,6 +378,7 @@ class Pipeline:
         for function in jitted:
             function.clear_cache()
         self.__dict__.pop("_jit_init", None)
+        self.planner.clear_cache()
 
     # --- what they have in common ---
 

@@ -52,6 +52,12 @@ class Planner:
         self.model, self.loss, self.groups = cache(self._model), cache(self._loss), cache(self._groups)
         self._steps: dict[tuple[MicroBatch, jax.ShapeDtypeStruct], Step] = {}
 
+    def clear_cache(self) -> None:
+        """Forgets what was traced and laid out, but for the plan."""
+        for kept in (self.model, self.loss, self.groups):
+            kept.cache_clear()
+        self._steps.clear()
+
     # --- batch -> micro-batch ---
 
     def for_training(self, batch: Batch) -> MicroBatch:

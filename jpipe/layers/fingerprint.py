@@ -1,10 +1,10 @@
 """When two values, functions above all, are sure to be the same, so that what was compiled for one serves the other.
 
 A function made twice from the same values is two objects that aren't equal, as are layers and optimisers built of such
-functions. So each value is taken apart, down to what Python or its library compares: its *fingerprint*. It is asked
-for in two ways. `same_value` compares two values as they are now. `fingerprint` is kept, to be compared with those of
-values made later: it also holds the global variables that a function names, and takes nothing for the same that may
-have changed in the meantime.
+functions. So values are taken apart, down to what Python or its library compares, in two ways. `same_value` compares
+two values as they are now, part by part; what both hold as one object isn't taken apart. A `fingerprint` is kept, to be
+compared with those of values made later: it also holds the global variables that a function names, and takes nothing
+for the same that may have changed in the meantime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
 """Packages in which nothing changes while Python runs, so that their functions depend on their arguments alone."""
 
 
-def same_value(a: object, b: object) -> bool:
+def same_value(a: object, b: object, pending: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Whether two Python values have the same types and bits all the way down, so that code can't tell them apart.
 
     Unlike `==`, which takes 0.0 for -0.0, 1 for True, and nan for another value than itself. Arrays are the same only
@@ -35,8 +35,21 @@ def same_value(a: object, b: object) -> bool:
 
     >>> same_value(*[lambda x: x + 1 for _ in range(2)])
     True
+
+    Args:
+      a: one value.
+      b: the other.
+      pending: the pairs, by identity, that are being compared, for functions and containers that hold themselves.
     """
-    return a is b or _fingerprint(a, False) == _fingerprint(b, False)
+    if a is b or (id(a), id(b)) in pending:
+        return True
+    if type(a) is not type(b):
+        return False
+    first, second = _parts(a, False), _parts(b, False)
+    if first is None or second is None:
+        return _Whole(a) == _Whole(b)
+    pending |= {(id(a), id(b))}
+    return len(first) == len(second) and all(same_value(x, y, pending) for x, y in zip(first, second, strict=True))
 
 
 @lru_cache(maxsize=32)
@@ -52,7 +65,7 @@ def fingerprint(value: object) -> Hashable:
     >>> fingerprint(scale(2)) == fingerprint(scale(2)), fingerprint(scale(2)) == fingerprint(scale(2.0))
     (True, False)
     """
-    return _fingerprint(value, True)
+    return _fingerprint(value, ())
 
 
 def values_within(value: object, seen: set[int] | None = None) -> Iterator[object]:
@@ -70,25 +83,29 @@ def values_within(value: object, seen: set[int] | None = None) -> Iterator[objec
             yield from values_within(part, seen)
 
 
-def _fingerprint(value: object, kept: bool, within: tuple[int, ...] = ()) -> Hashable:
-    """The fingerprint of a value: its type and its parts' fingerprints, or the value itself where it has no parts.
+def _fingerprint(value: object, within: tuple[int, ...]) -> Hashable:
+    """A value's type and its parts' fingerprints, or the value itself where it has no parts.
 
     Args:
       value: any Python value.
-      kept: whether it will be compared with fingerprints of later times.
       within: the ids of the values that this one is inside of, the outermost first.
     """
     if id(value) in within:  # a function or a container that holds itself
         return ("again", len(within) - within.index(id(value)))
-    parts = _parts(value, kept)
+    parts = _parts(value, True)
     if parts is None:
-        return _Whole(value) if not kept or _never_changes(value) else object()
+        return _Whole(value) if _never_changes(value) else object()
     within = (*within, id(value))
-    return (type(value), *(_fingerprint(part, kept, within) for part in parts))
+    return (type(value), *(_fingerprint(part, within) for part in parts))
 
 
 def _parts(value: object, kept: bool) -> Sequence[object] | None:
-    """The values that this one consists of, to be compared one by one; None if it is compared as a whole."""
+    """The values that this one consists of, to be compared one by one; None if it is compared as a whole.
+
+    Args:
+      value: any Python value.
+      kept: whether it will be compared with values of later times.
+    """
     match value:
         case float() | complex() | np.generic():
             return [str(np.asarray(value).dtype), np.asarray(value).tobytes()]

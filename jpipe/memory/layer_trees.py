@@ -56,9 +56,9 @@ def to_layers(trees: dict[str, StageTree]) -> dict[int, dict[str, PyTree]]:
 def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, StageTree]:
     """The inverse of `to_layers`: global arrays by collection. Outside of `jax.jit`; in a cluster by all processes.
 
-    Leaves may lie anywhere. Where this process can read all of a record it gives each of its devices that device's part
-    of the buffers; a record of which it has only a part is put in on the devices (`Records.put`). Neither a device nor
-    a host gets all of the model.
+    Leaves may lie anywhere. Where this process can read all of them it gives each of its devices that device's part of
+    the buffers; if it has only a part of some, all records are put in on the devices (`Records.put`), which all
+    processes do together. Neither a device nor a host gets all of the model.
 
     Args:
       layouts: the layout of each collection, of one pipeline. An array has the dtype that it names.
@@ -66,13 +66,14 @@ def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, S
         The places of layers and collections that are missing hold zeros.
     """
     records, here, elsewhere = Records(layouts), {name: {} for name in layouts}, {}
+    whole = all(map(is_whole, jax.tree.leaves(trees)))
     for v, j, users in records.places:
         own = trees.get(users[0], {})
         leaves = {name: found for name in layouts if (found := jax.tree.leaves(own.get(name)))}
-        if all(map(is_whole, jax.tree.leaves(leaves))):
+        if whole:
             for name, found in leaves.items():
                 here[name][v, j] = found
-        else:
+        elif leaves:
             elsewhere[v, j] = leaves
     arrays = {name: _from_host(layout, here[name]) for name, layout in layouts.items()}
     for (v, j), leaves in elsewhere.items():

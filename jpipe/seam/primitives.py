@@ -74,7 +74,8 @@ FREE = (
 bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice
 empty empty2 empty_ref freeze gather get io_callback layout_constraint masked_load masked_swap mesh_cast name new_ref
 num_programs optimization_barrier pbroadcast platform_index program_id pure_callback pvary random_clone random_unwrap
-random_wrap reshard scatter sharding_constraint stop_gradient swap
+random_wrap reshard scatter sharding_constraint stop_gradient swap all_gather_invariant all_gather_reduced preduced
+lu_pivots_to_permutation ragged_all_to_all
 """)
     )
 )
