@@ -380,8 +380,6 @@ class Pipeline:
         self.__dict__.pop("_jit_init", None)
         self.planner.clear_cache()
 
-    # --- what they have in common ---
-
     def _check_training(self, variables: Variables, batch: Batch, key: jax.Array | None) -> None:
         """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
         plan = self.planner.plan_for(batch)
