@@ -76,7 +76,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forward only, for inference and evaluation; nothing is kept for a backward.
 
-    >>> print(forward(2, 3))
+    >>> print(forward_only(2, 3))
     forward: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F
     tick    |0  |1  |2  |3  |
     stage 0 |F0 |F1 |F2 |.  |
