@@ -11,16 +11,15 @@ gradients of shared weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jpipe.execution.shared_weights import sum_shared_gradients
-from jpipe.execution.stage import BackwardWork, ForwardWork, Stage
+from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import put_row, take_row
@@ -37,49 +36,20 @@ from jpipe.types import Leaf
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class InferenceCarry:
-    """What a device carries from tick to tick, forward only.
-
-    Attributes:
-      activation: boundary buffers with what its last action left.
-      waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
-      results: the sums of the loss so far, scalars; or the outputs of all micro-batches, `[M, b, ...]`.
-    """
-
-    activation: Buffers
-    waiting_activations: Buffers
-    results: list[jax.Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainingCarry:
-    """What a device carries from tick to tick, in training.
+class TickCarry:
+    """What a device carries from tick to tick; forward only, all of the backward is empty.
 
     Attributes:
       forward: what its last forward left, with the residuals of all micro-batches in flight.
-      waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
       backward: what its last backward left, with the sums of gradients so far.
+      waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
       waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
     """
 
     forward: ForwardWork
-    waiting_activations: Buffers
     backward: BackwardWork
+    waiting_activations: Buffers
     waiting_cotangents: Buffers
-
-    @property
-    def activation(self) -> Buffers:
-        """Boundary buffers with what the last forward left."""
-        return self.forward.activation
-
-    @property
-    def cotangent(self) -> Buffers:
-        """Boundary buffers with what the last backward left."""
-        return self.backward.cotangent
-
-
-TickCarry = TypeVar("TickCarry", InferenceCarry, TrainingCarry)
 
 
 class Now(NamedTuple):
@@ -112,9 +82,9 @@ def run_inference(step: Step, stage: Stage) -> list[jax.Array]:
     loses = step.spec.loss_fn is not None
     shape = (step.num_microbatches,)
     results = _no_loss(step) if loses else [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in step.outputs]
-    activation = step.activations.empty()
-    waiting = _rows(step.activations, activation, step.table.rows_written("activation"))
-    results = _run_ticks(step, stage, {"F": _infer}, InferenceCarry(activation, waiting, results)).results
+    forward = ForwardWork(step.activations.empty(), {}, {}, results)
+    waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
+    results = _run_ticks(step, stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
     return _total_loss(step, results) if loses else list(map(_from_last_stage, results))
 
 
@@ -134,21 +104,20 @@ def run_training(
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
       gradients as sums over the device's own examples, not divided by the weight yet.
     """
-    assert step.residuals is not None
     activation, cotangent = step.activations.empty(), step.cotangents.empty()
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()}
-    carry = TrainingCarry(
+    carry = TickCarry(
         forward=ForwardWork(activation, step.residuals.empty(), state, _no_loss(step)),
-        waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         backward=BackwardWork(cotangent, gradients, shared_gradients),
+        waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
     )
-    carry = _run_ticks(step, stage, {"F": _forward, "B": _backward}, carry, only)
+    carry = _run_ticks(step, stage, carry, only)
     if only is not None:  # without ticks too, what is done with their results is done
         carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(step, stage, carry.backward)
-    return _total_loss(step, carry.forward.loss), stage.merged_state(carry.forward.state), gradients
+    return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state), gradients
 
 
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
@@ -186,13 +155,9 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
 
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
-ActionFunction = Callable[[Step, Stage, Now, TickCarry], TickCarry]
 
-
-def _run_ticks(
-    step: Step, stage: Stage, actions: Mapping[str, ActionFunction], carry: TickCarry, only: jax.Array | None = None
-) -> TickCarry:
-    """The carry after all ticks, in which the kinds of actions are carried out by these functions.
+def _run_ticks(step: Step, stage: Stage, carry: TickCarry, only: jax.Array | None = None) -> TickCarry:
+    """The carry after all ticks.
 
     Where `only` is 0, stages idle; there are as many ticks as it has (`run_training`).
     """
@@ -221,7 +186,7 @@ def _run_ticks(
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                     active = _is_active(slot, kind, now, known=only is None)
-                    carry = when(active, now, partial(actions[kind], step, stage), carry)
+                    carry = when(active, now, partial(ACTIONS[kind], step, stage), carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
             crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
@@ -255,10 +220,9 @@ def _send(step: Step, kind: str, carry: TickCarry) -> Buffers:
     """What the neighbours left at the boundary towards this stage, after an action of a kind."""
     flow = ACTION_KINDS[kind].flow
     if flow > 0:
-        sent = step.activations.crossing(carry.activation)
+        sent = step.activations.crossing(carry.forward.activation)
     else:
-        assert isinstance(carry, TrainingCarry)
-        sent = step.cotangents.crossing(carry.cotangent)
+        sent = step.cotangents.crossing(carry.backward.cotangent)
     hops = step.spec.schedule.placement.hops(flow)
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, hops), sent)
 
@@ -268,52 +232,43 @@ def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarr
 
     It is always written: where nothing arrived, the table names a row that holds nothing that is still needed.
     """
+    written = lambda waiting, row: jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
     if ACTION_KINDS[kind].flow > 0:
-        return replace(carry, waiting_activations=_write_row(carry.waiting_activations, values, now.activation_in))
-    assert isinstance(carry, TrainingCarry)
-    return replace(carry, waiting_cotangents=_write_row(carry.waiting_cotangents, values, now.cotangent_in))
-
-
-def _write_row(waiting: Buffers, values: Buffers, row: Index) -> Buffers:
-    """Buffers `[rows, ...]` with values `[...]` in a row."""
-    return jax.tree.map(lambda buffer, leaf: put_row(buffer, leaf, row), waiting, values)
+        return replace(carry, waiting_activations=written(carry.waiting_activations, now.activation_in))
+    return replace(carry, waiting_cotangents=written(carry.waiting_cotangents, now.cotangent_in))
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 
 
-def _infer(step: Step, stage: Stage, now: Now, carry: InferenceCarry) -> InferenceCarry:
-    activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
-    activation, results = stage.infer(_virtual_stage(step, stage, now), now.microbatch, activation, carry.results)
-    return replace(carry, activation=activation, results=results)
+def _forward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    job = _job(step, stage, now, Row(now.residual, stage.device) if step.spec.stores_residuals else None)
+    activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
+    return replace(carry, forward=stage.forward(job, replace(carry.forward, activation=activation)))
 
 
-def _forward(step: Step, stage: Stage, now: Now, carry: TrainingCarry) -> TrainingCarry:
-    row = None if step.spec.remat.keep_inputs else Row(now.residual, stage.device)
-    activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
-    work = replace(carry.forward, activation=activation)
-    return replace(carry, forward=stage.forward(_virtual_stage(step, stage, now), now.microbatch, work, row))
-
-
-def _backward(step: Step, stage: Stage, now: Now, carry: TrainingCarry) -> TrainingCarry:
-    virtual_stage, residuals = _virtual_stage(step, stage, now), carry.forward.residuals
-    row = Row(now.residual, stage.device)
-    if step.spec.remat.keep_inputs:
-        row = Row(0, stage.device)  # residuals then live within this action alone, so that one row does
-        activation = _read_row(step.activations, carry.activation, carry.waiting_activations, now.activation)
-        residuals = stage.recompute(virtual_stage, now.microbatch, activation, residuals)
-    cotangent = _read_row(step.cotangents, carry.cotangent, carry.waiting_cotangents, now.cotangent)
-    work = replace(carry.backward, cotangent=cotangent)
-    work = stage.backward(virtual_stage, now.microbatch, work, residuals, row)
+def _backward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    stored, residuals = step.spec.stores_residuals, carry.forward.residuals
+    # Residuals that are made again live within this action alone, so that one row does.
+    job = _job(step, stage, now, Row(now.residual if stored else 0, stage.device))
+    if not stored:
+        activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
+        residuals = stage.forward(job, ForwardWork(activation, residuals, {}, [])).residuals
+    cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
+    backward = stage.backward(job, replace(carry.backward, cotangent=cotangent), residuals)
     # The residuals are handed back so that the next action writes into the same memory.
-    return replace(carry, forward=replace(carry.forward, residuals=residuals), backward=work)
+    return replace(carry, forward=replace(carry.forward, residuals=residuals), backward=backward)
 
 
-def _virtual_stage(step: Step, stage: Stage, now: Now) -> Index:
-    """A Python integer if there is only one."""
-    if step.ranges.num_virtual_stages == 1:
-        return 0
-    return step.spec.schedule.placement.virtual_stage(stage.device, now.chunk)
+ACTIONS = {"F": _forward, "B": _backward}
+"""By kind of action, who carries it out."""
+
+
+def _job(step: Step, stage: Stage, now: Now, row: Row | None) -> Job:
+    """The action in this slot; its virtual stage is a Python integer if there is only one."""
+    only_one = step.ranges.num_virtual_stages == 1
+    virtual_stage = 0 if only_one else step.spec.schedule.placement.virtual_stage(stage.device, now.chunk)
+    return Job(virtual_stage, now.microbatch, row)
 
 
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:

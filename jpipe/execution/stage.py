@@ -24,32 +24,46 @@ from jpipe.jax_tools.loops import Carry, each, of_trip
 from jpipe.jax_tools.random_keys import Key, layer_key
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Row
-from jpipe.model.layer_function import Arguments, Results
+from jpipe.model.layer_function import Arguments
 from jpipe.types import Batch, Leaf
 
 Reads = TypeVar("Reads")
-_Inputs = tuple[Batch, list[Leaf]]
 AsUsed = Callable[[int, list[Leaf]], list[Leaf]]
 """`(set of variables, a layer's parameters as they lie in the buffers) -> as its forward and backward take them`, that
 is, gathered over the data axes, if they are split over some."""
 
 
+class Job(NamedTuple):
+    """What an action is about.
+
+    Attributes:
+      virtual_stage: whose layers it runs.
+      microbatch: its micro-batch's index.
+      row: where its residuals lie; None if nothing stores any.
+    """
+
+    virtual_stage: Index
+    microbatch: Index
+    row: Row | None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForwardWork:
-    """What the forward of a stage's layers reads and writes, in training.
+    """What the forward of a stage's layers reads and writes. What is empty isn't asked for, and none of it is made.
 
     Attributes:
       activation: boundary buffers with what the next layer takes.
       residuals: buffers of residuals, a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
-      loss: sums over the micro-batches so far, scalars: of the loss, of its weight, and such a pair for each metric.
+      results: where there is a loss, sums over the micro-batches so far, scalars: of the loss, of its weight, and such
+        a pair for each metric; else the outputs of all micro-batches, `[M, b, ...]`.
     """
 
     activation: Buffers
     residuals: Buffers
     state: dict[str, Buffers]
-    loss: list[jax.Array]
+    results: list[jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -107,78 +121,43 @@ class Stage:
     as_used: AsUsed
     cast_at_use: bool
 
-    def forward(self, virtual_stage: Index, microbatch: Index, work: ForwardWork, row: Row | None) -> ForwardWork:
-        """Runs the virtual stage's layers in training; residuals go into a row, if one is given."""
+    def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
+        """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
+        step, groups = self.step, self.step.model.groups
 
-        def visit(turn: _Turn, inputs: _Inputs, work: ForwardWork) -> ForwardWork:
-            """One layer: adds to the loss and the state's totals, leaves the next activation and its residuals."""
-            arguments, results, residuals = self._run(turn, inputs)
-            loss, totals = work.loss, work.state
-            if turn.g == self.step.model.last:
-                loss = [total + new.astype(total.dtype) for total, new in zip(loss, results.outputs, strict=True)]
-            if arguments.state:
-                is_last_microbatch = turn.microbatch == self.step.num_microbatches - 1
-                found = self._read_state(totals, turn.g, turn.position)
-                merging = self.step.mergings[turn.g]
-                found = merging.accumulate(found, arguments.state, results.state, is_last_microbatch)
-                totals = self._write_state(totals, turn.g, turn.position, found)
-            return ForwardWork(
-                activation=self._pass_on(turn, work.activation, results),
-                residuals=self._keep(turn, work.residuals, residuals),
-                state=totals,
-                loss=loss,
-            )
+        def reads(turn: _Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
+            """(the micro-batch, the layer's input out of the boundary buffers)."""
+            first = groups[turn.g].indices[0]
+            # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of them.
+            return self._batch_of(turn), step.activations.unpack(work.activation, first - 1) if first else []
 
-        reads = lambda turn, work: self._inputs(turn, work.activation)
-        return self._sweep(virtual_stage, microbatch, row, reads, visit, work)
+        def visit(turn: _Turn, inputs: tuple[Batch, list[Leaf]], work: ForwardWork) -> ForwardWork:
+            """One layer: leaves the next activation and its residuals, adds to the state's totals and the results."""
+            batch, x = inputs
+            arguments = self._arguments(turn, batch)
+            # Without a row nothing stores residuals: then the plain forward runs, which makes none.
+            run = step.forwards[turn.g] if turn.row is None else step.layers[turn.g].forward
+            found, new = run(arguments, x)
+            if work.results and turn.g == step.model.last:
+                work = replace(work, results=self._collected(turn, work.results, found.outputs))
+            if work.state and arguments.state:
+                is_last_microbatch = turn.microbatch == step.num_microbatches - 1
+                totals = self._read_state(work.state, turn.g, turn.position)
+                totals = step.mergings[turn.g].accumulate(totals, arguments.state, found.state, is_last_microbatch)
+                work = replace(work, state=self._write_state(work.state, turn.g, turn.position, totals))
+            if turn.g != step.model.last:
+                activation = step.activations.pack(work.activation, groups[turn.g].indices[0], found.outputs)
+                work = replace(work, activation=activation)
+            if turn.row is not None:
+                residuals = step.residuals.write(work.residuals, turn.g, turn.position, new, turn.row)
+                work = replace(work, residuals=residuals)
+            return work
 
-    def recompute(self, virtual_stage: Index, microbatch: Index, activation: Buffers, residuals: Buffers) -> Buffers:
-        """Runs the virtual stage's layers again, from its input, for their residuals alone: the first row of these."""
+        return self._sweep(job, reads, visit, work)
 
-        def visit(turn: _Turn, inputs: _Inputs, carry: tuple[Buffers, Buffers]) -> tuple[Buffers, Buffers]:
-            _, results, residuals = self._run(turn, inputs)
-            return self._pass_on(turn, carry[0], results), self._keep(turn, carry[1], residuals)
-
-        reads = lambda turn, carry: self._inputs(turn, carry[0])
-        row = Row(0, self.device)
-        return self._sweep(virtual_stage, microbatch, row, reads, visit, (activation, residuals))[1]
-
-    def infer(
-        self, virtual_stage: Index, microbatch: Index, activation: Buffers, results: list[jax.Array]
-    ) -> tuple[Buffers, list[jax.Array]]:
-        """Runs the virtual stage's layers in evaluation.
-
-        Args:
-          virtual_stage: its index.
-          microbatch: its index.
-          activation: boundary buffers with the virtual stage's input.
-          results: sums of the loss so far, or the outputs of all micro-batches `[M, b, ...]`.
-
-        Returns:
-          (boundary buffers with the virtual stage's output, results with what the last layer gave).
-        """
-        loses = self.step.spec.loss_fn is not None
-
-        def visit(
-            turn: _Turn, inputs: _Inputs, carry: tuple[Buffers, list[jax.Array]]
-        ) -> tuple[Buffers, list[jax.Array]]:
-            activation, results = carry
-            _, found, _ = self._run(turn, inputs)
-            if turn.g == self.step.model.last:
-                pairs = list(zip(results, found.outputs, strict=True))
-                results = [a + y.astype(a.dtype) if loses else put_row(a, y, turn.microbatch) for a, y in pairs]
-            return self._pass_on(turn, activation, found), results
-
-        reads = lambda turn, carry: self._inputs(turn, carry[0])
-        return self._sweep(virtual_stage, microbatch, None, reads, visit, (activation, results))
-
-    def backward(
-        self, virtual_stage: Index, microbatch: Index, work: BackwardWork, residuals: Buffers, row: Row
-    ) -> BackwardWork:
+    def backward(self, job: Job, work: BackwardWork, residuals: Buffers) -> BackwardWork:
         """Runs the virtual stage's layers backwards, adding up gradients layer by layer."""
         step = self.step
-        assert step.residuals is not None
-        stored = step.residuals
 
         def reads(turn: _Turn, work: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
@@ -187,7 +166,7 @@ class Stage:
                 cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in step.layers[turn.g].outputs]
             else:
                 cotangents = step.cotangents.unpack(work.cotangent, step.model.groups[turn.g].indices[0])
-            return self._batch_of(turn), stored.read(residuals, turn.g, turn.position, turn.row), cotangents
+            return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
 
         def visit(turn: _Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             """One layer: adds its gradients, leaves the cotangents of its inputs."""
@@ -199,7 +178,7 @@ class Stage:
                 return work
             return replace(work, cotangent=step.cotangents.pack(work.cotangent, first - 1, cotangents))
 
-        return self._sweep(virtual_stage, microbatch, row, reads, visit, work, reverse=True)
+        return self._sweep(job, reads, visit, work, reverse=True)
 
     def _add_gradients(self, turn: _Turn, work: BackwardWork, gradients: list[Leaf]) -> BackwardWork:
         """Adds a layer's gradients to the sums of its set of variables."""
@@ -213,32 +192,12 @@ class Stage:
 
     # --- one layer ---
 
-    def _inputs(self, turn: _Turn, activation: Buffers) -> _Inputs:
-        """What a layer's forward reads: its micro-batch, and its input out of the boundary buffers."""
-        first = self.step.model.groups[turn.g].indices[0]
-        # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of the group's.
-        return self._batch_of(turn), self.step.activations.unpack(activation, first - 1) if first else []
-
-    def _run(self, turn: _Turn, inputs: _Inputs) -> tuple[Arguments, Results, list[Leaf]]:
-        """The forward of one layer: (what it was called with, what it gave, its residuals)."""
-        batch, x = inputs
-        arguments = self._arguments(turn, batch)
-        # Without a row nothing stores residuals: then the plain forward runs, which makes none.
-        run = self.step.forwards[turn.g] if turn.row is None else self.step.layers[turn.g].forward
-        return arguments, *run(arguments, x)
-
-    def _pass_on(self, turn: _Turn, activation: Buffers, results: Results) -> Buffers:
-        """The boundary buffers with what a layer gave, unless it is the last one."""
-        if turn.g == self.step.model.last:
-            return activation
-        return self.step.activations.pack(activation, self.step.model.groups[turn.g].indices[0], results.outputs)
-
-    def _keep(self, turn: _Turn, residuals: Buffers, new: list[Leaf]) -> Buffers:
-        """The buffers of residuals with those of a layer in its row, if it has one."""
-        if turn.row is None:
-            return residuals
-        assert self.step.residuals is not None
-        return self.step.residuals.write(residuals, turn.g, turn.position, new, turn.row)
+    def _collected(self, turn: _Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
+        """Results with what the last layer gave for a micro-batch."""
+        pairs = zip(results, outputs, strict=True)
+        if self.step.spec.loss_fn is None:
+            return [put_row(a, new, turn.microbatch) for a, new in pairs]
+        return [a + new.astype(a.dtype) for a, new in pairs]
 
     def _batch_of(self, turn: _Turn) -> Batch:
         """The micro-batch, for layers that look at it."""
@@ -266,9 +225,7 @@ class Stage:
 
     def _sweep(
         self,
-        virtual_stage: Index,
-        microbatch: Index,
-        row: Row | None,
+        job: Job,
         reads: Callable[[_Turn, Carry], Reads],
         visit: Callable[[_Turn, Reads, Carry], Carry],
         carry: Carry,
@@ -285,7 +242,8 @@ class Stage:
 
         An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
         """
-        ranges, groups, given = self.step.ranges, self.step.model.groups, (microbatch, row)
+        virtual_stage, given = job.virtual_stage, (job.microbatch, job.row)
+        ranges, groups = self.step.ranges, self.step.model.groups
         num_passes, always_one = ranges.start.shape[1], ranges.always_one
         # In a group of one layer the position is known.
         turn = lambda g, position, at: _Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
@@ -328,19 +286,18 @@ class Stage:
 
         Every collection has the same records, an instance of a set of variables each: those of "params" lead the way.
         """
-        step, sets = self.step, self.step.model.variable_sets  # layers with state never share: instance is position
+        step = self.step
+        group_of = [known.group for known in step.model.variable_sets]
 
+        # Layers with state never share, so that their instance is their position.
         def read(v: int, instance: Index, _: object) -> list[list[Leaf]]:
-            """The totals and the old state of an instance; nothing of a set without state."""
-            trees = (totals, self.variables) if step.model.groups[sets[v].group].state_names else ()
-            return [self._read_state(tree, sets[v].group, instance) for tree in trees]
+            """The totals and the old state of an instance."""
+            return [self._read_state(tree, group_of[v], instance) for tree in (totals, self.variables)]
 
         def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
-            if not found:
-                return buffers
             totals, old = found
-            new = step.mergings[sets[v].group].finish(totals, old, step.num_microbatches)
-            return self._write_state(buffers, sets[v].group, instance, new)
+            new = step.mergings[group_of[v]].finish(totals, old, step.num_microbatches)
+            return self._write_state(buffers, group_of[v], instance, new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
         return step.storages["params"].for_each_local(read, visit, self.device, zeros)

@@ -52,6 +52,11 @@ class StepSpec:
     merge: Mapping[str, str]
     metrics: tuple[str, ...] = ()
 
+    @property
+    def stores_residuals(self) -> bool:
+        """Whether forward actions leave residuals for backward ones."""
+        return self.schedule.trains and not self.remat.keep_inputs
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -65,7 +70,7 @@ class Step:
       layers: forward with residuals and backward of each group, as one device runs them; empty if forward only.
       mergings: how each group's state is merged over micro-batches.
       storages: the places of the variables, by collection.
-      residuals: the places of the residuals; None if forward only.
+      residuals: the places of the residuals; none if forward only.
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
@@ -79,7 +84,7 @@ class Step:
     layers: tuple[DeviceLayer, ...]
     mergings: tuple[Merging, ...]
     storages: dict[str, Storage]
-    residuals: Storage | None
+    residuals: Storage
     activations: Boundaries
     cotangents: Boundaries
     ranges: LayerRanges
@@ -129,34 +134,33 @@ def build_step(plan: Plan, traced: Model, spec: StepSpec, groups: Sequence[Trace
     calls = [(function, function.shapes(traced.batch)) for function in functions]
 
     def spread(made: Sequence[T]) -> tuple[T, ...]:
-        """What was made for each group as traced, for each group of `model`."""
-        return tuple(made[g] for g in model.traced_as)
+        """What was made for each group as traced, if anything was, for each group of `model`."""
+        return tuple(made[g] for g in model.traced_as) if made else ()
 
     layers = [partition_layer(g.traced, g.function.shardings(g.arguments, splits)) for g in groups]
-    alone = remat.keep_inputs or not schedule.trains  # a forward of which nothing is kept
-    forwards = [trace_forward(*call, splits) for call in calls] if alone else [layer.forward for layer in layers]
+    forwards = [layer.forward for layer in layers]
+    if not spec.stores_residuals:
+        forwards = [trace_forward(*call, splits) for call in calls]
     table = lower(schedule, keep_inputs=remat.keep_inputs)
-    residuals = None
-    if schedule.trains:
-        virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
-        leaves = spread([layer.residuals for layer in layers])
-        kept = [layer.forward for layer in layers]
-        residuals = build_storage(
-            leaves,
-            [[virtual_stage_of[i] for i in group.indices] for group in model.groups],
-            device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
-            # Where inputs are kept, residuals live within one backward action alone.
-            rows=(1,) * schedule.num_stages if remat.keep_inputs else table.residual_rows,
-            orders=spread([result_orders(run.jaxpr, run.residuals_at, request.mesh) for run in kept]),
-            tags=each_apart(leaves) if request.options.unroll else None,
-        )
+    virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
+    leaves = spread([layer.residuals for layer in layers])
+    kept = [layer.forward for layer in layers]
+    residuals = build_storage(
+        leaves,
+        [[virtual_stage_of[i] for i in group.indices] for group in (model.groups if layers else ())],
+        device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
+        # Where inputs are kept, residuals live within one backward action alone.
+        rows=table.residual_rows if spec.stores_residuals else (1,) * schedule.num_stages,
+        orders=spread([result_orders(run.jaxpr, run.residuals_at, request.mesh) for run in kept]),
+        tags=each_apart(leaves) if request.options.unroll else None,
+    )
     boundaries, cuts = model.boundaries, [stop - 1 for _, stop in bounds[:-1]]
     return Step(
         spec=spec,
         model=model,
         functions=layer_functions(model, spec),
         forwards=spread(forwards),
-        layers=spread(layers) if layers else (),
+        layers=spread(layers),
         mergings=spread([make_merging(*call, spec.merge, splits) for call in calls]),
         storages={name: layout.storage for name, layout in plan.layouts.items()},
         residuals=residuals,
