@@ -330,7 +330,7 @@ def test_axes_of_several_types_are_refused():
 
 
 @pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None)])
+@pytest.mark.parametrize("names", [("tp", "fsdp"), pytest.param(("fsdp", "tp"), marks=pytest.mark.slow), ("tp", None)])
 def test_a_table_that_is_split_over_two_axes(make_mesh, names, explicit):
     """A regression (F2): a look-up in such a table aborted the process, in XLA's partitioner."""
     table = nn.with_partitioning(nn.initializers.normal(1.0), (names, None))

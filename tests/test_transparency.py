@@ -145,7 +145,14 @@ def sequential_cells(m):
 
 @pytest.mark.parametrize(
     ("k", "m", "remat"),
-    [(2, 3, "none"), (2, 6, "layer"), (2, 3, "stage"), (4, 6, "none"), (4, 3, "layer"), (4, 6, "stage")],
+    [
+        pytest.param(2, 3, "none", marks=pytest.mark.slow),
+        (2, 6, "layer"),
+        (2, 3, "stage"),
+        (4, 6, "none"),
+        (4, 3, "layer"),
+        pytest.param(4, 6, "stage", marks=pytest.mark.slow),
+    ],
 )
 def test_stage_k_runs_k_less_forwards_ahead_in_one_slot(k, m, remat):
     """The order of most papers, whose stage k holds min(M, K-k) micro-batches: run, and not only drawn."""

@@ -128,7 +128,7 @@ DROPS = [Drop(), Drop(), lambda rngs: NnxDrop(rngs), nn.BatchNorm()]
 @pytest.mark.parametrize(
     ("impl", "remat"),
     [
-        ("rbg", "layer"),
+        pytest.param("rbg", "layer", marks=pytest.mark.slow),
         pytest.param("rbg", "none", marks=pytest.mark.slow),
         pytest.param("unsafe_rbg", "full", marks=pytest.mark.slow),
     ],
