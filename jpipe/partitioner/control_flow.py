@@ -1,11 +1,11 @@
-"""Loops, branches and calls on the parts of arrays that a device has; the handlers of equations that hold jaxprs.
+"""Loops and branches on the parts of arrays that a device has; the handlers of equations that hold jaxprs.
 
-A handler takes the interpreter, an equation of whole arrays and its operands, and returns the results.
+A handler takes the planner, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 
 import jax
@@ -13,27 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jax_tools.jaxprs import uses
-from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
+from jpipe.partitioner.choice import Handler, Planner, Wanted
+from jpipe.partitioner.flat_jaxpr import FlatJaxpr, flatten
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
-from jpipe.seam.inside import called_by, scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
-from jpipe.seam.primitives import CALLS
+from jpipe.partitioner.way import Axes, Way
+from jpipe.seam.inside import scan_counts
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 
-def _call(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
-    """A jaxpr that is only called: as if its equations stood in the caller's place."""
-    return interpreter.run(called_by(equation), operands)
-
-
-def _on_parts(
-    interpreter: PartsInterpreter,
-    jaxpr: ClosedJaxpr | Jaxpr,
-    arguments: Sequence[Sharding],
-    results: Sequence[Sharding],
-) -> Callable[..., list[jax.Array]]:
-    """A jaxpr of whole arrays as a function of this device's parts; arguments and results lie so."""
-    return lambda *parts: interpreter.parts_of(interpreter.run(jaxpr, interpreter.values(parts, arguments)), results)
+def always(sharding: Sharding) -> Wanted:
+    """However a result lies by itself, it has to lie like this."""
+    return lambda _: sharding
 
 
 def _combined(now: Sharding, other: Sharding) -> Sharding:
@@ -42,11 +33,11 @@ def _combined(now: Sharding, other: Sharding) -> Sharding:
 
 
 def _loop_shardings(
-    interpreter: PartsInterpreter,
-    body: ClosedJaxpr | Jaxpr,
-    consts: list[Sharding],
-    carry: list[Sharding],
-    slices: list[Sharding],
+    planner: Planner,
+    body: FlatJaxpr,
+    consts: Sequence[Sharding],
+    carry: Sequence[Sharding],
+    slices: Sequence[Sharding],
     fixed: Collection[int],
 ) -> tuple[list[Sharding], list[Sharding]]:
     """How a loop's carry lies before and after every iteration, and how all results of its body lie by themselves.
@@ -65,47 +56,51 @@ def _loop_shardings(
     and slices are never partial: a body may use them often.
 
     Args:
-      interpreter: of the equation around it.
+      planner: of the equation around it.
       body: (constants, carry, slices) -> (carry, ...).
       consts: how the constants lie.
       carry: how the carry lies before the loop.
       slices: how the slices lie.
       fixed: the indices of the parts of the carry that stay as they lie before the loop.
     """
-    avals = [aval_of(v) for v in (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars]
-    shapes = [aval.shape for aval in avals[len(consts) : len(consts) + len(carry)]]
+    carry = list(carry)
+    shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
-        results = interpreter.shardings_of(body, avals, [*consts, *carry, *slices])
+        results = planner.results_at(body, [*consts, *carry, *slices])
         new = [_combined(now, left) for now, left in zip(carry, results, strict=False)]
-        keeps = [i in fixed or not is_possible(shapes[i], s, interpreter.axes) for i, s in enumerate(new)]
+        keeps = [i in fixed or not is_possible(shapes[i], s, planner.axes) for i, s in enumerate(new)]
         new = [a if keep else b for a, b, keep in zip(carry, new, keeps, strict=True)]
         if new == carry:
             return carry, results
         carry = new
 
 
-def _scan(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _scan(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A loop over the first dimension, which is gathered; other dimensions stay split.
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
     """
     p = equation.params
-    (num_consts, num_carry), jaxpr = scan_counts(equation), p["jaxpr"]
+    (num_consts, num_carry), body = scan_counts(equation), flatten(p["jaxpr"])
     first_slice = num_consts + num_carry
-    shardings = [settled(value.sharding) for value in operands]
-    consts, slices = shardings[:num_consts], [_of_slice(s) for s in shardings[first_slice:]]
-    carry, results = _loop_shardings(interpreter, jaxpr, consts, shardings[num_consts:first_slice], slices, ())
+    shardings = list(map(settled, lying))
+    consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
+    carry, results = _loop_shardings(planner, body, consts, shardings[num_consts:first_slice], slices, ())
     of_each = results[num_carry:]
-    parts = interpreter.parts_of(operands, [*consts, *carry, *map(_of_stacked, slices)])
-    body = _on_parts(interpreter, jaxpr, [*consts, *carry, *slices], [*carry, *of_each])
+    plan = planner.plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
 
-    def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        found = body(*parts[:num_consts], *state, *xs)
-        return found[:num_carry], found[num_carry:]
+    def run(*parts: jax.Array) -> list[jax.Array]:
+        def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            found = plan.run(*parts[:num_consts], *state, *xs)
+            return found[:num_carry], found[num_carry:]
 
-    options = {name: p[name] for name in ("length", "reverse", "unroll")}
-    state, ys = lax.scan(iteration, parts[num_consts:first_slice], parts[first_slice:], **options)
-    return interpreter.values([*state, *ys], [*carry, *map(_of_stacked, of_each)])
+        options = {name: p[name] for name in ("length", "reverse", "unroll")}
+        state, ys = lax.scan(iteration, list(parts[num_consts:first_slice]), list(parts[first_slice:]), **options)
+        return [*state, *ys]
+
+    operands = (*consts, *carry, *map(_of_stacked, slices))
+    times = float(p["length"])
+    return Way(operands, (*carry, *map(_of_stacked, of_each)), run, times * plan.cost, ((plan, times),))
 
 
 def _of_slice(stacked: Sharding) -> Sharding:
@@ -119,59 +114,81 @@ def _of_stacked(slices: Sharding) -> Sharding:
     return tuple(Shard(s.dim + 1, s.outer) if isinstance(s, Shard) else s for s in slices)
 
 
-def _while(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _while(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A loop whose condition looks at replicated values alone.
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
-    p = equation.params
-    first_carry = p["cond_nconsts"] + p["body_nconsts"]
-    body_consts = slice(p["cond_nconsts"], first_carry)
-    whole = replicated(interpreter.axes)
+    p, whole = equation.params, replicated(planner.axes)
+    num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
-    looked_at = uses(p["cond_jaxpr"])[p["cond_nconsts"] :]
-    fixed = [i for i, is_looked_at in enumerate(looked_at) if many or is_looked_at]
-    shardings = [settled(value.sharding) for value in operands]
-    consts = shardings[body_consts]
+    fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
+    shardings = list(map(settled, lying))
+    consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
-    carry, _ = _loop_shardings(interpreter, p["body_jaxpr"], consts, carry, [], fixed)
-    cond_shardings = [whole] * p["cond_nconsts"]
-    parts = interpreter.parts_of(operands, [*cond_shardings, *consts, *carry])
-    test = _on_parts(interpreter, p["cond_jaxpr"], [*cond_shardings, *carry], [whole])
-    body = _on_parts(interpreter, p["body_jaxpr"], [*consts, *carry], carry)
-    goes_on = lambda state: interpreter.agreed(test(*parts[: p["cond_nconsts"]], *state)[0], [*consts, *carry])
+    body, cond = flatten(p["body_jaxpr"]), flatten(p["cond_jaxpr"])
+    carry, _ = _loop_shardings(planner, body, consts, carry, [], fixed)
+    test = planner.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
+    plan = planner.plan(body, [*consts, *carry], list(map(always, carry)))
 
-    def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
-        going, old = state
-        new = body(*parts[body_consts], *old)
-        if many:  # those that have ended stay as they are
-            spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
-            new = [jnp.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
-        return goes_on(new), new
+    def run(*parts: jax.Array) -> list[jax.Array]:
+        tested, given = parts[:num_tested], parts[num_tested:first_carry]
+        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], planner.axes, [*consts, *carry])
 
-    start = parts[first_carry:]
-    state = lax.while_loop(lambda state: jnp.any(state[0]), iteration, (goes_on(start), start))[1]
-    return interpreter.values(state, carry)
+        def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+            going, old = state
+            new = plan.run(*given, *old)
+            if many:  # those that have ended stay as they are
+                spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
+                new = [jnp.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
+            return goes_on(new), new
+
+        start = list(parts[first_carry:])
+        return lax.while_loop(lambda state: jnp.any(state[0]), iteration, (goes_on(start), start))[1]
+
+    operands = (*[whole] * num_tested, *consts, *carry)
+    return Way(operands, tuple(carry), run, test.cost + plan.cost, ((test, 1.0), (plan, 1.0)))
 
 
-def _cond(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _cond(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """Branches on a replicated index; where they leave a result lying differently, it is brought together.
 
     Operands: the index of the branch, the operands of all branches.
     """
-    branches = equation.params["branches"]
-    index, *rest = operands
-    whole, shardings = replicated(interpreter.axes), [settled(value.sharding) for value in rest]
-    avals = [aval_of(v) for v in equation.invars[1:]]
-    by_branch = [interpreter.shardings_of(branch, avals, shardings) for branch in branches]
+    branches, whole = list(map(flatten, equation.params["branches"])), replicated(planner.axes)
+    shardings = list(map(settled, lying[1:]))
+    by_branch = [planner.results_at(branch, shardings) for branch in branches]
     results = []
     for v, by_result in zip(equation.outvars, zip(*by_branch, strict=True), strict=True):
         common = reduce(_combined, by_result)
-        results.append(common if is_possible(aval_of(v).shape, common, interpreter.axes) else whole)
-    runs = [_on_parts(interpreter, branch, shardings, results) for branch in branches]
-    which = interpreter.agreed(index.part(whole, interpreter.axes), [*shardings, *results])
-    return interpreter.values(lax.switch(which, runs, *interpreter.parts_of(rest, shardings)), results)
+        results.append(common if is_possible(aval_of(v).shape, common, planner.axes) else whole)
+    plans = [planner.plan(branch, shardings, list(map(always, results))) for branch in branches]
+
+    def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
+        which = _agreed(index, planner.axes, [*shardings, *results])
+        return lax.switch(which, [plan.run for plan in plans], *parts)
+
+    cost = max(plan.cost for plan in plans)
+    return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 
-CONTROL_FLOW: dict[str, Handler] = {**dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond}
+def _agreed(decision: jax.Array, axes: Axes, shardings: Sequence[Sharding]) -> jax.Array:
+    """A decision, such as whether a loop goes on, that is the same on all devices along the axes.
+
+    Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
+    bit; then one device would wait in a collective for others that never come.
+
+    Args:
+      decision: a replicated bool or integer.
+      axes: what arrays are split over.
+      shardings: of the values that the decided jaxpr works on: if all are replicated, it has no collectives.
+    """
+    whole = replicated(axes)
+    if all(sharding == whole for sharding in shardings):
+        return decision
+    names = tuple(name for axis in axes for name in axis.names)
+    return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
+
+
+CONTROL_FLOW: dict[str, Handler] = {"scan": _scan, "while": _while, "cond": _cond}
 """The handlers of equations that hold jaxprs, by the name of the primitive."""

@@ -7,12 +7,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard, Sharding, blocks_of
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    AxisSharding,
+    Shape,
+    Shard,
+    Sharding,
+    blocks_of,
+    part_shape,
+)
+
+
+class Hop(NamedTuple):
+    """One step of a conversion: a sharding changes along one axis.
+
+    Attributes:
+      now: how the array lies before it.
+      i: the axis.
+      wanted: how it lies along this axis after it.
+    """
+
+    now: Sharding
+    i: int
+    wanted: AxisSharding
+
+    @property
+    def then(self) -> Sharding:
+        """How the array lies after it."""
+        return (*self.now[: self.i], self.wanted, *self.now[self.i + 1 :])
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
@@ -24,6 +54,13 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
       now: how the array lies.
       wanted: how it shall lie; the result has the shape `part_shape(whole shape, wanted, axes)`.
     """
+    for hop in hops(axes, now, wanted):
+        part = _moved(part, axes, hop)
+    return part
+
+
+def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
+    """The steps from one sharding to another."""
     # One axis after the other; what makes parts smaller comes first. On the way the blocks of axes that split the same
     # dimension may cease to lie within one another, so that no device has its part in one slice of another's. From
     # (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3 on the devices (0, 0), (0, 1), (1, 0), (1, 1):
@@ -35,35 +72,62 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
     # Then it goes by way of whole arrays, along the axes that change.
     order = sorted(range(len(axes)), key=lambda i: not isinstance(wanted[i], Shard))
     path = _path(now, wanted, order)
-    if any(blocks_of(sharding, axes) is None for sharding in path):
+    if any(blocks_of(hop.then, axes) is None for hop in path):
         between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))
         path = [*_path(now, between, order), *_path(between, wanted, order)]
-    for following in path:
-        for i in range(len(axes)):
-            if following[i] != now[i]:
-                part = _convert_along(part, axes, now, i, following[i])
-        now = following
-    return part
+    return path
 
 
-def _path(now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Sharding]:
-    """The shardings on the way from `now` to `wanted`, if axes are changed one by one in this order."""
-    changed = [set(order[: count + 1]) for count in range(len(order))]
-    return [tuple(wanted[i] if i in done else s for i, s in enumerate(now)) for done in changed]
+def _path(now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Hop]:
+    """The steps from `now` to `wanted`, if axes are changed one by one in this order."""
+    found = []
+    for i in order:
+        if now[i] != wanted[i]:
+            found.append(Hop(now, i, wanted[i]))
+            now = found[-1].then
+    return found
 
 
-def _convert_along(part: jax.Array, axes: Sequence[Axis], now: Sharding, i: int, wanted: AxisSharding) -> jax.Array:
-    """A device's part once it lies as `wanted` along axis i; along the other axes it stays as in `now`."""
-    old, axis = now[i], axes[i]
+Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+
+
+def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
+    """What a step sends; None if each device makes its part of what it has."""
+    old, wanted = hop.now[hop.i], hop.wanted
+    one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, hop.i) == 1
+    if isinstance(old, Shard) and wanted != PARTIAL:
+        exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
+        return "all_to_all" if exchanges else "all_gather"
+    if old == PARTIAL:
+        return "reduce_scatter" if one_run(wanted) else "all_reduce"
+    return None
+
+
+def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
+    """The bytes that a device sends in a step, as on a ring of the p devices along the axis.
+
+    Of a part of n bytes: (p - 1) / p n to exchange or to scatter a sum, twice that for a sum that all have, (p - 1) n
+    for all parts.
+    """
+    kind, size = collective_of(axes, hop), axes[hop.i].size
+    part = math.prod(part_shape(shape, hop.now, axes)) * itemsize
+    factor = {"all_to_all": 1 / size, "reduce_scatter": 1 / size, "all_reduce": 2 / size, "all_gather": 1.0}
+    return factor[kind] * (size - 1) * part if kind else 0.0
+
+
+def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
+    """A device's part after a step."""
+    now, i, wanted = hop
+    old, axis, kind = now[i], axes[i], collective_of(axes, hop)
     outer = lambda shard: _outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
-        if isinstance(wanted, Shard) and outer(old) == outer(wanted) == 1 and old.dim != wanted.dim:
+        if kind == "all_to_all" and isinstance(wanted, Shard):
             return lax.all_to_all(part, axis.names, wanted.dim, old.dim, tiled=True)
         if wanted == PARTIAL:
             return _among_zeros(part, axis, old.dim, outer(old))
         part = _joined(part, axis, old.dim, outer(old))
     elif old == PARTIAL:
-        if isinstance(wanted, Shard) and outer(wanted) == 1:
+        if kind == "reduce_scatter" and isinstance(wanted, Shard):
             return lax.psum_scatter(part, axis.names, scatter_dimension=wanted.dim, tiled=True)
         part = lax.psum(part, axis.names)
     elif wanted == PARTIAL:  # the first device has the array, the others zeros

@@ -17,8 +17,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpipe.jax_tools.tracing import replay
+from jpipe.partitioner.choice import Planner, Wanted
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.parts_interpreter import Axes, PartsInterpreter
+from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import (
     Axis,
     Sharding,
@@ -30,6 +31,7 @@ from jpipe.partitioner.shardings import (
     whole_shape,
 )
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
+from jpipe.partitioner.way import Axes
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import PyTree
@@ -122,7 +124,7 @@ def jaxpr_per_device(
     jaxpr: ClosedJaxpr,
     axes: Axes,
     shardings: Sequence[Sharding],
-    wanted: Sequence[Callable[[Sharding], Sharding]],
+    wanted: Sequence[Wanted],
 ) -> PerDeviceJaxpr:
     """What one device runs of a jaxpr of whole arrays.
 
@@ -136,18 +138,11 @@ def jaxpr_per_device(
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
     if not axes and all(axis_type == AxisType.Manual for axis_type in here.axis_types):
         return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
-    found: list[Sharding] = []
-
-    def run(*parts: jax.Array) -> list[jax.Array]:
-        interpreter = PartsInterpreter(axes, CONTROL_FLOW | USER_SHARDINGS)
-        results = interpreter.run(jaxpr, interpreter.values(parts, shardings))
-        found[:] = [choose(value.sharding) for choose, value in zip(wanted, results, strict=True)]
-        return interpreter.parts_of(results, found)
-
+    plan = Planner(axes, CONTROL_FLOW | USER_SHARDINGS).plan(flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = [part_struct(v.aval, s, axes) for v, s in zip(jaxpr.jaxpr.invars, shardings, strict=True)]
     with _all_of_type(here, AxisType.Manual):
-        return PerDeviceJaxpr(with_named_axes(run, sizes)(*own)[0], found)
+        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results))
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:

@@ -1,6 +1,6 @@
 """What users' functions say of devices themselves: sharding constraints, and functions of single devices (`shard_map`).
 
-A handler takes the interpreter, an equation of whole arrays and its operands, and returns the results.
+A handler takes the planner, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
+from jpipe.partitioner.choice import Handler, Planner
+from jpipe.partitioner.control_flow import always
+from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import (
     PARTIAL,
@@ -26,33 +28,39 @@ from jpipe.partitioner.shardings import (
     of_spec,
     settled,
 )
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.partitioner.way import Way
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 
 
-def _constraint(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _constraint(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """`jax.lax.with_sharding_constraint`, as far as it doesn't concern the data axes: along these nothing changes."""
-    (value,), axes = operands, interpreter.axes
+    (now,), axes = lying, planner.axes
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
-        return operands
+        return _as_it_is(planner, equation, lying)
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
-    wanted = list(value.sharding)
+    wanted = list(now)
     for i, axis in enumerate(axes):
-        now = value.sharding[i]
-        if axis.is_data or (isinstance(now, Shard) and now.dim in free):
+        along = now[i]
+        if axis.is_data or (isinstance(along, Shard) and along.dim in free):
             continue
         dims = [dim for dim, entry in enumerate(spec) if axis.names[0] in names_in(entry)]
         wanted[i] = Shard(dims[0]) if dims else REPLICATED
         if not is_possible(shape, tuple(wanted), axes):
-            wanted[i] = REPLICATED if now == PARTIAL else now
-    return [DeviceValue(value.part(tuple(wanted), axes), tuple(wanted))]
+            wanted[i] = REPLICATED if along == PARTIAL else along
+    return _as_it_is(planner, equation, [tuple(wanted)])
 
 
-def _shard_map(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _as_it_is(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    """Each result is an operand, and lies as it."""
+    return Way(tuple(lying), tuple(lying), lambda *parts: parts)
+
+
+def _shard_map(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """`jax.shard_map`: a user's function of single devices, whose operands lie as its specs say.
 
     Over the axes that it is manual over, its jaxpr runs as it is. Along the others it sees whole arrays, and is carried
-    out as the rest is, by an interpreter of these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
+    out as the rest is, by a planner for these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
     it isn't manual over `model`:
 
                           expert      model                     what its jaxpr is of
@@ -61,21 +69,21 @@ def _shard_map(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list
         if it lay so      replicated  Shard(0), as the spec:
         it is wanted so   Shard(0)    replicated                `[4, 6]`
     """
-    p, axes = equation.params, interpreter.axes
+    p, axes = equation.params, planner.axes
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     wanted = []
-    for v, spec, value in zip(equation.invars, p["in_specs"], operands, strict=True):
-        both = _as_specified(spec, axes, dict(zip(inside, pick(settled(value.sharding)), strict=True)))
+    for v, spec, now in zip(equation.invars, p["in_specs"], lying, strict=True):
+        both = _as_specified(spec, axes, dict(zip(inside, pick(settled(now)), strict=True)))
         wanted.append(both if is_possible(aval_of(v).shape, both, axes) else of_spec(spec, axes))
-    inner = PartsInterpreter(pick(axes), {**interpreter.handlers, **_OF_SINGLE_DEVICES})
-    arguments = inner.values(interpreter.parts_of(operands, wanted), list(map(pick, wanted)))
-    results = inner.run(p["jaxpr"], arguments)
+    inner = Planner(pick(axes), {**planner.handlers, **_OF_SINGLE_DEVICES})
+    body, arguments = flatten(ClosedJaxpr(p["jaxpr"], ())), list(map(pick, wanted))
     found = [
-        _as_specified(spec, axes, dict(zip(inside, value.sharding, strict=True)))
-        for value, spec in zip(results, p["out_specs"], strict=True)
+        _as_specified(spec, axes, dict(zip(inside, sharding, strict=True)))
+        for sharding, spec in zip(inner.results_at(body, arguments), p["out_specs"], strict=True)
     ]
-    return interpreter.values(inner.parts_of(results, list(map(pick, found))), found)
+    plan = inner.plan(body, arguments, [always(pick(sharding)) for sharding in found])
+    return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),))
 
 
 def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], others: Mapping[int, AxisSharding]) -> Sharding:
@@ -102,36 +110,29 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     return bool(own)
 
 
-def _split_other_dims(shardings: Sequence[AxisSharding], by_spec: Sharding) -> bool:
-    """Whether the dimensions that are split along some axes are others than those that a user's spec splits."""
-    dims = {s.dim for s in by_spec if isinstance(s, Shard)}
-    return not any(isinstance(s, Shard) and s.dim in dims for s in shardings)
-
-
-def _psum(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _psum(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A user's own sum over devices, whatever it says of varying types."""
-    p, shardings = equation.params, [value.sharding for value in operands]
+    p = equation.params
     add = lambda x: lax.psum(x, p["axes"], axis_index_groups=p.get("axis_index_groups"))
-    return interpreter.values([add(x) for x in interpreter.parts_of(operands, shardings)], shardings)
+    return Way(tuple(lying), tuple(lying), lambda *parts: list(map(add, parts)))
 
 
-def _ppermute(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:
+def _ppermute(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A user's own permutation, by a gather: as a permutation it would be one collective of all devices of the mesh."""
-    axes, shardings = equation.params["axis_name"], [value.sharding for value in operands]
+    axes = equation.params["axis_name"]
     sources = {target: source for source, target in equation.params["perm"]}
-    table = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
-    source = table[lax.axis_index(axes)]
 
     def permute(x: jax.Array) -> jax.Array:
+        table = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
+        source = table[lax.axis_index(axes)]
         found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(source, 0), keepdims=False)
         return jnp.where(source >= 0, found, jnp.zeros_like(found))
 
-    return interpreter.values(list(map(permute, interpreter.parts_of(operands, shardings))), shardings)
+    return Way(tuple(lying), tuple(lying), lambda *parts: list(map(permute, parts)))
 
 
-_identity: Handler = lambda interpreter, equation, operands: operands
 _OF_SINGLE_DEVICES: dict[str, Handler] = {
-    **dict.fromkeys(("pvary", "pbroadcast"), _identity),
+    **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),
     **dict.fromkeys(("psum", "psum_invariant"), _psum),
     "ppermute": _ppermute,
 }
@@ -139,7 +140,7 @@ _OF_SINGLE_DEVICES: dict[str, Handler] = {
 
 USER_SHARDINGS: dict[str, Handler] = {
     "sharding_constraint": _constraint,
-    "reshard": _identity,  # of explicit axes, which there are none of where functions are traced
+    "reshard": _as_it_is,  # of explicit axes, which there are none of where functions are traced
     "shard_map": _shard_map,
 }
 """The handlers of equations by which users say how arrays lie, by the name of the primitive."""

@@ -1,0 +1,262 @@
+"""Which way each equation of a jaxpr is carried out: the one by which the fewest bytes are sent.
+
+A rule (`jpipe.partitioner.rules`) says how an equation follows how its operands lie. Followed from the first equation
+to the last, that is a plan already, but one that doesn't look ahead. So wherever an equation wants an operand otherwise
+than it lies, the alternatives are tried too: what the rule says if that operand lay otherwise. Each is followed for
+some equations more, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas, Reinforcement
+Learning and Optimal Control, 2019, section 2.4). A sum y over devices, of which a norm and a residual connection take
+their parts of the sequence:
+
+    y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
+    y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
+
+So a plan costs at most what the rules alone would. Costs are in bytes that a device sends; what it computes and writes
+counts too, as the bytes that could be sent meanwhile, or it would be cheapest to compute everything on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from jpipe.partitioner.conversions import bytes_sent, hops
+from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
+from jpipe.partitioner.rule import RuleResult, aval_of
+from jpipe.partitioner.rules import RULES, part_params
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    AxisSharding,
+    Shape,
+    Shard,
+    Sharding,
+    is_possible,
+    part_shape,
+    replicated,
+)
+from jpipe.partitioner.way import Axes, Conversion, Plan, PlannedEquation, Way
+from jpipe.seam.inside import carry_out
+from jpipe.seam.jaxpr_types import JaxprEqn
+
+FLOPS_PER_BYTE = 1000.0
+"""Floating-point operations of products in the time in which a byte is sent: 765 on a TPU v5p (459 TFLOP/s, 600 GB/s),
+985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s)."""
+WRITTEN_PER_BYTE = 8.0
+"""Bytes that are written to memory in that time: 4.6 on a TPU v5p (2,765 GB/s), 4.1 on a v5e; some never are."""
+HORIZON = 200
+"""For how many equations an alternative is followed."""
+
+Wanted = Callable[[Sharding], Sharding]
+"""How a result lies by itself -> how it has to lie."""
+Handler = Callable[["Planner", JaxprEqn, Sequence[Sharding]], Way]
+"""(planner, equation of whole arrays, how its operands lie) -> how it is carried out."""
+Forms = dict[int, tuple[Sharding, ...]]
+"""By number of a value the shardings in which a device has it; the rules go by the first."""
+
+
+class Planner:
+    """Makes plans for jaxprs.
+
+    Attributes:
+      axes: what arrays are split over.
+      handlers: name of a primitive -> what plans its equations; for all others there are rules.
+    """
+
+    def __init__(self, axes: Axes, handlers: Mapping[str, Handler]):
+        self.axes = axes
+        self.handlers = handlers
+
+    def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> Plan:
+        """A plan by which few bytes are sent.
+
+        Args:
+          flat: the jaxpr.
+          arguments: how its arguments lie.
+          wanted: for each result, from how it lies by itself how it has to lie.
+        """
+        return _Planning(self, flat, arguments).plan(wanted)
+
+    def results_at(self, flat: FlatJaxpr, arguments: Sequence[Sharding]) -> list[Sharding]:
+        """How the results of a jaxpr lie by themselves, as the rules say."""
+        planning = _Planning(self, flat, arguments)
+        for at in range(len(flat.equations)):
+            planning.take(at, planning.way(at), planning.forms)
+        return [planning.forms[value][0] for value in flat.results]
+
+    def way(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+        """How an equation is carried out whose operands lie so; the way may want them otherwise."""
+        handler = self.handlers.get(equation.primitive.name)
+        if handler:
+            return handler(self, equation, lying)
+        along_axes = self._apply_rule(equation, lying)
+        operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
+        results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))
+        pairs = zip(equation.outvars, results, strict=True)
+        shapes = [part_shape(aval_of(v).shape, sharding, self.axes) for v, sharding in pairs]
+
+        def run(*parts: jax.Array) -> list[jax.Array]:
+            operation = partial(_run_on_parts, equation, shapes)
+            for along in along_axes:
+                operation = along.wrap(operation) if along.wrap else operation
+            made = operation(*parts)
+            assert [x.shape for x in made] == shapes, equation
+            return made
+
+        given = [part_shape(aval_of(v).shape, s, self.axes) for v, s in zip(equation.invars, operands, strict=True)]
+        return Way(operands, results, run, _cost_of_work(equation, given, shapes))
+
+    def _apply_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> list[RuleResult]:
+        """How an equation is carried out along each axis; where there is no way, operands are whole."""
+        rule = RULES.get(equation.primitive.name)
+        whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
+        along_axes: list[RuleResult] = []
+        for i, axis in enumerate(self.axes):
+            along = rule(equation, [sharding[i] for sharding in lying], axis) if rule else None
+            if along is None or not self._is_possible(equation, [*along_axes, along]):
+                along = whole
+            along_axes.append(along)
+        return along_axes
+
+    def _is_possible(self, equation: JaxprEqn, along_axes: list[RuleResult]) -> bool:
+        """Whether operands and results can lie so along the first axes."""
+        axes, variables = self.axes[: len(along_axes)], (*equation.invars, *equation.outvars)
+        shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
+        return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
+
+
+def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
+    """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
+    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))
+
+
+def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> float:
+    """What a device computes and writes, as bytes that could be sent in that time."""
+    pairs = zip(equation.outvars, results, strict=True)
+    written = sum(math.prod(shape) * _itemsize(aval_of(v).dtype) for v, shape in pairs)
+    flops = 0.0
+    if equation.primitive.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        flops = 2.0 * math.prod(results[0]) * math.prod(operands[0][dim] for dim in contracting)
+    elif equation.primitive.name == "conv_general_dilated":
+        given = equation.params["dimension_numbers"].rhs_spec[0]
+        flops = 2.0 * math.prod(results[0]) * math.prod(operands[1]) / max(operands[1][given], 1)
+    return flops / FLOPS_PER_BYTE + written / WRITTEN_PER_BYTE
+
+
+def _itemsize(dtype: np.dtype) -> int:
+    return getattr(dtype, "itemsize", 8)  # of random keys that of their two words
+
+
+class _Planning:
+    """A plan in the making.
+
+    Attributes:
+      forms: how the values lie that the equations so far have made.
+    """
+
+    def __init__(self, planner: Planner, flat: FlatJaxpr, arguments: Sequence[Sharding]):
+        self.planner, self.flat, self.axes = planner, flat, planner.axes
+        self.arguments = tuple(arguments)
+        self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
+        self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
+        self._ways: dict[tuple[int, tuple[Sharding, ...]], Way] = {}
+        self._bytes: dict[tuple[Shape, int, Sharding, Sharding], float] = {}
+
+    def plan(self, wanted: Sequence[Wanted]) -> Plan:
+        """Chooses a way for each equation, in order; `wanted` says how the results have to lie."""
+        equations: list[PlannedEquation] = []
+        cost = 0.0
+        for at, flat in enumerate(self.flat.equations):
+            way = self._cheapest(at, wanted)
+            conversions, more = self.take(at, way, self.forms)
+            equations.append(PlannedEquation(flat, tuple(conversions), way))
+            cost += more
+        results = self._results(wanted, self.forms)
+        conversions, more = self._convert(self.flat.results, results, self.forms)
+        fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
+        return Plan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
+
+    def way(self, at: int, lying: Sequence[Sharding] = (), forms: Forms | None = None) -> Way:
+        """The way that the rules say for an equation, whose operands lie as they are at hand if not otherwise."""
+        equation, _, reads, _ = self.flat.equations[at]
+        forms = self.forms if forms is None else forms
+        key = at, tuple(lying) or tuple(forms[value][0] for value in reads)
+        if key not in self._ways:
+            self._ways[key] = self.planner.way(equation, key[1])
+        return self._ways[key]
+
+    def take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
+        """The conversions that a way needs, and its cost with them; `forms` has then what was made."""
+        flat = self.flat.equations[at]
+        conversions, cost = self._convert(flat.reads, way.operands, forms)
+        forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
+        return conversions, cost + way.cost
+
+    def _convert(
+        self, values: Sequence[int], wanted: Sequence[Sharding], forms: Forms
+    ) -> tuple[list[Conversion], float]:
+        """The conversions to have values as they are wanted, each from where the fewest bytes are sent."""
+        conversions, cost = [], 0.0
+        for value, sharding in zip(values, wanted, strict=True):
+            old = forms[value]
+            if sharding in old:
+                continue
+            now = min(old, key=lambda form: self._sent(value, form, sharding))
+            conversions.append(Conversion(value, now, sharding))
+            cost += self._sent(value, now, sharding)
+            # Once a sum was taken, it needn't be taken again: the rules go by what it has become.
+            is_settled = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
+            forms[value] = (sharding, *old) if is_settled else (*old, sharding)
+        return conversions, cost
+
+    def _sent(self, value: int, now: Sharding, wanted: Sharding) -> float:
+        """The bytes that a device sends in a conversion."""
+        aval = self.flat.avals[value]
+        key = aval.shape, _itemsize(aval.dtype), now, wanted
+        if key not in self._bytes:
+            self._bytes[key] = sum(bytes_sent(self.axes, *key[:2], hop) for hop in hops(self.axes, now, wanted))
+        return self._bytes[key]
+
+    def _results(self, wanted: Sequence[Wanted], forms: Forms) -> list[Sharding]:
+        return [choose(forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
+
+    def _cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
+        """Of the ways of an equation the one by which the fewest bytes are sent, there and after it."""
+        first = self.way(at)
+        flat = self.flat.equations[at]
+        if not self._convert(flat.reads, first.operands, dict(self.forms))[1]:
+            return first
+        ways = {(first.operands, first.results): first}
+        for lying in self._hypotheses(flat, first):
+            way = self.way(at, lying)
+            ways.setdefault((way.operands, way.results), way)
+        return min(ways.values(), key=lambda way: self._followed(at, way, wanted)) if len(ways) > 1 else first
+
+    def _hypotheses(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
+        """How operands might lie: otherwise along one axis, where the rules convert one of them."""
+        lying = tuple(self.forms[value][0] for value in flat.reads)
+        for i, axis in enumerate(self.axes):
+            changed = [k for k, (a, b) in enumerate(zip(lying, first.operands, strict=True)) if a[i] != b[i]]
+            for k in range(len(lying)) if changed else ():
+                shape = self.flat.avals[flat.reads[k]].shape
+                others: list[AxisSharding] = [REPLICATED]
+                if k in changed:
+                    others += [Shard(dim) for dim, size in enumerate(shape) if size % axis.size == 0]
+                for other in others:
+                    own = (*lying[k][:i], other, *lying[k][i + 1 :])
+                    if own != lying[k] and is_possible(shape, own, self.axes):
+                        yield (*lying[:k], own, *lying[k + 1 :])
+
+    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> float:
+        """What a way costs, and after it the equations up to the horizon, as the rules alone carry them out."""
+        forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
+        cost = self.take(at, way, forms)[1]
+        for later in range(at + 1, end):
+            cost += self.take(later, self.way(later, forms=forms), forms)[1]
+        if end == len(self.flat.equations):
+            cost += self._convert(self.flat.results, self._results(wanted, forms), forms)[1]
+        return cost

@@ -1,0 +1,100 @@
+"""A jaxpr as one list of equations: what is only called stands in its caller's place, and values are numbers.
+
+So what is known of a value, such as how it lies, is known wherever it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+from jpipe.partitioner.rule import aval_of
+from jpipe.seam.inside import called_by
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.primitives import CALLS
+from jpipe.types import Leaf
+
+
+class FlatEquation(NamedTuple):
+    """An equation, and which values it is about.
+
+    Attributes:
+      equation: of whole arrays.
+      callers: the equations that call it, the outermost first.
+      reads: the numbers of its operands.
+      makes: the numbers of its results.
+    """
+
+    equation: JaxprEqn
+    callers: tuple[JaxprEqn, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatJaxpr:
+    """A jaxpr of whole arrays without calls.
+
+    Attributes:
+      avals: by number of a value its whole shape and its dtype.
+      constants: the values that are known.
+      arguments: the numbers of its arguments.
+      equations: what it computes, in order.
+      results: the numbers of its results.
+    """
+
+    avals: list[ShapedArray]
+    constants: dict[int, Leaf]
+    arguments: tuple[int, ...]
+    equations: list[FlatEquation]
+    results: tuple[int, ...]
+
+
+def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
+    """A jaxpr with the equations of those that it calls in their callers' places."""
+    avals: list[ShapedArray] = []
+    constants: dict[int, Leaf] = {}
+    equations: list[FlatEquation] = []
+
+    def new(variable: Var | Literal) -> int:
+        avals.append(aval_of(variable))
+        return len(avals) - 1
+
+    def visit(closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+        jaxpr = closed.jaxpr
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+            known[variable] = new(variable)
+            constants[known[variable]] = _without_mesh(constant)
+
+        def read(variable: Var | Literal) -> int:
+            if not isinstance(variable, Literal):
+                return known[variable]
+            number = new(variable)
+            constants[number] = np.asarray(variable.val, avals[number].dtype)
+            return number
+
+        for equation in jaxpr.eqns:
+            reads = tuple(map(read, equation.invars))
+            if equation.primitive.name in CALLS:
+                makes = visit(called_by(equation), reads, (*callers, equation))
+            else:
+                makes = tuple(map(new, equation.outvars))
+                equations.append(FlatEquation(equation, callers, reads, makes))
+            known.update(zip(equation.outvars, makes, strict=True))
+        return tuple(map(read, jaxpr.outvars))
+
+    arguments = tuple(map(new, closed.jaxpr.invars))
+    results = visit(closed, arguments, ())
+    return FlatJaxpr(avals, constants, arguments, equations, results)
+
+
+def _without_mesh(constant: Leaf) -> Leaf:
+    """A constant without the mesh that it was made under, whose axes were of other types."""
+    plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
+    return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant

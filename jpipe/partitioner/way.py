@@ -1,0 +1,107 @@
+"""Ways to carry out an equation on parts of arrays, and a plan: a way for each equation of a jaxpr.
+
+A plan is made before anything is traced (`jpipe.partitioner.choice`), and says all that devices send to each other:
+
+    conversions     y: partial -> replicated        an all_reduce
+    way             tanh: replicated -> replicated
+    conversions     none
+    way             dot_general: replicated, Shard(1) -> Shard(1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from jpipe.partitioner.conversions import convert
+from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
+from jpipe.partitioner.shardings import Axis, Sharding, replicated
+from jpipe.seam.inside import scope_of
+
+Axes = tuple[Axis, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How an equation is carried out.
+
+    Attributes:
+      operands: how its operands have to lie.
+      results: how its results lie then.
+      run: a device's parts of the operands -> its parts of the results.
+      cost: what it takes by itself, as bytes that are sent (`jpipe.partitioner.choice`).
+      plans: of the jaxprs that it holds, each with how often it is run.
+    """
+
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    run: Callable[..., Sequence[jax.Array]]
+    cost: float = 0.0
+    plans: tuple[tuple[Plan, float], ...] = ()
+
+
+class Conversion(NamedTuple):
+    """A value that comes to lie otherwise.
+
+    Attributes:
+      value: its number.
+      now: how it lies.
+      wanted: how it lies after it; besides, it is still there as it was.
+    """
+
+    value: int
+    now: Sharding
+    wanted: Sharding
+
+
+class PlannedEquation(NamedTuple):
+    """An equation, how it is carried out, and the conversions before it."""
+
+    flat: FlatEquation
+    conversions: tuple[Conversion, ...]
+    way: Way
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a jaxpr is carried out.
+
+    Attributes:
+      flat: the jaxpr.
+      axes: what arrays are split over.
+      arguments: how its arguments lie.
+      equations: how each of its equations is carried out.
+      conversions: those of its results.
+      results: how its results lie.
+      cost: what it takes, as bytes that are sent.
+    """
+
+    flat: FlatJaxpr
+    axes: Axes
+    arguments: tuple[Sharding, ...]
+    equations: tuple[PlannedEquation, ...]
+    conversions: tuple[Conversion, ...]
+    results: tuple[Sharding, ...]
+    cost: float
+
+    def run(self, *parts: jax.Array) -> list[jax.Array]:
+        """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""
+        at_hand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
+        at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
+
+        def take(conversions: Sequence[Conversion], values: Sequence[int], at: Sequence[Sharding]) -> list[jax.Array]:
+            for value, now, wanted in conversions:
+                at_hand[value, wanted] = convert(at_hand[value, now], self.axes, now, wanted)
+            return [at_hand[pair] for pair in zip(values, at, strict=True)]
+
+        for (_, callers, reads, makes), conversions, way in self.equations:
+            with ExitStack() as scopes:
+                for caller in callers:
+                    scopes.enter_context(scope_of(caller))
+                results = way.run(*take(conversions, reads, way.operands))
+            at_hand.update(zip(zip(makes, way.results, strict=True), results, strict=True))
+        return take(self.conversions, self.flat.results, self.results)
