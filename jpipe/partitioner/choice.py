@@ -78,14 +78,17 @@ class Planner:
           arguments: how its arguments lie.
           wanted: for each result, from how it lies by itself how it has to lie.
         """
-        return _Planning(self, flat, arguments).plan(wanted)
+        planning = _Planning(self, flat, arguments)
+        return planning.plan(wanted, lambda at: planning.cheapest(at, wanted))
+
+    def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> Plan:
+        """The plan that follows from the rules alone, which don't look ahead; arguments as those of `plan`."""
+        planning = _Planning(self, flat, arguments)
+        return planning.plan(wanted, planning.way)
 
     def results_at(self, flat: FlatJaxpr, arguments: Sequence[Sharding]) -> list[Sharding]:
         """How the results of a jaxpr lie by themselves, as the rules say."""
-        planning = _Planning(self, flat, arguments)
-        for at in range(len(flat.equations)):
-            planning.take(at, planning.way(at), planning.forms)
-        return [planning.forms[value][0] for value in flat.results]
+        return list(self.by_rules(flat, arguments, [lambda sharding: sharding] * len(flat.results)).results)
 
     def way(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """How an equation is carried out whose operands lie so; the way may want them otherwise."""
@@ -166,13 +169,13 @@ class _Planning:
         self._ways: dict[tuple[int, tuple[Sharding, ...]], Way] = {}
         self._bytes: dict[tuple[Shape, int, Sharding, Sharding], float] = {}
 
-    def plan(self, wanted: Sequence[Wanted]) -> Plan:
-        """Chooses a way for each equation, in order; `wanted` says how the results have to lie."""
+    def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> Plan:
+        """The plan that has the chosen way of each equation, in order; `wanted` says how the results have to lie."""
         equations: list[PlannedEquation] = []
         cost = 0.0
         for at, flat in enumerate(self.flat.equations):
-            way = self._cheapest(at, wanted)
-            conversions, more = self.take(at, way, self.forms)
+            way = choose(at)
+            conversions, more = self._take(at, way, self.forms)
             equations.append(PlannedEquation(flat, tuple(conversions), way))
             cost += more
         results = self._results(wanted, self.forms)
@@ -189,7 +192,7 @@ class _Planning:
             self._ways[key] = self.planner.way(equation, key[1])
         return self._ways[key]
 
-    def take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
+    def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
         """The conversions that a way needs, and its cost with them; `forms` has then what was made."""
         flat = self.flat.equations[at]
         conversions, cost = self._convert(flat.reads, way.operands, forms)
@@ -224,7 +227,7 @@ class _Planning:
     def _results(self, wanted: Sequence[Wanted], forms: Forms) -> list[Sharding]:
         return [choose(forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
 
-    def _cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
+    def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
         """Of the ways of an equation the one by which the fewest bytes are sent, there and after it."""
         first = self.way(at)
         flat = self.flat.equations[at]
@@ -254,9 +257,9 @@ class _Planning:
     def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> float:
         """What a way costs, and after it the equations up to the horizon, as the rules alone carry them out."""
         forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
-        cost = self.take(at, way, forms)[1]
+        cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
-            cost += self.take(later, self.way(later, forms=forms), forms)[1]
+            cost += self._take(later, self.way(later, forms=forms), forms)[1]
         if end == len(self.flat.equations):
             cost += self._convert(self.flat.results, self._results(wanted, forms), forms)[1]
         return cost

@@ -1,0 +1,124 @@
+"""Plans: which way is taken, by bytes that are worked out here by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe.partitioner.choice import Planner
+from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
+from jpipe.partitioner.flat_jaxpr import flatten
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, settled
+
+P = 4
+AXES = (Axis(("model",), (P,)),)
+WHOLE, ROWS, COLUMNS = (REPLICATED,), (Shard(0),), (Shard(1),)
+
+
+def plan_of(function, lying, *shapes, wanted=settled, dtype=jnp.bfloat16):
+    jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+    return Planner(AXES, CONTROL_FLOW).plan(flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
+
+
+def sent(plan):
+    """(collective, shape of the whole value, bytes) in order."""
+    conversions = [c for equation in plan.equations for c in equation.conversions] + [*plan.conversions]
+    found = []
+    for value, now, wanted in conversions:
+        aval = plan.flat.avals[value]
+        for hop in hops(AXES, now, wanted):
+            kind = collective_of(AXES, hop)
+            if kind:
+                found.append((kind, aval.shape, bytes_sent(AXES, aval.shape, aval.dtype.itemsize, hop)))
+    return found
+
+
+def norm(x):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True))).astype(x.dtype)
+
+
+def test_of_two_operands_the_smaller_one_is_sent():
+    """Both are split along a dimension of their own; products that follow want the result as the weights say."""
+    large, small = (4096, 512), (512, 512)
+    size = 512 * 512 * 2
+    gathered = plan_of(jnp.dot, [ROWS, COLUMNS], large, small)
+    assert sent(gathered) == [("all_gather", small, (P - 1) / P * size)]
+    assert gathered.results == (ROWS,)
+    ((kind, shape, _),) = sent(plan_of(jnp.dot, [ROWS, COLUMNS], small, (512, 4096)))
+    assert (kind, shape) == ("all_gather", small)
+
+
+def test_one_gather_of_an_activation_serves_several_products():
+    """Each of the weights is smaller than the activation, all of them together are larger."""
+    x, w, size = (2048, 512), (512, 1536), 2048 * 512 * 2
+
+    def function(x, a, b, c):
+        return x @ a, x @ b, x @ c
+
+    columns = lambda _: COLUMNS
+    plan = plan_of(function, [ROWS, COLUMNS, COLUMNS, COLUMNS], x, w, w, w, wanted=columns)
+    assert sent(plan) == [("all_gather", x, (P - 1) / P * size)]
+
+
+def test_a_sum_is_scattered_where_its_readers_are_split():
+    """The residual connection, whose other operand is split along the sequence, and the norm before it."""
+    x, size = (2048, 512), 2048 * 512 * 2
+    plan = plan_of(lambda x, y, w: x + norm(y @ w), [ROWS, COLUMNS, ROWS], x, x, (512, 512))
+    assert sent(plan) == [("reduce_scatter", x, (P - 1) / P * size)]
+    assert plan.results == (ROWS,)
+
+
+def test_a_sum_is_taken_once_for_a_norm_and_the_residual_connection_around_it():
+    """In its narrow type: not in float32 for the norm and again for the other."""
+    x, size = (2048, 512), 2048 * 512 * 2
+    plan = plan_of(lambda y, w: ((z := y @ w), z + norm(z))[1], [COLUMNS, ROWS], x, (512, 512), wanted=lambda _: WHOLE)
+    assert sum(count for _, _, count in sent(plan)) == 2 * (P - 1) / P * size
+
+
+def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
+    """Gathering two small weights would send less than adding up a large activation, and every device would do it all."""
+    x, w = (65536, 512), (512, 512)
+    plan = plan_of(lambda x, a, b: jnp.tanh(x @ a) @ b, [WHOLE, COLUMNS, ROWS], x, w, w)
+    products = [e for e in plan.equations if e.flat.equation.primitive.name == "dot_general"]
+    assert not [e for e in products if set(e.way.operands) == {WHOLE}]
+
+
+def rules_alone(function, lying, *shapes):
+    """What the rules say without looking ahead: how much is sent."""
+    jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
+    return Planner(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [settled] * len(jaxpr.jaxpr.outvars)).cost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_costs_at_most_what_the_rules_alone_would(seed):
+    rng = np.random.default_rng(seed)
+    weights = [tuple(int(n) for n in rng.choice([64, 512, 4096], 2)) for _ in range(3)]
+
+    def function(x, *weights):
+        y = x
+        for i, w in enumerate(weights):
+            y = norm(jnp.tanh(y[:, : w.shape[0]] @ w if w.shape[0] <= y.shape[1] else y @ w[: y.shape[1]]))
+            y = y + y.mean() if i % 2 else y
+        return y, x.sum()
+
+    lying = [[WHOLE, ROWS, COLUMNS][i] for i in rng.integers(0, 3, 4)]
+    shapes = [(2048, 512), *weights]
+    assert plan_of(function, lying, *shapes).cost <= rules_alone(function, lying, *shapes)
+
+
+def test_a_loop_costs_what_its_iterations_do():
+    def function(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
+
+    plan = plan_of(function, [WHOLE, COLUMNS], (64, 512), (512, 512))
+    (loop,) = [e.way for e in plan.equations if e.way.plans]
+    ((body, times),) = loop.plans
+    assert times == 5 and loop.cost == 5 * body.cost
+    assert [kind for kind, *_ in sent(body)] == ["all_gather"]
+
+
+def test_partial_sums_are_left_where_they_are_wanted():
+    plan = plan_of(jnp.dot, [COLUMNS, ROWS], (64, 512), (512, 512), wanted=lambda _: (PARTIAL,))
+    assert sent(plan) == [] and plan.results == ((PARTIAL,),)
