@@ -93,8 +93,10 @@ class Planner:
     def way(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """How an equation is carried out whose operands lie so; the way may want them otherwise."""
         handler = self.handlers.get(equation.primitive.name)
-        if handler:
-            return handler(self, equation, lying)
+        return handler(self, equation, lying) if handler else self.by_rule(equation, lying)
+
+    def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+        """As `way`, by the operation's rule."""
         along_axes = self._apply_rule(equation, lying)
         operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
         results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))

@@ -5,7 +5,9 @@ A handler takes the planner, an equation of whole arrays and how its operands li
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from jpipe.partitioner.shardings import (
 )
 from jpipe.partitioner.way import Way
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import OVER_DEVICES
 
 
 def _constraint(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
@@ -68,15 +71,23 @@ def _shard_map(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) 
         is wanted so      Shard(0)    Shard(1)                  `[4, 6]`, of which a device has `[4, 3]`
         if it lay so      replicated  Shard(0), as the spec:
         it is wanted so   Shard(0)    replicated                `[4, 6]`
+
+    Without `axis_names` it is manual over all mesh axes, also over some that no array is split over here. Along those
+    all devices have the same, so that a sum over them is a product with their number, and nothing is sent.
+
+    Raises:
+      ValueError: it names an axis of those where a device would see which of several it is.
     """
     p, axes = equation.params, planner.axes
+    known = {name for axis in axes for name in axis.names}
+    alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in known}
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     wanted = []
     for v, spec, now in zip(equation.invars, p["in_specs"], lying, strict=True):
         both = _as_specified(spec, axes, dict(zip(inside, pick(settled(now)), strict=True)))
         wanted.append(both if is_possible(aval_of(v).shape, both, axes) else of_spec(spec, axes))
-    inner = Planner(pick(axes), {**planner.handlers, **_OF_SINGLE_DEVICES})
+    inner = Planner(pick(axes), {**planner.handlers, **_of_single_devices(alike)})
     body, arguments = flatten(ClosedJaxpr(p["jaxpr"], ())), list(map(pick, wanted))
     found = [
         _as_specified(spec, axes, dict(zip(inside, sharding, strict=True)))
@@ -110,33 +121,72 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     return bool(own)
 
 
-def _psum(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """A user's own sum over devices, whatever it says of varying types."""
-    p = equation.params
-    add = lambda x: lax.psum(x, p["axes"], axis_index_groups=p.get("axis_index_groups"))
-    return Way(tuple(lying), tuple(lying), lambda *parts: list(map(add, parts)))
+def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
+    """Within `shard_map`, the handlers of collectives: they reach only devices along axes that arrays are split over.
+
+    Args:
+      alike: the other mesh axes that the function is manual over, along which all devices have the same, and how many
+        devices they have.
+    """
+
+    def others(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name not in alike)
+
+    def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
+        return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
+
+    def psum(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+        """A user's own sum over devices, whatever it says of varying types."""
+        p, names = equation.params, equation.params["axes"]
+        count = math.prod(alike[name] for name in names if name in alike)
+        if count > 1 and p.get("axis_index_groups"):
+            raise _tells_devices_apart(equation, names, alike)
+        options = {"axis_index_groups": p.get("axis_index_groups")}
+        add = lambda x: lax.psum(x, others(names), **options) if others(names) else x
+        return run_on_each(lying, lambda x: add(x) * jnp.asarray(count, x.dtype) if count > 1 else add(x))
+
+    def extreme(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+        """A maximum or a minimum over devices."""
+        names = equation.params["axes"]
+        if not {*names} & alike.keys():
+            return planner.by_rule(equation, lying)
+        compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
+        return run_on_each(lying, lambda x: compare(x, others(names)) if others(names) else x)
+
+    def check(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+        """What tells devices apart, or gives something of each, can't be had along axes where all are alike."""
+        names = equation.params["axis_name"]
+        names = names if isinstance(names, tuple) else (names,)
+        if any(alike.get(name, 1) > 1 for name in names):
+            raise _tells_devices_apart(equation, names, alike)
+        if equation.primitive.name == "ppermute":
+            return run_on_each(lying, partial(_permuted, equation))
+        return planner.by_rule(equation, lying)
+
+    return {
+        **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),
+        **dict.fromkeys(("psum", "psum_invariant"), psum),
+        **dict.fromkeys(("pmax", "pmin"), extreme),
+        **dict.fromkeys(OVER_DEVICES, check),
+    }
 
 
-def _ppermute(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mapping[str, int]) -> ValueError:
+    other = [name for name in names if alike.get(name, 1) > 1]
+    return ValueError(
+        f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices "
+        "have the same here; name the axes that it is about: jax.shard_map(..., axis_names={...})"
+    )
+
+
+def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
     """A user's own permutation, by a gather: as a permutation it would be one collective of all devices of the mesh."""
     axes = equation.params["axis_name"]
     sources = {target: source for source, target in equation.params["perm"]}
+    source = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])[lax.axis_index(axes)]
+    found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(source, 0), keepdims=False)
+    return jnp.where(source >= 0, found, jnp.zeros_like(found))
 
-    def permute(x: jax.Array) -> jax.Array:
-        table = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])
-        source = table[lax.axis_index(axes)]
-        found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(source, 0), keepdims=False)
-        return jnp.where(source >= 0, found, jnp.zeros_like(found))
-
-    return Way(tuple(lying), tuple(lying), lambda *parts: list(map(permute, parts)))
-
-
-_OF_SINGLE_DEVICES: dict[str, Handler] = {
-    **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),
-    **dict.fromkeys(("psum", "psum_invariant"), _psum),
-    "ppermute": _ppermute,
-}
-"""Within `shard_map`: the handlers of what would reach devices along other axes, or talks of varying types."""
 
 USER_SHARDINGS: dict[str, Handler] = {
     "sharding_constraint": _constraint,

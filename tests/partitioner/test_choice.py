@@ -78,7 +78,7 @@ def test_a_sum_is_taken_once_for_a_norm_and_the_residual_connection_around_it():
 
 
 def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
-    """Gathering two small weights would send less than adding up a large activation, and every device would do it all."""
+    """Gathering two small weights sends less than adding up a large activation, but each device would do all."""
     x, w = (65536, 512), (512, 512)
     plan = plan_of(lambda x, a, b: jnp.tanh(x @ a) @ b, [WHOLE, COLUMNS, ROWS], x, w, w)
     products = [e for e in plan.equations if e.flat.equation.primitive.name == "dot_general"]
