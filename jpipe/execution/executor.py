@@ -79,13 +79,12 @@ def run_inference(step: Step, stage: Stage) -> list[jax.Array]:
     Returns:
       The leaves of the outputs, `[M, b, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
-    loses = step.spec.loss_fn is not None
     shape = (step.num_microbatches,)
-    results = _no_loss(step) if loses else [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in step.outputs]
+    results = _no_loss(step) if step.has_loss else [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
     results = _run_ticks(step, stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
-    return _total_loss(step, results) if loses else list(map(_from_last_stage, results))
+    return _total_loss(step, results) if step.has_loss else list(map(_from_last_stage, results))
 
 
 def run_training(
@@ -223,7 +222,7 @@ def _send(step: Step, kind: str, carry: TickCarry) -> Buffers:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    hops = step.spec.schedule.placement.hops(flow)
+    hops = step.schedule.placement.hops(flow)
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, hops), sent)
 
 
@@ -242,13 +241,13 @@ def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarr
 
 
 def _forward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
-    job = _job(step, stage, now, Row(now.residual, stage.device) if step.spec.stores_residuals else None)
+    job = _job(step, stage, now, Row(now.residual, stage.device) if step.stores_residuals else None)
     activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
     return replace(carry, forward=stage.forward(job, replace(carry.forward, activation=activation)))
 
 
 def _backward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
-    stored, residuals = step.spec.stores_residuals, carry.forward.residuals
+    stored, residuals = step.stores_residuals, carry.forward.residuals
     # Residuals that are made again live within this action alone, so that one row does.
     job = _job(step, stage, now, Row(now.residual if stored else 0, stage.device))
     if not stored:
@@ -267,7 +266,7 @@ ACTIONS = {"F": _forward, "B": _backward}
 def _job(step: Step, stage: Stage, now: Now, row: Row | None) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one."""
     only_one = step.ranges.num_virtual_stages == 1
-    virtual_stage = 0 if only_one else step.spec.schedule.placement.virtual_stage(stage.device, now.chunk)
+    virtual_stage = 0 if only_one else step.schedule.placement.virtual_stage(stage.device, now.chunk)
     return Job(virtual_stage, now.microbatch, row)
 
 

@@ -127,8 +127,9 @@ def value_and_grad(
     run = _not_differentiable(run, "pipe.value_and_grad gives the gradients itself; use its second result, grads")
     sums, updates, grads = run({name: dict(variables[name]) for name in layouts}, batch, key, only)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
+    names = planner.loss(planner.for_training(batch)).metrics
     loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-    return (loss, updates, dict(zip(step.spec.metrics, metrics, strict=True))), StageTree(grads, params)
+    return (loss, updates, dict(zip(names, metrics, strict=True))), StageTree(grads, params)
 
 
 def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:

@@ -163,7 +163,7 @@ class Stage:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             if turn.g == step.model.last:
                 # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
-                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in step.layers[turn.g].outputs]
+                cotangents = list(map(jnp.ones_like, step.functions[turn.g].differentiated(step.outputs)))
             else:
                 cotangents = step.cotangents.unpack(work.cotangent, step.model.groups[turn.g].indices[0])
             return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
@@ -195,9 +195,9 @@ class Stage:
     def _collected(self, turn: _Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = zip(results, outputs, strict=True)
-        if self.step.spec.loss_fn is None:
-            return [put_row(a, new, turn.microbatch) for a, new in pairs]
-        return [a + new.astype(a.dtype) for a, new in pairs]
+        if self.step.has_loss:
+            return [a + new.astype(a.dtype) for a, new in pairs]
+        return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
     def _batch_of(self, turn: _Turn) -> Batch:
         """The micro-batch, for layers that look at it."""

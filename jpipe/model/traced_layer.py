@@ -20,15 +20,15 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
+from jpipe.model.layer_function import Arguments, LayerFunction, Results
 from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, settled
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
-Structs = tuple[jax.ShapeDtypeStruct, ...]
+Structs = list[jax.ShapeDtypeStruct]
 
 
 class _Source(NamedTuple):
@@ -46,42 +46,37 @@ class TracedLayer:
     """A layer's forward and backward on whole arrays.
 
     Attributes:
+      function: what it computes.
       forward: arguments, activation -> results, leaves of the vjp; all flat.
       remake: parameters -> those leaves of the vjp that are made again.
       backward: leaves of the vjp, cotangents of the outputs -> gradients, cotangents of the activation.
       results: the shapes of the results.
       gradients: the shapes of `(gradients, cotangents of the activation)`.
-      num_arguments: the number of leaves of the arguments.
       sources: where the backward finds each leaf of the vjp.
       stored: indices of the leaves of the vjp that are residuals.
     """
 
+    function: LayerFunction
     forward: ClosedJaxpr
     remake: ClosedJaxpr
     backward: ClosedJaxpr
     results: Results
     gradients: tuple[list[Leaf], list[Leaf]]
-    num_arguments: int
     sources: tuple[_Source, ...]
     stored: tuple[int, ...]
 
     @property
     def residuals(self) -> Structs:
         """The shapes of the residuals."""
-        return _structs(_chosen(self.backward.in_avals, self.stored))
-
-    @property
-    def activation(self) -> Structs:
-        """The shapes of what the layer takes."""
-        return _structs(self.forward.in_avals[self.num_arguments :])
+        return shapes_of(_chosen(self.backward.jaxpr.invars, self.stored))
 
 
-def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
-    """Traces a layer's forward and its vjp, whose residuals remat chooses, from the shapes of its arguments."""
-    params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
+def trace_layer(function: LayerFunction) -> TracedLayer:
+    """Traces a layer's forward and its vjp, whose residuals remat chooses."""
+    (params, *others), activation = function.arguments, jax.tree.leaves(function.group.takes)
     moving = [is_float(leaf) for leaf in activation]
 
-    def with_vjp(params: list[Leaf], others: tuple[PyTree, ...], activation: list[Leaf]) -> tuple[Results, PyTree]:
+    def with_vjp(params: list[Leaf], others: list[PyTree], activation: list[Leaf]) -> tuple[Results, PyTree]:
         def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
             rest = iter(floats)
             leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
@@ -101,7 +96,7 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
     forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
-    num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
+    num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
     sources = _sources(forward, num_results, len(params), num_arguments)
     chosen = {where: _first_leaves(sources, where) for where in ("made again", "residual")}
     wanted = [i - num_results in chosen["made again"] for i in range(len(forward.jaxpr.outvars))]
@@ -109,12 +104,12 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
     # It takes all parameters and nothing else.
     remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
     return TracedLayer(
+        function=function,
         forward=forward,
         remake=remake,
         backward=backward,
         results=results,
         gradients=gradients,
-        num_arguments=num_arguments,
         sources=sources,
         stored=chosen["residual"],
     )
@@ -177,14 +172,10 @@ class DeviceForward:
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
-        found = self._run(arguments, activation)
+        found = replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))(arguments, activation)
         count = len(jax.tree.leaves(self.results))
         results = jax.tree.unflatten(jax.tree.structure(self.results), found[:count])
         return results, _chosen(found, self.residuals_at)
-
-    @property
-    def _run(self) -> Callable[..., list[Leaf]]:
-        return replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +188,6 @@ class DeviceLayer:
       transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
-      activation: the shapes of its parts of what the layer takes.
-      outputs: the shapes of its parts of the outputs that have cotangents.
     """
 
     forward: DeviceForward
@@ -206,8 +195,6 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
-    activation: Structs
-    outputs: Structs
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -221,18 +208,19 @@ class DeviceLayer:
         return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
 
 
-def trace_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> DeviceForward:
+def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForward:
     """Traces a layer's forward alone, of which nothing is kept, for one of the devices of a stage."""
-    shardings = function.shardings(arguments, splits)
-    jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
+    shardings = function.shardings(splits)
+    jaxpr, results = trace(function.forward, function.arguments, jax.tree.leaves(function.group.takes))
     given = [*shardings.arguments, *shardings.activation]
-    local = jaxpr_per_device(jaxpr, shardings.axes, given, shardings.results(results))
+    local = jaxpr_per_device(jaxpr, splits.axes, given, shardings.results(results))
     return _as_forward(local, results, ())
 
 
-def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLayer:
-    """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
-    axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
+def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
+    """A traced layer as one of the devices of a stage runs it."""
+    shardings, axes = layer.function.shardings(splits), splits.axes
+    num_results = len(jax.tree.leaves(layer.results))
     # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
     wanted = [*shardings.results(layer.results), *[settled] * len(layer.sources)]
     forward = jaxpr_per_device(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
@@ -243,30 +231,22 @@ def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLaye
         "residual": _chosen(forward.shardings[num_results:], layer.stored),
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
-    backward = jaxpr_per_device(
-        layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
-    )
+    backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
     local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
     return DeviceLayer(
         forward=local,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
-        residuals=_structs(_chosen(forward.jaxpr.out_avals, local.residuals_at)),
-        activation=_structs(forward.jaxpr.in_avals[layer.num_arguments :]),
-        outputs=_structs(backward.jaxpr.in_avals[len(layer.sources) :]),
+        residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, local.residuals_at)),
     )
 
 
 def _as_forward(local: PerDeviceJaxpr, results: Results, residuals_at: tuple[int, ...]) -> DeviceForward:
     count = len(jax.tree.leaves(results))
-    shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
+    shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
 
 
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
     return [items[i] for i in indices]
-
-
-def _structs(avals: Sequence[Leaf]) -> Structs:
-    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,7 @@ from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.mesh.splits import WHOLE
 from jpipe.model.groups import Model
-from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
 from jpipe.planning.flops import count_flops
 from jpipe.seam.inside import needed_part
@@ -71,15 +68,7 @@ class Cost:
         return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
 
 
-class TracedGroup(NamedTuple):
-    """The layers of a group in training: what they compute, the shapes of their arguments, forward and backward."""
-
-    function: LayerFunction
-    arguments: Arguments
-    traced: TracedLayer
-
-
-def layer_costs(model: Model, layers: Sequence[TracedGroup], unit: str, mesh: Mesh) -> list[Cost]:
+def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Mesh) -> list[Cost]:
     """The cost of each layer, `[N]`.
 
     Args:
@@ -97,7 +86,7 @@ def layer_costs(model: Model, layers: Sequence[TracedGroup], unit: str, mesh: Me
     return _by_layer(model, list(map(_counted, layers)))
 
 
-def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedGroup]]], mesh: Mesh) -> list[list[Cost]]:
+def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: Mesh) -> list[list[Cost]]:
     """The seconds of each layer, `[N]`, of variants of one model: for micro-batches of other sizes, or another remat.
 
     A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
@@ -127,16 +116,17 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
     return [by_group[g] for g in model.group_of]
 
 
-def _counted(layer: TracedGroup) -> Cost:
+def _counted(layer: TracedLayer) -> Cost:
     """What a layer takes in FLOPs."""
-    function, arguments, traced = layer
+    function, arguments = layer.function, layer.function.arguments
     # `remake` is what follows from the parameters alone (casts), made again in the backward.
-    kept = count_flops(traced.forward)
-    forward, again = kept, count_flops(traced.remake)
+    kept = count_flops(layer.forward)
+    forward, again = kept, count_flops(layer.remake)
     if function.remat.keep_inputs:
-        forward, again = count_flops(trace(function.forward, arguments, list(traced.activation))[0]), again + kept
-    backward = count_flops(traced.backward)
-    inputs_only = count_flops(_without_first(traced.backward, len(arguments.params)))
+        alone = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))[0]
+        forward, again = count_flops(alone), again + kept
+    backward = count_flops(layer.backward)
+    inputs_only = count_flops(_without_first(layer.backward, len(arguments.params)))
     weight_gradient = max(0.0, backward.flops - inputs_only.flops)
     unknown = (forward + again + inputs_only + backward).unknown
     return Cost(
@@ -170,7 +160,7 @@ def _device_like(mesh: Mesh) -> object:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(variants: Sequence[TracedGroup], device: object) -> list[list[float]]:
+def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float]]:
     """Of each variant of a layer: of the forward, of the backward but for gradients of parameters, and of those."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
@@ -194,14 +184,14 @@ Run = tuple[Callable[..., object], tuple[PyTree, ...]]
 """A jitted function, and what to call it with."""
 
 
-def _runs(layer: TracedGroup, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
+def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
     """The forward, that with its residuals, the backward, and that without gradients of parameters."""
-    function, shapes, traced = layer
-    local = partition_layer(traced, function.shardings(shapes, WHOLE))
-    leaves, structure = jax.tree.flatten((shapes, list(local.activation), list(local.outputs)))
+    function, local = layer.function, partition_layer(layer)
+    outputs = function.differentiated(local.forward.results.outputs)
+    leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
-    alone = jax.jit(trace_forward(function, shapes)) if function.remat.keep_inputs else kept
+    alone = jax.jit(trace_forward(function)) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
     inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
     return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given), (inputs_only, given)]
@@ -233,9 +223,9 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(layer: TracedGroup) -> tuple[int, int, int]:
+def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
     """Of parameters, other variables and residuals."""
     variables = layer.function.group.variables
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in variables.items() if name != "params"}
-    return size(variables.get("params")), size(state), size(layer.traced.residuals)
+    return size(variables.get("params")), size(state), size(layer.residuals)

@@ -16,8 +16,8 @@ from jpipe.mesh.axes import num_shards
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
-from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import Cost, TracedGroup, timed_costs
+from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.planning.costs import Cost, timed_costs
 from jpipe.types import Batch
 
 
@@ -64,14 +64,13 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[TracedGroup]]:
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
     micro = cut(batch, num_microbatches * num_shards(planner.request.mesh))
-    return planner.model(micro), planner.groups(micro, key_shape())
+    return planner.model(micro), planner.layers(micro, key_shape())
 
 
-def _without_remat(layer: TracedGroup) -> TracedGroup:
-    function = replace(layer.function, remat=MODES["none"])
-    return TracedGroup(function, layer.arguments, trace_layer(function, layer.arguments))
+def _without_remat(layer: TracedLayer) -> TracedLayer:
+    return trace_layer(replace(layer.function, remat=MODES["none"]))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
