@@ -18,18 +18,8 @@ from jax.experimental import io_callback
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    CallError,
-    Context,
-    LayerError,
-    LayerVariables,
-    SideInputError,
-    describe,
-    positional,
-)
-from jpipe.layers.ends import with_inputs
+from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.connections import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, make_model, same_shapes, same_type
 from jpipe.partitioner.per_device import jaxpr_per_device
@@ -145,13 +135,6 @@ def _trace_layer(
         jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
     except LayerError as error:
         raise ValueError(f"{place} {error}") from error
-    except CallError as error:
-        raise ValueError(f"{place} can't take what it is called with, {error}") from error
-    except SideInputError as error:
-        raise ValueError(
-            f"{place} can't read its side input from the batch {describe(batch)}: its function "
-            f"raised {error}; pass the whole batch, to apply too where a layer reads it"
-        ) from error
     except Exception as error:
         raise ValueError(_mismatch(place, variables, error)) from error
     specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))

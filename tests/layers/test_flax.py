@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import NnxDrops, assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context, MissingKeyError
+from jpipe.layers.base import Context, LayerError
 
 X = np.ones((2, 4), np.float32)
 
@@ -70,7 +70,7 @@ class Drop(nn.Module):
 )
 def test_a_layer_that_needs_a_key_says_so(key, layer):
     layer = adapt(layer)
-    with pytest.raises(MissingKeyError):
+    with pytest.raises(LayerError, match="draws random numbers in evaluation mode"):
         layer.apply({}, (X,), Context(None, True))
     layer.apply({}, (X,), Context(key, True))
 
