@@ -11,7 +11,7 @@ from flax import nnx
 
 from jpipe.layers.base import AnyLayer, Layer, PlainLayer
 from jpipe.layers.connections import Marked, connect
-from jpipe.layers.flax import LinenLayer, NnxLayer, parts_of
+from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
 from jpipe.layers.functions import signature_of
 from jpipe.layers.shared import Shared, Use
 
@@ -21,7 +21,8 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
 
     Raises:
       TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
-      ValueError: there are no layers.
+      ValueError: there are no layers; or two look tied, hold variables of types with one name, or have connections
+        that don't match.
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
@@ -31,8 +32,11 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
-    _check_repeats([mark.layer for mark in marks], opened is not layers)
-    return connect([_as_layer(mark.layer, index) for index, mark in enumerate(marks)], marks)
+    plain = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
+    _check_repeats(plain, opened is not layers)
+    adapted = [_as_layer(layer, index) for index, layer in enumerate(plain)]
+    check_variable_types(adapted)
+    return connect(adapted, marks)
 
 
 def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
@@ -44,7 +48,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied.
     owners: dict[int, tuple[int, Shared | None, bool]] = {}
     for index, layer in enumerate(layers):
-        owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
+        owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         for part in parts_of(module):
@@ -58,8 +62,6 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
 
 
 def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
-    if isinstance(layer, Shared):
-        return _as_use(Use(layer, None), index)
     if isinstance(layer, Use):
         return _as_use(layer, index)
     if isinstance(layer, nn.Module):

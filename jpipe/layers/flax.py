@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,6 +54,26 @@ def parts_of(layer: object) -> list[object]:
     if isinstance(layer, nn.Module):
         return [part for part in values_within(layer) if isinstance(part, nn.Module)]
     return [layer]
+
+
+def check_variable_types(layers: Sequence[AnyLayer]) -> None:
+    """Refuses nnx variables of two types with one name, which would be one collection, under one rule of `merge`.
+
+    Raises:
+      ValueError: naming the first layer with such variables, and both types.
+    """
+    types: dict[str, type] = {"params": nnx.Param}
+    for index, layer in enumerate(layers):
+        leaves = nnx.to_flat_state(layer.template) if isinstance(layer, NnxLayer) else []
+        for variable in [leaf for _, leaf in leaves if not isinstance(leaf, nnx.Param | nnx.RngState)]:
+            name, kind = _collection(variable), type(variable)
+            other = types.setdefault(name, kind)
+            if other is not kind:
+                raise ValueError(
+                    f"layers[{index}] ({layer.name}) has variables of the type {kind.__module__}.{kind.__qualname__}, "
+                    f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
+                    "one of the two types another name"
+                )
 
 
 @dataclass(frozen=True)
