@@ -9,9 +9,10 @@ travel at all: every stage reads it from the micro-batch at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +33,6 @@ from jpipe.layers.fingerprint import same_value
 from jpipe.layers.shared import Shared
 from jpipe.types import Batch, PyTree
 
-T = TypeVar("T")
 Read = Callable[[Batch], PyTree]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""
 
@@ -197,12 +197,14 @@ class ConnectedLayer:
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         own, _ = self._split(inputs, batch)
-        return self._call(own, lambda: self.inner.init(key, own, batch))
+        with self._called_with(own):
+            return self.inner.init(key, own, batch)
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls the layer with its own inputs, and passes the other skips on."""
         own, skips = self._split(inputs, context.batch)
-        outputs, updates = self._call(own, lambda: self.inner.apply(variables, own, context))
+        with self._called_with(own):
+            outputs, updates = self.inner.apply(variables, own, context)
         if self.stashes is not None:
             skips = {**skips, self.stashes: outputs}
         return (WithSkips(outputs, skips) if skips else outputs), updates
@@ -234,14 +236,12 @@ class ConnectedLayer:
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, skips
 
-    def _call(self, own: Inputs, function: Callable[[], T]) -> T:
-        """What `function()` returns, which calls the layer with `own`.
-
-        Its errors tell what that is, where it isn't just what the layer before gives.
-        """
+    @contextmanager
+    def _called_with(self, own: Inputs) -> Iterator[None]:
+        """The context in which the layer is called with `own`: errors tell what that is, if no layer gave just that."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
-            return function()
+            yield
         except Exception as error:
             if isinstance(error, LayerError) or (len(names) == 1 and not self.passing):
                 raise
