@@ -150,33 +150,26 @@ def _check_action(orders: Orders, stage: int, action: Action) -> None:
 
 def _check_kind(kind: str, where: str) -> None:
     if kind not in ACTION_KINDS:
-        known = ", ".join(name for name in ACTION_KINDS if ACTION_KINDS[name].executed)
-        raise ValueError(f"{where} has the unknown kind {kind!r}; use one of {known}")
-    if not ACTION_KINDS[kind].executed:
-        raise ValueError(f"{where}: weight-gradient actions ({kind}) are not executed yet; leave them to B")
+        raise ValueError(f"{where} has the unknown kind {kind!r}; use one of {', '.join(ACTION_KINDS)}")
 
 
 def _check_complete(orders: Orders) -> None:
     """Every kind that occurs or is needed must be on every stage once, for each micro-batch and chunk."""
-    highest = max(
-        ((action.microbatch, stage, action) for stage, order in enumerate(orders.actions) for action in order),
-        key=lambda item: item[0],
-        default=None,
-    )
-    if highest is None:
+    placed = [(stage, action) for stage, order in enumerate(orders.actions) for action in order]
+    if not placed:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
-    used = {action.kind for order in orders.actions for action in order}
+    where, last = max(placed, key=lambda pair: pair[1].microbatch)
+    used = {action.kind for _, action in placed}
     required = {"F"} | used | {before for kind in used for before in ACTION_KINDS[kind].after}
     pairs = [(m, v) for m in range(orders.num_microbatches) for v in range(orders.num_chunks)]
     for stage, order in enumerate(orders.actions):
         counts = Counter(order)
         for action in (Action(kind, m, v) for kind in ACTION_KINDS if kind in required for m, v in pairs):
-            if counts[action] == 1:
-                continue
             if counts[action] > 1:
                 raise ValueError(f"stage {stage} has {action} {counts[action]} times; keep one of them")
-            raise ValueError(
-                f"stage {stage} lacks {action}: {action.kind} of every micro-batch and chunk must be on every stage, "
-                f"here of {orders.num_microbatches} micro-batches ({highest[2]} on stage {highest[1]} is the last) "
-                f"and {orders.num_chunks} chunks; add {action} to stage {stage} or drop it from the others"
-            )
+            if not counts[action]:
+                raise ValueError(
+                    f"stage {stage} lacks {action}: {action.kind} of every micro-batch and chunk must be on every "
+                    f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
+                    f"and {orders.num_chunks} chunks; add {action} to stage {stage} or drop it from the others"
+                )

@@ -100,10 +100,8 @@ class Timeline:
             if span.stage == stage and span.action.kind in "FB":
                 time, change = (span.start, 1) if span.action.kind == "F" else (span.end, -1)
                 changes[time] = changes.get(time, 0) + change
-        times = sorted(changes)
-        counts = list(accumulate(changes[time] for time in times))
-        steps = zip(times, counts, [None, *counts[:-1]], strict=True)
-        return [(time, count) for time, count, before in steps if count != before]
+        times = [time for time in sorted(changes) if changes[time] or time == 0.0]
+        return list(zip(times, accumulate(changes[time] for time in times), strict=True))
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None, *, unit: str | None = None) -> "Axes":
         """Draws the timeline: a line of bars for each stage, and below it what each stage holds over time.

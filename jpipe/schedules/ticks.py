@@ -110,11 +110,13 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     }.items():
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
+        rows[f"{name}_rows"] = tuple((1 + columns[name].max(axis=0)).tolist())
         if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
             columns[f"{name}_in"] = _arrivals(allocated, shape, width)
-        rows[f"{name}_rows"] = _count_rows(allocated, orders.num_stages)
+    for column in columns.values():
+        column.flags.writeable = False
     slots = (
-        SlotTable(kinds=kinds, **{name: _read_only(column[i::width]) for name, column in columns.items()})
+        SlotTable(kinds=kinds, **{name: column[i::width] for name, column in columns.items()})
         for i, kinds in enumerate(orders.slots)
     )
     return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
@@ -159,16 +161,15 @@ def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
 
 def _residuals(times: dict[Placed, int]) -> list[_Value]:
     """What the forwards keep for the backwards: live from the slot of F to the last one that reads it."""
-    readers = "".join(kind for kind in ACTION_KINDS if kind != "F")
     values = (
-        _Value(stage, tau, (tau, *_uses(times, stage, action, readers)))
+        _Value(stage, tau, _uses(times, stage, action, ACTION_KINDS))
         for (stage, action), tau in times.items()
         if action.kind == "F"
     )
     return [value for value in values if len(value.uses) > 1]
 
 
-def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: str) -> tuple[int, ...]:
+def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: Iterable[str]) -> tuple[int, ...]:
     """Slot times, in order, of the actions of these kinds on the same micro-batch and virtual stage."""
     same = ((stage, Action(kind, action.microbatch, action.chunk)) for kind in kinds)
     return tuple(sorted(times[placed] for placed in same if placed in times))
@@ -206,22 +207,9 @@ def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width
     return rows
 
 
-def _count_rows(allocated: list[tuple[_Value, int]], num_stages: int) -> tuple[int, ...]:
-    counts = [0] * num_stages
-    for value, row in allocated:
-        counts[value.stage] = max(counts[value.stage], row + 1)
-    return tuple(counts)
-
-
 def _column(shape: tuple[int, int], entries: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """-1 everywhere but in the entries, each a slot time, a stage and a row."""
     column = np.full(shape, -1, np.int32)
     for tau, stage, row in entries:
         column[tau, stage] = row
     return column
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array)
-    array.flags.writeable = False
-    return array
