@@ -190,11 +190,11 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
             how = ocp.checkpoint_utils.construct_restore_args(tree)
             arguments = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
             with _reading(directory / item):
-                restored = ocp.tree.to_flat_dict(ocp.PyTreeCheckpointHandler().restore(directory / item, args=arguments))
-                for path, array in restored.items():
-                    if isinstance(array, jax.ShapeDtypeStruct):  # what orbax leaves in place of an array that isn't there
+                restored = ocp.PyTreeCheckpointHandler().restore(directory / item, args=arguments)
+                for path, array in ocp.tree.to_flat_dict(restored).items():
+                    if isinstance(array, jax.ShapeDtypeStruct):  # orbax leaves it where there is no array
                         raise KeyError("/".join(path))
-            found |= {(item, *path): array for path, array in restored.items()}
+                    found[item, *path] = array
     return found
 
 

@@ -155,8 +155,12 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     14
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    known = ", ".join(map(repr, SCHEDULES))
     for label, size in sizes.items():
-        _check_size(label, size)
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
+        if size < 1:
+            raise ValueError(f"{label}={size} must be 1 or more")
     if isinstance(name, Schedule):
         for label, size in sizes.items():
             if getattr(name, label) != size:
@@ -166,18 +170,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
                 )
         return name
     if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {_known()}")
+        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {known}")
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {_known()}, or a jpipe.Schedule of your own")
+        raise ValueError(f"schedule={name!r} is unknown; use one of {known}, or a jpipe.Schedule of your own")
     return SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
-
-
-def _known() -> str:
-    return ", ".join(map(repr, SCHEDULES))
-
-
-def _check_size(label: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
-    if int(size) < 1:
-        raise ValueError(f"{label}={size} must be 1 or more")

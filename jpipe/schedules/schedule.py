@@ -35,7 +35,8 @@ class Schedule(Orders):
 
     Raises:
       TypeError: an action or the slots are of the wrong type.
-      ValueError: see `validate`; the message names the first fault.
+      ValueError: it can't be executed: unknown kinds or slots, an action that isn't exactly once on each stage, a
+        deadlock. The message names the first fault: the stage, the action, what it lacks or waits for, and the remedy.
 
     >>> print(Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]))
     custom: K=2 stages, M=2 micro-batches, V=1 chunks; slots of a tick: F, B
@@ -57,7 +58,12 @@ class Schedule(Orders):
         object.__setattr__(self, "actions", orders)
         object.__setattr__(self, "slots", tuple(slots))
         object.__setattr__(self, "name", name)
-        validate(self)
+        _check_slots(self)
+        for stage, order in enumerate(self.actions):
+            for action in order:
+                _check_action(self, stage, action)
+        _check_complete(self)
+        slot_times(self)  # raises where they deadlock
 
     @property
     def trains(self) -> bool:
@@ -113,20 +119,6 @@ def _as_action(item: ActionLike, stage: int) -> Action:
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def validate(orders: Orders) -> None:
-    """Checks that orders can be executed: kinds, slots, every action once on every stage, no deadlock.
-
-    Raises:
-      ValueError: naming the first fault: the stage, the action, what it lacks or waits for, and the remedy.
-    """
-    _check_slots(orders)
-    for stage, order in enumerate(orders.actions):
-        for action in order:
-            _check_action(orders, stage, action)
-    _check_complete(orders)
-    slot_times(orders)
 
 
 def _check_slots(orders: Orders) -> None:

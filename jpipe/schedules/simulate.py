@@ -181,7 +181,10 @@ def simulate(
         "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
         "B": anew + _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
     }
-    hop = _hop_time(transfer)
+    if isinstance(transfer, bool) or not isinstance(transfer, Real):
+        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
+    if not 0 <= (hop := float(transfer)) < np.inf:
+        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
     spans: list[Span] = []
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
@@ -253,11 +256,3 @@ def _stage_times(
             f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
         )
     return np.broadcast_to(array, (num_stages,))
-
-
-def _hop_time(transfer: float) -> float:
-    if isinstance(transfer, bool) or not isinstance(transfer, Real):
-        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
-    if not 0 <= float(transfer) < np.inf:
-        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
-    return float(transfer)

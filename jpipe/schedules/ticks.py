@@ -75,15 +75,11 @@ class TickTable:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value kept on a stage, which has its row to itself from slot time `first` to `last`, both included."""
+    """A value kept on a stage, which has its row to itself from slot time `first` to its last use, both included."""
 
     stage: int
     first: int
     uses: tuple[int, ...]  # slot times of the actions that need to know its row, in order
-
-    @property
-    def last(self) -> int:
-        return self.uses[-1]
 
 
 def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
@@ -101,7 +97,11 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     width = len(orders.slots)
     num_ticks = max(times.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
-    columns = _action_columns(orders, times, shape)
+    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
+    for (stage, action), tau in times.items():
+        columns["kind"][tau, stage] = 1 + orders.slots[tau % width].index(action.kind)
+        columns["microbatch"][tau, stage] = action.microbatch
+        columns["chunk"][tau, stage] = action.chunk
     rows = {}
     for name, values in {
         "activation": _boundary_values(orders, times, "F", "FB" if keep_inputs else "F"),
@@ -120,15 +120,6 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         for i, kinds in enumerate(orders.slots)
     )
     return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
-
-
-def _action_columns(orders: Orders, times: dict[Placed, int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
-    for (stage, action), tau in times.items():
-        columns["kind"][tau, stage] = 1 + orders.slots[tau % len(orders.slots)].index(action.kind)
-        columns["microbatch"][tau, stage] = action.microbatch
-        columns["chunk"][tau, stage] = action.chunk
-    return columns
 
 
 def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
@@ -185,7 +176,7 @@ def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
     for value in sorted(values, key=lambda value: value.first):
         rows = until.setdefault(value.stage, [])
         row = next((row for row, last in enumerate(rows) if last < value.first), len(rows))
-        rows[row : row + 1] = [value.last]
+        rows[row : row + 1] = [value.uses[-1]]
         allocated.append((value, row))
     return allocated
 
@@ -198,7 +189,7 @@ def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width
     rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
     taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)  # the last row is spare
     for value, row in allocated:
-        taken[value.first : value.last, value.stage, row] = True
+        taken[value.first : value.uses[-1], value.stage, row] = True
     free = np.argmin(taken, axis=-1).astype(np.int32)
     for i in range(width):
         slot = rows[i::width]
