@@ -256,10 +256,10 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
       saved: the checkpoint's.
       own: the pipeline's.
     """
-    for there, here in zip_longest(saved["layers"], own["layers"]):
-        if there is None or here is None:
+    for there, here in zip_longest(saved["layers"], own["layers"], fillvalue={}):
+        if not there or not here:
             counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
-            whose = "the pipeline" if there is None else "the checkpoint"
+            whose = "the checkpoint" if there else "the pipeline"
             return f"only {whose} has the layer {(there or here)['name']} ({counts})"
         if there["name"] != here["name"]:
             return f"layer {here['name']} is called {there['name']} in the checkpoint"
