@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -23,8 +23,6 @@ from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.model.groups import Model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
 from jpipe.planning.flops import count_flops
-from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
 from jpipe.types import PyTree
 
@@ -34,12 +32,11 @@ PARAMETER_COPIES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer takes in a training step, for one micro-batch; whoever needs a sum adds.
+    """What a layer takes in a training step, for one micro-batch.
 
     Attributes:
       forward: its part of a forward action, in FLOPs or seconds.
-      backward: its part of a backward action, what remat computes again included, without gradients of parameters.
-      weight_gradient: the rest of the backward: gradients of the parameters.
+      backward: its part of a backward action, what remat computes again included.
       parameter_bytes: of its parameters, shared ones at every use.
       state_bytes: of its other variables.
       residual_bytes: of what waits for its backward.
@@ -48,7 +45,6 @@ class Cost:
 
     forward: float
     backward: float
-    weight_gradient: float
     parameter_bytes: int
     state_bytes: int
     residual_bytes: int
@@ -57,15 +53,12 @@ class Cost:
     @property
     def total(self) -> float:
         """Forward and backward, in FLOPs or seconds."""
-        return self.forward + self.backward + self.weight_gradient
+        return self.forward + self.backward
 
     @property
     def size(self) -> float:
         """Bytes that training holds for it, with one micro-batch in flight."""
         return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
 
 
 def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Mesh) -> list[Cost]:
@@ -106,7 +99,7 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
     if jax.process_count() > 1:  # all have to cut alike
         seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
     return [
-        _by_layer(model, [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(times, layers, strict=True)])
+        _by_layer(model, [Cost(*seconds, *_bytes(layer)) for seconds, layer in zip(times, layers, strict=True)])
         for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
     ]
 
@@ -125,19 +118,8 @@ def _counted(layer: TracedLayer) -> Cost:
     if function.remat.keep_inputs:
         alone = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))[0]
         forward, again = count_flops(alone), again + kept
-    backward = count_flops(layer.backward)
-    inputs_only = count_flops(_without_first(layer.backward, len(arguments.params)))
-    weight_gradient = max(0.0, backward.flops - inputs_only.flops)
-    unknown = (forward + again + inputs_only + backward).unknown
-    return Cost(
-        forward.flops, (again + inputs_only).flops, weight_gradient, *_bytes(layer), unknown=tuple(sorted(unknown))
-    )
-
-
-def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """A jaxpr without its first results, and without what only they need."""
-    wanted = [i >= count for i in range(len(jaxpr.jaxpr.outvars))]
-    return needed_part(jaxpr, wanted, keep=True)[0]
+    backward = again + count_flops(layer.backward)
+    return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
 
 
 def _device_like(mesh: Mesh) -> object:
@@ -161,7 +143,7 @@ def _device_like(mesh: Mesh) -> object:
 
 
 def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float]]:
-    """Of each variant of a layer: of the forward, of the backward but for gradients of parameters, and of those."""
+    """Of each variant of a layer: of the forward, and of the backward."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
         no_mesh(),
@@ -174,9 +156,8 @@ def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float
         times = iter(_median_seconds([run for layer in variants for run in _runs(layer, example)]))
     found = []
     for layer in variants:
-        forward, again, backward, without = (next(times) for _ in range(4))
-        without = min(without, backward)
-        found.append([forward, without + again * layer.function.remat.keep_inputs, backward - without])
+        forward, again, backward = (next(times) for _ in range(3))
+        found.append([forward, backward + again * layer.function.remat.keep_inputs])
     return found
 
 
@@ -185,7 +166,7 @@ Run = tuple[Callable[..., object], tuple[PyTree, ...]]
 
 
 def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
-    """The forward, that with its residuals, the backward, and that without gradients of parameters."""
+    """The forward, that with its residuals, and the backward."""
     function, local = layer.function, partition_layer(layer)
     outputs = function.differentiated(local.forward.results.outputs)
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
@@ -193,8 +174,7 @@ def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax
     kept = jax.jit(local.forward)
     alone = jax.jit(trace_forward(function)) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
-    inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
-    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given), (inputs_only, given)]
+    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:

@@ -76,7 +76,7 @@ def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> Sta
         return tuple(shares.tolist())
 
     forward = [cost.forward for cost in times.here]
-    backward = [cost.backward + cost.weight_gradient for cost in times.here]
+    backward = [cost.backward for cost in times.here]
     return StageTimes(
         share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
     )

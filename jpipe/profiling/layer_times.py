@@ -75,7 +75,7 @@ def _without_remat(layer: TracedLayer) -> TracedLayer:
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(planner, [cost.backward + cost.weight_gradient for cost in costs])
+    backward = lambda costs: by_stage(planner, [cost.backward for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 

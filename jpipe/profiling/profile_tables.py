@@ -17,16 +17,11 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_fligh
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
     total, rows = np.asarray(stages.total), []
     for stage in range(schedule.num_stages):
-        ranges = [
-            f"{start}-{stop - 1}" if stop - start > 1 else str(start)
-            for virtual_stage, (start, stop) in enumerate(cut.bounds)
-            if schedule.placement.stage_of(virtual_stage) == stage
-        ]
         times = (stages.forward[stage], stages.backward[stage], stages.recompute[stage], total[stage])
         rows.append(
             (
                 str(stage),
-                ", ".join(ranges),
+                ", ".join(cut.ranges[stage :: schedule.num_stages]),
                 *(_milliseconds(seconds) for seconds in times),
                 f"{total[stage] / total.mean():.2f}",
                 str(in_flight[stage]),

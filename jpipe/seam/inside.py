@@ -32,9 +32,9 @@ def needed_part(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """(a jaxpr of only some outputs and what these need, which inputs it still takes); it looks into loops and calls.
 
-    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, which
-    parts of a backward are gradients of parameters, or what follows from parameters alone. `jax.jit` removes dead code
-    only as it compiles, and no public function gives the jaxpr. One's own would be 60 lines, most of them for loops.
+    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, or
+    what follows from parameters alone. `jax.jit` removes dead code only as it compiles, and no public function gives
+    the jaxpr. One's own would be 60 lines, most of them for loops.
 
     Args:
       closed: the jaxpr.

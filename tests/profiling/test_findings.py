@@ -33,8 +33,8 @@ def planned(**options):
 
 
 def costs(of_layers, scale=1.0, residual_bytes=0):
-    """A third of a layer's time is its forward, a third of the rest for each kind of gradient."""
-    return [Cost(scale * t / 3, scale * t / 3, scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
+    """A third of a layer's time is its forward, the rest its backward."""
+    return [Cost(scale * t / 3, 2 * scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
 
 
 def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, others=None, noise=0.0):

@@ -29,7 +29,7 @@ def test_sums_over_stages_and_their_chunks():
 
 
 def test_the_part_of_a_backward_that_is_recomputed():
-    cost = lambda backward: Cost(1.0, backward / 2, backward / 2, 0, 0, 0)
+    cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
     assert recomputed(planned().planner, times) == pytest.approx([0.25, 0.0])  # never less than nothing
 
