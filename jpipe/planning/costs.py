@@ -99,7 +99,7 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
     if jax.process_count() > 1:  # all have to cut alike
         seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
     return [
-        _by_layer(model, [Cost(*seconds, *_bytes(layer)) for seconds, layer in zip(times, layers, strict=True)])
+        _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
         for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
     ]
 

@@ -18,6 +18,7 @@ from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.costs import Cost, timed_costs
+from jpipe.planning.partition import Partition
 from jpipe.types import Batch
 
 
@@ -79,15 +80,18 @@ def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
-def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
+def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:
     """Sums `[K]` over each stage's layers.
 
     Args:
       planner: knows which stage each virtual stage is on.
       values: `[N]`.
-      bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
+      cut: where the virtual stages begin; the pipeline's own if not given.
     """
-    sums = np.zeros(planner.request.schedule.num_stages)
-    for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
-        sums[planner.request.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
-    return sums
+    return np.bincount(stage_of_layers(planner, cut), values, minlength=planner.request.schedule.num_stages)
+
+
+def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarray:
+    """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
+    counts = (cut or planner.partition).counts
+    return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)

@@ -21,7 +21,7 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_fligh
         rows.append(
             (
                 str(stage),
-                ", ".join(cut.ranges[stage :: schedule.num_stages]),
+                ", ".join(text for s, text in enumerate(cut.ranges) if schedule.placement.stage_of(s) == stage),
                 *(_milliseconds(seconds) for seconds in times),
                 f"{total[stage] / total.mean():.2f}",
                 str(in_flight[stage]),
@@ -61,8 +61,8 @@ def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
         )
         for size in sizes
     ]
-    is_here = [size.num_microbatches == num_microbatches for size in sizes]
-    marks = {row: "measured" if here else "predicted" for row, here in enumerate(is_here)}
+    told = lambda size: "measured" if size.num_microbatches == num_microbatches else "predicted"
+    marks = dict(enumerate(map(told, sizes)))
     return Table("Numbers of micro-batches of the same batch", header, rows, marks)
 
 

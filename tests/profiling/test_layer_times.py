@@ -23,7 +23,7 @@ def planned(**options):
 def test_sums_over_stages_and_their_chunks():
     planner = planned().planner
     assert by_stage(planner, [1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], [(0, 2), (2, 4)]).tolist() == [3.0, 7.0]
+    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
     chunks = planned(schedule="interleaved", num_chunks=2, balance="even").planner
     assert by_stage(chunks, [1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
 
