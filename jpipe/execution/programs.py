@@ -60,7 +60,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return buffers
-            made = _init_layer(plan, group)(init_key(key, layer))
+            made = _init_layer(plan, group, init_key(key, layer))
             return buffers | {
                 name: layouts[name].storage.write(buffers[name], v, instance, leaves) for name, leaves in made.items()
             }
@@ -72,20 +72,16 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
 
 
-def _init_layer(plan: Plan, group: LayerGroup) -> Callable[[jax.Array], dict[str, list[Leaf]]]:
-    """random key -> the leaves of a new layer's variables by collection, each device's own parts."""
+def _init_layer(plan: Plan, group: LayerGroup, key: jax.Array) -> dict[str, list[Leaf]]:
+    """The leaves of a new layer's variables by collection, each device's own parts."""
     mesh = plan.request.mesh
     axes = rest_axes(mesh)
-
-    def run(key: jax.Array) -> dict[str, list[Leaf]]:
-        with shapes_only(mesh):
-            jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
-        wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
-        local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
-        leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-        return replay(local.jaxpr, leaves)(key)
-
-    return run
+    with shapes_only(mesh):
+        jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
+    wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
+    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+    leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
+    return replay(local.jaxpr, leaves)(key)
 
 
 def value_and_grad(
@@ -149,7 +145,7 @@ def _run(
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],
     out_specs: PyTree,
     **results: Any,
-) -> Any:
+) -> PyTree:
     """What each device gives for its part of a batch.
 
     Args:

@@ -97,22 +97,19 @@ class LayerFunction:
 
     def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
         """Calls the layer, and the loss if it follows."""
-        group, names = self.group, self.group.state_names
-        leaves = iter(arguments.state)
-        variables = {n: jax.tree.map(lambda _: next(leaves), group.variables[n]) for n in names}
-        if "params" in group.variables:
-            structure = jax.tree.structure(group.variables["params"])
-            variables["params"] = jax.tree.unflatten(structure, arguments.params)
+        group, params, state = self.group, iter(arguments.params), iter(arguments.state)
+        filled = lambda name, tree: jax.tree.map(lambda _: next(params if name == "params" else state), tree)
+        variables = {name: filled(name, tree) for name, tree in group.variables.items()}
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
         context = Context(arguments.key, self.train, arguments.batch)
         try:
-            outputs, state = group.layer.apply(variables, positional(inputs), context)
+            outputs, new = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss_fn is not None:
             outputs = loss_sums(self.loss_fn(outputs, arguments.batch))
-        return Results(jax.tree.leaves(outputs), [a for n in names if n in state for a in jax.tree.leaves(state[n])])
+        return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
