@@ -22,7 +22,7 @@ from jpipe.mesh.on_stages import shapes_only
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
-from jpipe.model.loss import LossFn, TracedLoss, trace_loss
+from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.partition import Partition
@@ -30,7 +30,7 @@ from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.schedules.orders import make_schedule
 from jpipe.terminal.progress import task
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch
 
 
 class Planner:
@@ -73,7 +73,7 @@ class Planner:
 
     def _model(self, micro: MicroBatch) -> Model:
         given = self.request
-        read = _itself if micro.bare else given.read_inputs
+        read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with shapes_only(given.mesh), task(f"tracing {len(given.layers)} layers"):
             model = trace_model(given.layers, read, micro.shapes, given.splits)
         if self.plan is not None:
@@ -86,7 +86,7 @@ class Planner:
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
-        functions, found = self._functions(micro, key, self.request.loss_fn), []
+        functions, found = self._functions(micro, key, with_loss=True), []
         with (
             shapes_only(self.request.mesh),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
@@ -96,13 +96,11 @@ class Planner:
                 advance()
         return tuple(found)
 
-    def _functions(
-        self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, loss_fn: LossFn | None
-    ) -> list[LayerFunction]:
+    def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """What the layers of each group compute; the loss follows the last."""
-        model, remat = self.model(micro), self.request.remat
-        loss = lambda g: loss_fn if g == model.last else None
-        return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
+        model, given = self.model(micro), self.request
+        loss = lambda g: given.loss_fn if with_loss and g == model.last else None
+        return [LayerFunction(group, key, given.remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
@@ -161,10 +159,6 @@ class Planner:
         micro, given = self.for_evaluation(batch, bare=bare), self.request
         sizes = {"num_stages": given.schedule.num_stages, "num_chunks": given.schedule.num_chunks}
         schedule = make_schedule("forward", **sizes, num_microbatches=micro.count)
-        functions = self._functions(micro, None, given.loss_fn if with_loss else None)
+        functions = self._functions(micro, None, with_loss)
         with shapes_only(given.mesh):
             return build_step(self.known_plan(), self.model(micro), schedule, functions)
-
-
-def _itself(batch: Batch) -> PyTree:
-    return batch

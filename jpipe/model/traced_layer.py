@@ -238,7 +238,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
 
 
 def _partition_forward(
-    jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: Sequence[Axis]
+    jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: tuple[Axis, ...]
 ) -> DeviceForward:
     """A forward as one device runs it, of whose leaves of the vjp those in `stored` are residuals."""
     count = len(jax.tree.leaves(results))
