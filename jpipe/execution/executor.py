@@ -80,8 +80,10 @@ def run_inference(stage: Stage) -> list[jax.Array]:
       The leaves of the outputs, `[M, b, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
     step = stage.step
-    shape = (step.num_microbatches,)
-    results = _no_loss(step) if step.has_loss else [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in step.outputs]
+    if step.has_loss:
+        results = list(map(_accumulator, step.outputs))
+    else:
+        results = [jnp.zeros((step.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
     results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
@@ -104,7 +106,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()}
     carry = TickCarry(
-        forward=ForwardWork(activation, step.residuals.empty(), state, _no_loss(step)),
+        forward=ForwardWork(activation, step.residuals.empty(), state, list(map(_accumulator, step.outputs))),
         backward=BackwardWork(cotangent, gradients, shared_gradients),
         waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
@@ -124,10 +126,6 @@ def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
 def _accumulator(array: Leaf) -> jax.Array:
     """Zeros to sum up values like these in."""
     return jnp.zeros(array.shape, accumulator_dtype(array.dtype))
-
-
-def _no_loss(step: Step) -> list[jax.Array]:
-    return [jnp.zeros((), accumulator_dtype(leaf.dtype)) for leaf in step.outputs]
 
 
 def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
@@ -153,7 +151,10 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
 
 
 def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
-    """The carry after all ticks, or as many as `stage.only` has, where it is 0 without an action."""
+    """The carry after all ticks.
+
+    Where `stage.only` is 0, stages idle; there are as many ticks as it has.
+    """
     # With 1F1B, K=2 and M=3:
     #   tick       0       1       2       3       4
     #   slot     F   B   F   B   F   B   F   B   F   B
