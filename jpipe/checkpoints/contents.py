@@ -79,10 +79,27 @@ class Contents:
     Attributes:
       model: the layers.
       state: a state, or its shapes with shardings.
+
+    Raises:
+      TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, so that it can't be
+        told apart by layers; or a leaf is no array of numbers.
     """
 
     model: Model
     state: TrainState
+
+    def __post_init__(self) -> None:
+        for path, tree in self.trees.items():
+            shapes = tree.layout.shapes
+            wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
+            if wrong or set(tree) != set(shapes):
+                raise TypeError(_OF_BUFFERS.format("/".join(path)))
+        buffers = {shape.shape for shape in jax.tree.leaves(self.state.variables["params"].layout.shapes)}
+        for path, leaf in self.without_layer.items():
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
+            if leaf.shape in buffers:
+                raise TypeError(_OF_BUFFERS.format("/".join(path)))
 
     @cached_property
     def leaves(self) -> dict[Path, Leaf | StageTree]:
@@ -126,25 +143,6 @@ class Contents:
         fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
         leaves = [fill(path, leaf) for path, leaf in self.leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(self.state, is_leaf=_is_tree), leaves)
-
-    def check(self) -> None:
-        """Checks that everything can be told apart by layers.
-
-        Raises:
-          TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, or a leaf is no
-            array of numbers.
-        """
-        for path, tree in self.trees.items():
-            shapes = tree.layout.shapes
-            wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
-            if wrong or set(tree) != set(shapes):
-                raise TypeError(_OF_BUFFERS.format("/".join(path)))
-        buffers = {shape.shape for shape in jax.tree.leaves(self.state.variables["params"].layout.shapes)}
-        for path, leaf in self.without_layer.items():
-            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-                raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
-            if leaf.shape in buffers:
-                raise TypeError(_OF_BUFFERS.format("/".join(path)))
 
     def layer_name(self, layer: int) -> str:
         """A layer's name in the checkpoint: its index and the name of its kind."""
