@@ -61,9 +61,18 @@ class Timeline:
         """
         schedule = self.schedule
         sizes = f"K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}"
-        peaks = ", ".join(map(str, self.peak_in_flight))
-        times = f"time {self.makespan:.4g}, bubble {100 * self.bubble_fraction:.1f} %"
-        return f"{schedule.name}: {sizes}; {times}, peak in flight {peaks}"
+        return f"{schedule.name}: {sizes}; {self.in_numbers}"
+
+    @property
+    def in_numbers(self) -> str:
+        """Its time, bubble and, if it trains, the most micro-batches in flight by stage, a chunk as a V-th of one."""
+        text = f"time {self.makespan:g}, bubble {100 * self.bubble_fraction:.1f} %"
+        if self.schedule.trains:
+            peaks = [f"{peak / self.schedule.num_chunks:g}" for peak in self.peak_in_flight]
+            if len(peaks) > 8:
+                peaks[4:-2] = ["..."]
+            text += f", peak in flight {', '.join(peaks)}"
+        return text
 
     @property
     def bubble_fraction(self) -> float:
