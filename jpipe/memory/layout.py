@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis
-from jpipe.mesh.specs import gather_axes, scatter_axes, shard_shape
+from jpipe.mesh.specs import gather_axes, scatter_axes, split_by
 from jpipe.model.groups import Model
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
@@ -79,18 +79,18 @@ class Layout:
           dtype_of: a buffer's dtype -> that of its array here.
           at_work: with the shapes that `gathered` gives.
         """
-        over = (lambda name: not is_batch_axis(name)) if at_work else (lambda name: True)
-        shape = lambda buffer: shard_shape(buffer.shape, buffer.spec, self.mesh, over)
+        at = (lambda spec: split_by(spec, lambda name: not is_batch_axis(name))) if at_work else (lambda spec: spec)
+        shape = lambda buffer: NamedSharding(self.mesh, at(buffer.spec)).shard_shape(buffer.shape)
         return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:
         """A device's buffers with the data axes gathered."""
-        return {n: gather_axes(buffers[n], known.spec, is_batch_axis) for n, known in self.storage.named_buffers}
+        return {n: gather_axes(buffers[n], known.spec) for n, known in self.storage.named_buffers}
 
     def gathered_leaves(self, variable_set: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`gathered` of the leaves of one layer, whose variables are of this set."""
         specs = self.storage.record_types[variable_set].specs
-        return [gather_axes(leaf, spec, is_batch_axis) for leaf, spec in zip(leaves, specs, strict=True)]
+        return [gather_axes(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
     def reduced(self, buffers: Buffers) -> Buffers:
         """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
@@ -99,7 +99,7 @@ class Layout:
     def _reduced(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         scattered = {name for entry in spec for name in names_in(entry)}
         whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
-        array = scatter_axes(array, spec, is_batch_axis)
+        array = scatter_axes(array, spec)
         return jax.lax.psum(array, whole) if whole else array
 
     def on_devices(self, tree: StageTree) -> StageTree:

@@ -21,7 +21,6 @@ from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages
-from jpipe.mesh.specs import shard_shape
 from jpipe.partitioner.shardings import names_in
 from jpipe.types import Leaf
 
@@ -46,7 +45,7 @@ class ScatteredLeaf:
     @property
     def dimension(self) -> int | None:
         """The dimension along which it is split over the stages, besides its other splits."""
-        parts, num_stages = shard_shape(self.leaf.shape, self.spec, self.mesh, lambda name: True), self.mesh.shape[AXIS]
+        parts, num_stages = NamedSharding(self.mesh, self.spec).shard_shape(self.leaf.shape), self.mesh.shape[AXIS]
         return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
 
     @property

@@ -5,19 +5,18 @@ A handler takes the interpreter, an equation of whole arrays and its operands, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import reduce
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jax_tools.jaxprs import uses
-from jpipe.partitioner.parts_interpreter import DeviceValue, Handler, PartsInterpreter
+from jpipe.partitioner.parts_interpreter import Axes, DeviceValue, Handler, PartsInterpreter
 from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
 from jpipe.seam.inside import called_by, scan_counts
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS
 
 
@@ -27,23 +26,21 @@ def _call(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[Devi
 
 
 def _on_parts(
-    interpreter: PartsInterpreter,
-    jaxpr: ClosedJaxpr | Jaxpr,
-    arguments: Sequence[Sharding],
-    results: Sequence[Sharding],
+    interpreter: PartsInterpreter, jaxpr: ClosedJaxpr, arguments: list[Sharding], results: list[Sharding]
 ) -> Callable[..., list[jax.Array]]:
     """A jaxpr of whole arrays as a function of this device's parts; arguments and results lie so."""
     return lambda *parts: interpreter.parts_of(interpreter.run(jaxpr, interpreter.values(parts, arguments)), results)
 
 
-def _combined(now: Sharding, other: Sharding) -> Sharding:
-    """The first sharding, but along the axes where it is replicated the other."""
-    return tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
+def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
+    """The first sharding, but along the axes where it is replicated the other, if an array of the shape can lie so."""
+    both = tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
+    return both if is_possible(shape, both, axes) else now
 
 
 def _loop_shardings(
     interpreter: PartsInterpreter,
-    body: ClosedJaxpr | Jaxpr,
+    body: ClosedJaxpr,
     consts: list[Sharding],
     carry: list[Sharding],
     slices: list[Sharding],
@@ -72,13 +69,11 @@ def _loop_shardings(
       slices: how the slices lie.
       fixed: the indices of the parts of the carry that stay as they lie before the loop.
     """
-    avals = [aval_of(v) for v in (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars]
-    shapes = [aval.shape for aval in avals[len(consts) : len(consts) + len(carry)]]
+    shapes = [aval_of(v).shape for v in body.jaxpr.invars[len(consts) : len(consts) + len(carry)]]
     while True:
-        results = interpreter.shardings_of(body, avals, [*consts, *carry, *slices])
-        new = [_combined(now, left) for now, left in zip(carry, results, strict=False)]
-        keeps = [i in fixed or not is_possible(shapes[i], s, interpreter.axes) for i, s in enumerate(new)]
-        new = [a if keep else b for a, b, keep in zip(carry, new, keeps, strict=True)]
+        results = interpreter.shardings_of(body, [*consts, *carry, *slices])
+        known = enumerate(zip(carry, results, shapes, strict=False))
+        new = [a if i in fixed else _combined(a, b, shape, interpreter.axes) for i, (a, b, shape) in known]
         if new == carry:
             return carry, results
         carry = new
@@ -162,12 +157,10 @@ def _cond(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[Devi
     branches = equation.params["branches"]
     index, *rest = operands
     whole, shardings = replicated(interpreter.axes), [settled(value.sharding) for value in rest]
-    avals = [aval_of(v) for v in equation.invars[1:]]
-    by_branch = [interpreter.shardings_of(branch, avals, shardings) for branch in branches]
-    results = []
-    for v, by_result in zip(equation.outvars, zip(*by_branch, strict=True), strict=True):
-        common = reduce(_combined, by_result)
-        results.append(common if is_possible(aval_of(v).shape, common, interpreter.axes) else whole)
+    results, *others = [interpreter.shardings_of(branch, shardings) for branch in branches]
+    for found in others:
+        pairs = zip(results, found, equation.outvars, strict=True)
+        results = [_combined(a, b, aval_of(v).shape, interpreter.axes) for a, b, v in pairs]
     runs = [_on_parts(interpreter, branch, shardings, results) for branch in branches]
     which = interpreter.agreed(index.part(whole, interpreter.axes), [*shardings, *results])
     return interpreter.values(lax.switch(which, runs, *interpreter.parts_of(rest, shardings)), results)

@@ -7,30 +7,28 @@ which users speak of devices, are handed to functions of their own: handlers, by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 
 from jpipe.partitioner.conversions import convert
-from jpipe.partitioner.rule import RuleResult, aval_of
+from jpipe.partitioner.rule import Operation, RuleResult, aval_of
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import (
     REPLICATED,
     Axis,
-    Shape,
     Sharding,
     is_possible,
     part_shape,
-    part_struct,
+    part_structs,
     replicated,
     settled,
 )
 from jpipe.seam.inside import carry_out, scope_of
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, shapes_of
 from jpipe.types import Leaf
 
 Axes = tuple[Axis, ...]
@@ -73,10 +71,10 @@ class PartsInterpreter:
         self.axes = axes
         self.handlers = handlers
 
-    def run(self, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[DeviceValue]) -> list[DeviceValue]:
-        """The results of a jaxpr of whole arrays; one that isn't closed has no constants."""
-        jaxpr, constants = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
-        inputs = [*[self.whole(_without_mesh(c)) for c in constants], *arguments]
+    def run(self, closed: ClosedJaxpr, arguments: Sequence[DeviceValue]) -> list[DeviceValue]:
+        """The results of a jaxpr of whole arrays."""
+        jaxpr = closed.jaxpr
+        inputs = [*[self.whole(_without_mesh(c)) for c in closed.consts], *arguments]
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         read = lambda v: self.whole(np.asarray(v.val, aval_of(v).dtype)) if isinstance(v, Literal) else known[v]
         for equation in jaxpr.eqns:
@@ -95,7 +93,9 @@ class PartsInterpreter:
         found = [tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars))]
         avals = [aval_of(v) for v in equation.outvars]
         shapes = [part_shape(aval.shape, sharding, self.axes) for aval, sharding in zip(avals, found, strict=True)]
-        operation = partial(_run_on_parts, equation, shapes)
+        operation: Operation = lambda *parts: carry_out(
+            equation, parts, part_params(equation, [np.shape(x) for x in parts], shapes)
+        )
         for along in along_axes:
             operation = along.wrap(operation) if along.wrap else operation
         results = operation(*self.parts_of(operands, wanted))
@@ -131,24 +131,14 @@ class PartsInterpreter:
         names = tuple(name for axis in self.axes for name in axis.names)
         return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
 
-    def shardings_of(
-        self, jaxpr: ClosedJaxpr | Jaxpr, avals: Sequence[ShapedArray], shardings: Sequence[Sharding]
-    ) -> list[Sharding]:
-        """How the results of a jaxpr lie by themselves; nothing is computed.
-
-        Args:
-          jaxpr: of whole arrays.
-          avals: the whole shapes and dtypes of its arguments.
-          shardings: how its arguments lie.
-        """
+    def shardings_of(self, closed: ClosedJaxpr, shardings: Sequence[Sharding]) -> list[Sharding]:
+        """How the results of a jaxpr of whole arrays lie by themselves, for arguments that lie so; computes nothing."""
         found: list[Sharding] = []
 
-        def trace(*parts: jax.Array) -> list[jax.Array]:
-            results = self.run(jaxpr, self.values(parts, shardings))
-            found[:] = [value.sharding for value in results]
-            return [value.parts[value.sharding] for value in results]
+        def trace(*parts: jax.Array) -> None:
+            found[:] = [value.sharding for value in self.run(closed, self.values(parts, shardings))]
 
-        jax.eval_shape(trace, *[part_struct(a, s, self.axes) for a, s in zip(avals, shardings, strict=True)])
+        jax.eval_shape(trace, *part_structs(shapes_of(closed.jaxpr.invars), shardings, self.axes))
         return found
 
     def _apply_rules(self, equation: JaxprEqn, operands: list[DeviceValue]) -> list[RuleResult]:
@@ -174,8 +164,3 @@ def _without_mesh(constant: Leaf) -> Leaf:
     """A constant without the mesh that it was made under, whose axes were of other types."""
     plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
     return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant
-
-
-def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
-    """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))

@@ -5,7 +5,7 @@ A handler takes the interpreter, an equation of whole arrays and its operands, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jpipe.partitioner.shardings import (
     PARTIAL,
     REPLICATED,
     Axis,
-    AxisSharding,
     Shard,
     Sharding,
     is_possible,
@@ -26,6 +25,7 @@ from jpipe.partitioner.shardings import (
     of_spec,
     settled,
 )
+from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 
@@ -64,26 +64,23 @@ def _shard_map(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list
     p, axes = equation.params, interpreter.axes
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
-    wanted = []
-    for v, spec, value in zip(equation.invars, p["in_specs"], operands, strict=True):
-        both = _as_specified(spec, axes, dict(zip(inside, pick(settled(value.sharding)), strict=True)))
-        wanted.append(both if is_possible(aval_of(v).shape, both, axes) else of_spec(spec, axes))
+    given = [pick(settled(value.sharding)) for value in operands]
+    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
     inner = PartsInterpreter(pick(axes), {**interpreter.handlers, **_OF_SINGLE_DEVICES})
     arguments = inner.values(interpreter.parts_of(operands, wanted), list(map(pick, wanted)))
-    results = inner.run(p["jaxpr"], arguments)
-    found = [
-        _as_specified(spec, axes, dict(zip(inside, value.sharding, strict=True)))
-        for value, spec in zip(results, p["out_specs"], strict=True)
-    ]
+    results = inner.run(called_by(equation), arguments)
+    gives = [value.sharding for value in results]
+    found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
     return interpreter.values(inner.parts_of(results, list(map(pick, found))), found)
 
 
-def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], others: Mapping[int, AxisSharding]) -> Sharding:
-    """The sharding that a user's spec means, along the axes of `others` as these if they split other dimensions."""
+def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
+    """The sharding that a user's spec means, along the axes `inside` as `lying` if that splits other dimensions."""
     by_spec = of_spec(spec, axes)
     dims = {s.dim for s in by_spec if isinstance(s, Shard)}
-    if any(isinstance(s, Shard) and s.dim in dims for s in others.values()):
+    if any(isinstance(s, Shard) and s.dim in dims for s in lying):
         return by_spec
+    others = dict(zip(inside, lying, strict=True))
     return tuple(others.get(i, s) for i, s in enumerate(by_spec))
 
 
@@ -100,12 +97,6 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
             "over jointly; make it manual over all of them"
         )
     return bool(own)
-
-
-def _split_other_dims(shardings: Sequence[AxisSharding], by_spec: Sharding) -> bool:
-    """Whether the dimensions that are split along some axes are others than those that a user's spec splits."""
-    dims = {s.dim for s in by_spec if isinstance(s, Shard)}
-    return not any(isinstance(s, Shard) and s.dim in dims for s in shardings)
 
 
 def _psum(interpreter: PartsInterpreter, equation: JaxprEqn, operands: list[DeviceValue]) -> list[DeviceValue]:

@@ -55,7 +55,7 @@ def replaced(part: Part, **changes: Any) -> Part:
 
 
 def called_by(equation: JaxprEqn) -> ClosedJaxpr:
-    """The jaxpr of an equation that only calls one (`jpipe.seam.primitives.CALLS`).
+    """The jaxpr of an equation that only calls one (`jpipe.seam.primitives.CALLS`), or of a `shard_map`.
 
     The parameter is `jaxpr` or `call_jaxpr`, closed or not. `jax.extend.core.jaxprs_in_params` finds it too, but
     without its constants.

@@ -51,7 +51,7 @@ def test_shardings_of_results_without_computing_them():
 
     def run(x, w):
         interpreter = PartsInterpreter(AXES, CONTROL_FLOW)
-        found.extend(interpreter.shardings_of(jaxpr, jaxpr.in_avals, [(Shard(1),), (Shard(0),)]))
+        found.extend(interpreter.shardings_of(jaxpr, [(Shard(1),), (Shard(0),)]))
         return interpreter.agreed(jnp.asarray(True), [(Shard(0),)]), interpreter.agreed(jnp.asarray(3), [])
 
     mesh, specs = Mesh(jax.devices()[:2], ("model",)), PartitionSpec()
