@@ -158,7 +158,8 @@ class Contents:
                 if (name := "/".join(path)) in leaves:
                     # An optimiser may keep other dtypes than the parameters'.
                     dtypes = [arrays[name][buffer].dtype for buffer in layouts[name].storage.record_types[v].buffers]
-                    own = [leaf.shape.update(dtype=dtype) for leaf, dtype in zip(leaves[name], dtypes, strict=True)]
+                    pairs = zip(leaves[name], dtypes, strict=True)
+                    own = [known.leaf.update(dtype=dtype, sharding=known.sharding) for known, dtype in pairs]
                     shapes[name] = dict(zip(self._paths(path, v, users[0]), own, strict=True))
             found.append(NamedRecord(v, j, users, shapes))
         return found

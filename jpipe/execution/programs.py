@@ -189,4 +189,4 @@ def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _specs(plan: Plan) -> dict[str, dict[str, PartitionSpec]]:
-    return {name: dict(layout.specs) for name, layout in plan.layouts.items()}
+    return {name: layout.specs for name, layout in plan.layouts.items()}

@@ -65,19 +65,17 @@ def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, S
       trees: as `to_layers` gives them, of any number of stages. Of layers that share variables the first one's count.
         The places of layers and collections that are missing hold zeros.
     """
-    records, here, elsewhere = Records(layouts), {name: {} for name in layouts}, {}
-    whole = all(map(is_whole, jax.tree.leaves(trees)))
+    records, places = Records(layouts), {}
     for v, j, users in records.places:
         own = trees.get(users[0], {})
-        leaves = {name: found for name in layouts if (found := jax.tree.leaves(own.get(name)))}
-        if whole:
-            for name, found in leaves.items():
-                here[name][v, j] = found
-        elif leaves:
-            elsewhere[v, j] = leaves
-    arrays = {name: _from_host(layout, here[name]) for name, layout in layouts.items()}
-    for (v, j), leaves in elsewhere.items():
-        arrays = records.put(arrays, v, j, leaves)
+        if found := {name: leaves for name in layouts if (leaves := jax.tree.leaves(own.get(name)))}:
+            places[v, j] = found
+    here, elsewhere = (places, {}) if all(map(is_whole, jax.tree.leaves(trees))) else ({}, places)
+    arrays = {}
+    for name, layout in layouts.items():
+        arrays[name] = _from_host(layout, {place: found[name] for place, found in here.items() if name in found})
+    for (v, j), found in elsewhere.items():
+        arrays = records.put(arrays, v, j, found)
     return {name: StageTree(arrays[name], layout) for name, layout in layouts.items()}
 
 

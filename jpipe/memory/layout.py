@@ -55,20 +55,16 @@ class Layout:
         return self.mesh.shape[AXIS]
 
     @cached_property
-    def specs(self) -> StageTree:
+    def specs(self) -> dict[str, PartitionSpec]:
         """PartitionSpecs of the global arrays."""
-        return StageTree(self.storage.specs((AXIS,)), self)
-
-    @cached_property
-    def shardings(self) -> StageTree:
-        """Shardings of the global arrays."""
-        return StageTree({name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}, self)
+        return {name: PartitionSpec(AXIS, *buffer.spec) for name, buffer in self.storage.named_buffers}
 
     @cached_property
     def shapes(self) -> StageTree:
         """ShapeDtypeStructs of the global arrays, with their shardings."""
-        whole = lambda a, sharding: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding)
-        return jax.tree.map(whole, StageTree(self.storage.shapes(), self), self.shardings)
+        sharding = lambda name: NamedSharding(self.mesh, self.specs[name])
+        whole = lambda name, a: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding(name))
+        return StageTree({name: whole(name, buffer) for name, buffer in self.storage.named_buffers}, self)
 
     def zeros(
         self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, at_work: bool = False
@@ -105,7 +101,7 @@ class Layout:
     def on_devices(self, tree: StageTree) -> StageTree:
         """A tree with those of its arrays that are on the host moved to where they belong."""
         move = lambda leaf, sharding: jax.device_put(leaf, sharding) if isinstance(leaf, np.ndarray) else leaf
-        return StageTree({name: move(leaf, self.shardings[name]) for name, leaf in tree.items()}, self)
+        return StageTree({name: move(leaf, self.shapes[name].sharding) for name, leaf in tree.items()}, self)
 
 
 NOT_SAVED = (
@@ -115,6 +111,7 @@ NOT_SAVED = (
 )
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by buffer (`jpipe.memory.storage`).
 
@@ -135,27 +132,16 @@ class StageTree(dict):
     def __reduce__(self) -> NoReturn:
         raise TypeError(NOT_SAVED)
 
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
+        """The arrays in the order of their names, each with its key; what isn't an array."""
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
 
-_Kept = tuple[tuple[str, ...], Layout]
-"""What of a `StageTree` isn't a leaf: the names of its buffers, and the layout."""
-
-
-def _flatten(tree: StageTree) -> tuple[list[Leaf], _Kept]:
-    names = tuple(sorted(tree))
-    return [tree[name] for name in names], (names, tree.layout)
-
-
-def _flatten_with_keys(tree: StageTree) -> tuple[list[tuple[object, Leaf]], _Kept]:
-    children, kept = _flatten(tree)
-    return list(zip(map(jax.tree_util.DictKey, kept[0]), children, strict=True)), kept
-
-
-jax.tree_util.register_pytree_with_keys(
-    StageTree,
-    _flatten_with_keys,
-    lambda kept, children: StageTree(dict(zip(kept[0], children, strict=True)), kept[1]),
-    _flatten,
-)
+    @classmethod
+    def tree_unflatten(cls, kept: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
+        """The inverse."""
+        names, layout = kept
+        return cls(dict(zip(names, leaves, strict=True)), layout)
 
 
 def make_layouts(

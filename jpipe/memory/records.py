@@ -49,18 +49,12 @@ class ScatteredLeaf:
         return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
 
     @property
-    def result_spec(self) -> PartitionSpec:
-        """The spec of what is shared out."""
+    def sharding(self) -> NamedSharding:
+        """How what is shared out lies."""
         entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
         if self.dimension is not None:
             entries[self.dimension].append(AXIS)
-        return PartitionSpec(*map(tuple, entries))
-
-    @property
-    def shape(self) -> jax.ShapeDtypeStruct:
-        """The shape of what is shared out, with its sharding."""
-        sharding = NamedSharding(self.mesh, self.result_spec)
-        return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
+        return NamedSharding(self.mesh, PartitionSpec(*map(tuple, entries)))
 
     def scatter(self, leaf: jax.Array, mine: jax.Array | bool) -> jax.Array:
         """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
@@ -81,9 +75,8 @@ class ScatteredLeaf:
         Raises:
           ValueError: it is split over other devices, and this process has only a part.
         """
-        sharding = NamedSharding(self.mesh, self.result_spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
-            return jax.device_put(leaf, sharding)
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == self.sharding.device_set:
+            return jax.device_put(leaf, self.sharding)
         if not is_whole(leaf):
             raise ValueError(
                 f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other "
@@ -92,7 +85,7 @@ class ScatteredLeaf:
                 "tiled=True)"
             )
         whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
 
 
 def is_whole(leaf: Leaf) -> bool:
@@ -120,7 +113,7 @@ class Records:
     @property
     def specs(self) -> dict[str, dict[str, PartitionSpec]]:
         """PartitionSpecs of `Arrays`."""
-        return {name: dict(layout.specs) for name, layout in self.layouts.items()}
+        return {name: layout.specs for name, layout in self.layouts.items()}
 
     @property
     def places(self) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -136,7 +129,7 @@ class Records:
 
     def scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
         """PartitionSpecs of a scattered record's leaves."""
-        return {name: [leaf.result_spec for leaf in own] for name, own in self.leaves(record_type).items()}
+        return {name: [leaf.sharding.spec for leaf in own] for name, own in self.leaves(record_type).items()}
 
     def scatter(self, arrays: Mapping[str, Buffers], record_type: int, record: Index) -> dict[str, list[jax.Array]]:
         """A device's part of a record, out of its own buffers; inside of a program on the stages."""
@@ -205,7 +198,7 @@ class Records:
             in_specs = (self.specs, specs, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
-        shardings = {name: dict(layout.shardings) for name, layout in self.layouts.items()}
+        shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
         return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
 
     def _mine(self, record_type: int, record: Index) -> jax.Array | bool:

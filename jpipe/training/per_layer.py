@@ -109,7 +109,7 @@ def _for_each_layer(
         done = first.storage.for_each_local(read, visit, device, carry)
         return add_stage_axis(tuple(done[name] for name in results))
 
-    specs = {name: dict(layout.specs) for name, layout in layouts.items()}
+    specs = {name: layout.specs for name, layout in layouts.items()}
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
     run = on_stages(body, first.mesh, in_specs, tuple(specs[name] for name in results))
     found = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)

@@ -36,7 +36,7 @@ def on_each_stage(run):
 
 def filled(storage, k):
     """A stage's buffers, where everything is its index plus one."""
-    return jax.tree.map(lambda a: jnp.full_like(a, k + 1), storage.zeros())
+    return {name: jnp.full(buffer.shape, k + 1, buffer.dtype) for name, buffer in storage.buffers.items()}
 
 
 def test_all_stages_get_what_one_holds(step):
