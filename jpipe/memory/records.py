@@ -127,21 +127,28 @@ class Records:
         pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items() if known.leaves}
         return {name: [ScatteredLeaf(*pair, self.layout.mesh) for pair in own] for name, own in pairs.items()}
 
-    def scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
+    def _scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
         """PartitionSpecs of a scattered record's leaves."""
         return {name: [leaf.sharding.spec for leaf in own] for name, own in self.leaves(record_type).items()}
 
-    def scatter(self, arrays: Mapping[str, Buffers], record_type: int, record: Index) -> dict[str, list[jax.Array]]:
-        """A device's part of a record, out of its own buffers; inside of a program on the stages."""
-        mine, found = self._mine(record_type, record), {}
-        for name, own in self.leaves(record_type).items():
-            read = self.layouts[name].storage.read(arrays[name], record_type, record)
-            found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
-        return found
+    @cached_property
+    def take(self) -> Callable[[Arrays, int, int], dict[str, list[jax.Array]]]:
+        """`(arrays, record type, record) -> its leaves by tree`, scattered over all devices; compiled."""
 
-    def take(self, arrays: Arrays, record_type: int, record: int) -> dict[str, list[jax.Array]]:
-        """One record out of the arrays: its leaves by tree, scattered over all devices."""
-        return self._take(arrays, record_type, np.int32(record))
+        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
+            leaves = self.leaves(record_type)
+
+            def body(arrays: Arrays, record: Index) -> dict[str, list[jax.Array]]:
+                arrays, mine, found = drop_stage_axis(arrays), self._mine(record_type, record), {}
+                for name, own in leaves.items():
+                    read = self.layouts[name].storage.read(arrays[name], record_type, record)
+                    found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
+                return found
+
+            specs = (self.specs, PartitionSpec()), self._scattered_specs(record_type)
+            return on_stages(body, self.layout.mesh, *specs)(arrays, record)
+
+        return jax.jit(take, static_argnums=1)
 
     def put(self, arrays: Arrays, record_type: int, record: int, leaves: Mapping[str, Sequence[Leaf]]) -> Arrays:
         """One record into the arrays, which are donated: the inverse of `take`.
@@ -155,17 +162,6 @@ class Records:
         known = self.leaves(record_type)
         parts = {name: [s.put(leaf) for s, leaf in zip(known[name], own, strict=True)] for name, own in leaves.items()}
         return self._put(arrays, record_type, parts, np.int32(record))
-
-    @cached_property
-    def _take(self) -> Callable[..., dict[str, list[jax.Array]]]:
-        """`(arrays, record type, record) -> scattered leaves by tree` on all devices, compiled."""
-
-        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
-            body = lambda arrays, record: self.scatter(drop_stage_axis(arrays), record_type, record)
-            specs = (self.specs, PartitionSpec()), self.scattered_specs(record_type)
-            return on_stages(body, self.layout.mesh, *specs)(arrays, record)
-
-        return jax.jit(take, static_argnums=1)
 
     @cached_property
     def _put(self) -> Callable[..., Arrays]:
@@ -194,7 +190,7 @@ class Records:
                     arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
                 return add_stage_axis(arrays)
 
-            specs = {name: spec for name, spec in self.scattered_specs(record_type).items() if name in parts}
+            specs = {name: spec for name, spec in self._scattered_specs(record_type).items() if name in parts}
             in_specs = (self.specs, specs, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
