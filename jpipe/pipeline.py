@@ -33,7 +33,7 @@ from jpipe.planning.plan import Plan
 from jpipe.planning.request import Options, Request
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.terminal.first_calls import Call
+from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps
@@ -214,8 +214,8 @@ class Pipeline:
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
             key = batches.on_all(key, self.mesh)
-        with Call("the initialisation", key) as call:
-            return call.done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
+        with first_call("the initialisation", key) as done:
+            return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
     def layer_variables(self, variables: Variables) -> list[Item]:
         """Each layer's own variables, in layer order.
@@ -274,8 +274,8 @@ class Pipeline:
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         arguments = self._placed(variables), *batches.on_mesh((batch, key), self.mesh)
-        with Call("loss and gradients", arguments) as call:
-            (loss, updates, _), grads = call.done(self._jit_value_and_grad(*arguments))
+        with first_call("loss and gradients", arguments) as done:
+            (loss, updates, _), grads = done(self._jit_value_and_grad(*arguments))
         return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Batch) -> PyTree:
@@ -295,8 +295,8 @@ class Pipeline:
         self.planner.model(self.planner.for_evaluation(batch, bare=bare))
         self.agreement.check(batch, "bare" if bare else "apply")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
-        with Call("the forward pass", arguments) as call:
-            return call.done(self._jit_apply(*arguments, bare=bare))
+        with first_call("the forward pass", arguments) as done:
+            return done(self._jit_apply(*arguments, bare=bare))
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -306,8 +306,8 @@ class Pipeline:
         self.planner.loss(self.planner.for_evaluation(batch))
         self.agreement.check(batch, "evaluate")
         arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
-        with Call("the loss", arguments) as call:
-            return call.done(self._jit_evaluate(*arguments))
+        with first_call("the loss", arguments) as done:
+            return done(self._jit_evaluate(*arguments))
 
     # --- training ---
 
@@ -367,8 +367,8 @@ class Pipeline:
         self._check_training(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
-        with Call("the training step", (state, batch)) as call:
-            new, metrics = call.done(step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
+        with first_call("the training step", (state, batch)) as done:
+            new, metrics = done(step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:

@@ -578,7 +578,7 @@ def test_inputs_that_are_not_there(key):
 
 
 def test_a_transformation_that_was_not_called():
-    with pytest.raises(TypeError, match=r"jpipe\.per_layer: tx is a function; pass one of optax's"):
+    with pytest.raises(TypeError, match=r"tx is a function; pass an optax transformation, such as"):
         jpipe.per_layer(optax.adamw)
 
 

@@ -156,12 +156,20 @@ class Checkpointer:
             raise TypeError("the state is being traced; call save outside of jax.jit and its like")
         check_variables(pipe.plan, state.variables)
         contents, step = Contents(pipe.plan.model, state), int(state.step)
-        contents.check()
         encoded = containers_to_json(position, value_to_json)
         if step in self._own:
             return
-        self._set_damaged_aside()
-        self._check_newest(step)
+        if self._damaged:  # out of the way, so that their steps can be saved again
+            self.wait()
+            files.set_aside(self.directory, self._damaged)
+            self._damaged.clear()
+            self._manager.reload()
+        newest = max(files.steps_in(self.directory), default=-1)
+        if newest >= step:
+            raise ValueError(
+                f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
+                "that one (restore), or save to another directory"
+            )
         about = {
             "jpipe": __version__,
             "step": step,
@@ -188,27 +196,6 @@ class Checkpointer:
             raise RuntimeError(f"this Checkpointer of {self.directory} is closed; use it within its `with`")
         if not isinstance(pipe, Pipeline):
             raise TypeError(f"pipe is a {type(pipe).__name__}; pass a jpipe.Pipeline")
-
-    def _set_damaged_aside(self) -> None:
-        """Takes checkpoints that couldn't be read out of the way, so that their steps can be saved again."""
-        if self._damaged:
-            self.wait()
-            files.set_aside(self.directory, self._damaged)
-            self._damaged.clear()
-            self._manager.reload()
-
-    def _check_newest(self, step: int) -> None:
-        """Checks that no other checkpoint is as new.
-
-        Raises:
-          ValueError: one is.
-        """
-        newest = max(files.steps_in(self.directory), default=-1)
-        if newest >= step:
-            raise ValueError(
-                f"{self.directory} holds a checkpoint of step {newest}, and this state is of step {step}; go on from "
-                "that one (restore), or save to another directory"
-            )
 
     @contextmanager
     def _with_what_is_left(self, what: str) -> Iterator[None]:
@@ -263,7 +250,6 @@ class Checkpointer:
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state)
-        contents.check()
         difference = first_difference(about, contents.description())
         if difference is not None:
             raise ValueError(
@@ -273,9 +259,8 @@ class Checkpointer:
             )
         arrays, named = read_all(directory, contents)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
-        variables, opt_state = contents.filled(arrays, named)
-        restored = TrainState(on_all(np.int32(about["step"]), pipe.mesh), variables, opt_state, keys["key"], tx)
-        return restored, containers_from_json(about["position"], value_from_json)
+        named["step",] = on_all(np.int32(about["step"]), pipe.mesh)
+        return contents.filled(arrays, named), containers_from_json(about["position"], value_from_json)
 
 
 def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> list[PyTree]:

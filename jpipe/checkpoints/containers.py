@@ -14,7 +14,7 @@ from jpipe.types import Leaf, PyTree
 
 Json: TypeAlias = Any
 """What `json.dumps` takes."""
-Key: TypeAlias = Any
+PathKey: TypeAlias = Any
 """One of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
 
 
@@ -45,7 +45,7 @@ def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Le
     return convert((), tree)
 
 
-def _key_to_json(path: tuple[str, ...], key: Key) -> str | int | float | bool:
+def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | bool:
     """A dict's key itself, of another container the name of its field; `path` leads to the container."""
     found = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(found) not in (str, int, float, bool):
@@ -67,7 +67,7 @@ def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf]) 
     return None if kind == "none" else leaf_from_json(value)
 
 
-def name_of(key: Key) -> str:
+def name_of(key: PathKey) -> str:
     """A key of a pytree's path as text: `kernel`, `0`."""
     return jax.tree_util.keystr((key,), simple=True)
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.checkpoints.containers import Json, containers_to_json, name_of
+from jpipe.checkpoints.containers import Json, PathKey, containers_to_json, name_of
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.records import Arrays, Records
 from jpipe.model.groups import Model
@@ -78,63 +79,16 @@ class Contents:
     Attributes:
       model: the layers.
       state: a state, or its shapes with shardings.
+
+    Raises:
+      TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, so that it can't be
+        told apart by layers; or a leaf is no array of numbers.
     """
 
     model: Model
     state: TrainState
 
-    @cached_property
-    def trees(self) -> dict[Path, StageTree]:
-        """What is laid out by layers, by the path that names it: `(layers, params)`, `(optimizer, 0, mu)`."""
-        variables = {(LAYERS, name): tree for name, tree in self.state.variables.items()}
-        return variables | {path: leaf for path, leaf in self._of_optimizer if isinstance(leaf, StageTree)}
-
-    @cached_property
-    def without_layer(self) -> Named:
-        """The arrays in the optimiser's state that belong to no layer."""
-        return {path: leaf for path, leaf in self._of_optimizer if not isinstance(leaf, StageTree) and not is_key(leaf)}
-
-    @cached_property
-    def random_keys(self) -> Named:
-        """The state's random key, as `(key,)`, and those in the optimiser's state."""
-        return {("key",): self.state.key} | {path: leaf for path, leaf in self._of_optimizer if is_key(leaf)}
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """The bytes of the arrays of all layers."""
-        return sum(record.num_bytes for record in self.each_record)
-
-    @property
-    def _of_optimizer(self) -> list[tuple[Path, Leaf | StageTree]]:
-        found = jax.tree_util.tree_leaves_with_path(self.state.opt_state, is_leaf=_is_tree)
-        return [((OPTIMIZER, *(map(name_of, path) if path else ("state",))), leaf) for path, leaf in found]
-
-    @cached_property
-    def records(self) -> Records:
-        """The places of each layer's arrays, in all trees."""
-        return _records_of(tuple(("/".join(path), tree.layout) for path, tree in self.trees.items()))
-
-    @property
-    def arrays(self) -> Arrays:
-        """The buffers of all trees, as `records` takes them."""
-        return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
-
-    def filled(self, arrays: Arrays, named: Named) -> tuple[dict[str, StageTree], PyTree]:
-        """Variables and optimiser state made of these buffers and, by path, of what belongs to no layer."""
-        variables = {
-            name: StageTree(arrays[f"{LAYERS}/{name}"], tree.layout) for name, tree in self.state.variables.items()
-        }
-        fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
-        leaves = [fill(path, leaf) for path, leaf in self._of_optimizer]
-        return variables, jax.tree.unflatten(jax.tree.structure(self.state.opt_state, is_leaf=_is_tree), leaves)
-
-    def check(self) -> None:
-        """Checks that everything can be told apart by layers.
-
-        Raises:
-          TypeError: a part of the optimiser's state lies like the parameters' buffers but isn't one, or a leaf is no
-            array of numbers.
-        """
+    def __post_init__(self) -> None:
         for path, tree in self.trees.items():
             shapes = tree.layout.shapes
             wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
@@ -146,6 +100,49 @@ class Contents:
                 raise TypeError(f"{'/'.join(path)} is a {type(leaf).__name__}, not an array; a checkpoint holds arrays")
             if leaf.shape in buffers:
                 raise TypeError(_OF_BUFFERS.format("/".join(path)))
+
+    @cached_property
+    def leaves(self) -> dict[Path, Leaf | StageTree]:
+        """All that the state holds, in its order, by the path that names it: `(step,)`, `(optimizer, 0, mu)`."""
+        found = jax.tree_util.tree_leaves_with_path(self.state, is_leaf=_is_tree)
+        return {_path_of(keys): leaf for keys, leaf in found}
+
+    @cached_property
+    def trees(self) -> dict[Path, StageTree]:
+        """What is laid out by layers: `(layers, params)`, `(optimizer, 0, mu)`."""
+        return {path: leaf for path, leaf in self.leaves.items() if _is_tree(leaf)}
+
+    @cached_property
+    def without_layer(self) -> Named:
+        """The arrays in the optimiser's state that belong to no layer."""
+        belongs = lambda path, leaf: path[0] != OPTIMIZER or _is_tree(leaf) or is_key(leaf)
+        return {path: leaf for path, leaf in self.leaves.items() if not belongs(path, leaf)}
+
+    @cached_property
+    def random_keys(self) -> Named:
+        """The state's random key, as `(key,)`, and those in the optimiser's state."""
+        return {path: leaf for path, leaf in self.leaves.items() if is_key(leaf)}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of the arrays of all layers."""
+        return sum(record.num_bytes for record in self.each_record)
+
+    @cached_property
+    def records(self) -> Records:
+        """The places of each layer's arrays, in all trees."""
+        return _records_of(tuple(("/".join(path), tree.layout) for path, tree in self.trees.items()))
+
+    @property
+    def arrays(self) -> Arrays:
+        """The buffers of all trees, as `records` takes them."""
+        return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
+
+    def filled(self, arrays: Arrays, named: Named) -> TrainState:
+        """The state made of these buffers and, by path, of what belongs to no layer."""
+        fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
+        leaves = [fill(path, leaf) for path, leaf in self.leaves.items()]
+        return jax.tree.unflatten(jax.tree.structure(self.state, is_leaf=_is_tree), leaves)
 
     def layer_name(self, layer: int) -> str:
         """A layer's name in the checkpoint: its index and the name of its kind."""
@@ -161,7 +158,8 @@ class Contents:
                 if (name := "/".join(path)) in leaves:
                     # An optimiser may keep other dtypes than the parameters'.
                     dtypes = [arrays[name][buffer].dtype for buffer in layouts[name].storage.record_types[v].buffers]
-                    own = [leaf.shape.update(dtype=dtype) for leaf, dtype in zip(leaves[name], dtypes, strict=True)]
+                    pairs = zip(leaves[name], dtypes, strict=True)
+                    own = [known.leaf.update(dtype=dtype, sharding=known.sharding) for known, dtype in pairs]
                     shapes[name] = dict(zip(self._paths(path, v, users[0]), own, strict=True))
             found.append(NamedRecord(v, j, users, shapes))
         return found
@@ -202,17 +200,13 @@ class Contents:
         Each layer has a name, the name of the layer that its variables are stored with, and how its own tree is put
         together: as `Pipeline.layer_variables` gives it, with the names of its arrays as leaves.
         """
-        record_of = {i: record for record in self.each_record for i in record.users}
+        records = {i: record for record in self.each_record for i in record.users}
         layers = []
         for i in range(self.model.num_layers):
-            group, record = self.model.group_at(i), record_of.get(i)
-            own = (
-                {}
-                if record is None
-                else {n: self._named(record, n) for n in self.state.variables if n in group.variables}
-            )
+            group = self.model.group_at(i)
+            own = {n: self._named(records[i], n) for n in self.state.variables if n in group.variables}
             item = containers_to_json(group.layer.to_item(self._unboxed(i, own)), lambda _, leaf: list(leaf.path))
-            stored = None if record is None else self.layer_name(record.users[0])
+            stored = self.layer_name(records[i].users[0]) if i in records else None
             layers.append({"name": self.layer_name(i), "stored": stored, "item": item})
         named = self.shapes() | self.random_keys
         arrays = [[list(path), leaf.dtype.name, list(leaf.shape)] for path, leaf in sorted(named.items())]
@@ -228,6 +222,14 @@ class Contents:
 def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
     """The same object for the same layouts, since it keeps what was compiled for them."""
     return Records(dict(layouts))
+
+
+def _path_of(keys: tuple[PathKey, ...]) -> Path:
+    """The path of a part of a state."""
+    field, *rest = map(name_of, keys)
+    if field == "opt_state":
+        return (OPTIMIZER, *(rest or ["state"]))
+    return (LAYERS if field == "variables" else field, *rest)
 
 
 def is_key(leaf: object) -> TypeGuard[jax.Array]:
@@ -253,19 +255,16 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
       saved: the checkpoint's.
       own: the pipeline's.
     """
-    for there, here in zip(saved["layers"], own["layers"], strict=False):
+    for there, here in zip_longest(saved["layers"], own["layers"], fillvalue={}):
+        if not there or not here:
+            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
+            whose = "the checkpoint" if there else "the pipeline"
+            return f"only {whose} has the layer {(there or here)['name']} ({counts})"
         if there["name"] != here["name"]:
             return f"layer {here['name']} is called {there['name']} in the checkpoint"
         if there["stored"] != here["stored"]:
-            one = (
-                "without variables" if not there["stored"] else f"one that shares its variables with {there['stored']}"
-            )
+            one = f"one that shares its variables with {there['stored']}" if there["stored"] else "without variables"
             return f"layer {here['name']} is {one} in the checkpoint"
-    for longer, shorter, whose in ((saved, own, "the checkpoint"), (own, saved, "the pipeline")):
-        if len(longer["layers"]) > len(shorter["layers"]):
-            extra = longer["layers"][len(shorter["layers"])]["name"]
-            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
-            return f"only {whose} has the layer {extra} ({counts})"
     arrays = [{"/".join(path): (dtype, shape) for path, dtype, shape in told["arrays"]} for told in (saved, own)]
     for name in sorted({*arrays[0], *arrays[1]}):
         there, here = (_in_words(known.get(name)) for known in arrays)

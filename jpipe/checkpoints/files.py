@@ -191,7 +191,10 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
             arguments = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
             with _reading(directory / item):
                 restored = ocp.PyTreeCheckpointHandler().restore(directory / item, args=arguments)
-            found |= {(item, *path): array for path, array in ocp.tree.to_flat_dict(restored).items()}
+                for path, array in ocp.tree.to_flat_dict(restored).items():
+                    if isinstance(array, jax.ShapeDtypeStruct):  # orbax leaves it where there is no array
+                        raise KeyError("/".join(path))
+                    found[item, *path] = array
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -52,16 +53,13 @@ def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callabl
         return False
     if structure == wanted:
         return True
-    try:  # a batch without what only the loss needs
-        found = jax.tree.structure(jax.eval_shape(read_inputs, batch))
-    except Exception:
-        found = None
-    if found is None or found != wanted:  # a PyTreeDef can't be compared with None
-        raise ValueError(
-            f"the batch has the structure {structure}: neither that of a training batch, "
-            f"{jax.tree.structure(expected)}, nor that of the bare inputs, {wanted}"
-        )
-    return False
+    with suppress(Exception):  # a batch without what only the loss needs
+        if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == wanted:
+            return False
+    raise ValueError(
+        f"the batch has the structure {structure}: neither that of a training batch, "
+        f"{jax.tree.structure(expected)}, nor that of the bare inputs, {wanted}"
+    )
 
 
 def batch_size(batch: Batch) -> int:
@@ -217,7 +215,7 @@ def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
 
 def _alternatives(size: int) -> str:
     divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
-    return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]])) or "at least one example"
+    return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]]))
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:

@@ -6,7 +6,6 @@ Two processes with other programs would wait for each other's transfers for ever
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -48,7 +47,7 @@ class Agreement:
         mesh = self._planner.request.mesh
         if jax.process_count() == 1 or not mesh.is_multi_process:
             return
-        check_placed(batch, mesh)
+        check_placed(batch)
         step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
         if step not in self._known:
             found = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
@@ -77,7 +76,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "num_stages": str(schedule.num_stages),
         "num_microbatches": str(schedule.num_microbatches),
         "num_chunks": str(schedule.num_chunks),
-        "schedule": f"{schedule.name} ({_digest([str(schedule.actions), str(schedule.slots)])})",
+        "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
         "remat": _name(given.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "shard_over, gather, cast, unroll": str(
@@ -95,7 +94,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         found[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         if values and _is_own(leaf):
             remedy = "rows of this process alone go through pipe.place"
-            found[f"the values of {name} ({remedy})"] = _digest([np.asarray(leaf).tobytes()])
+            found[f"the values of {name} ({remedy})"] = _digest(np.asarray(leaf).tobytes())
     if key is not None and _is_own(key):
         found["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
     return found | {"JAX": jax.__version__}
@@ -112,14 +111,11 @@ def _name(remat: Remat) -> str:
     return known[0] if known else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
 
 
-def _digest(parts: Sequence[str | bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else part)
-    return digest.hexdigest()[:8]
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def _shortened(value: object, most: int = 200) -> str:
     """A value in words; the middle of long ones is left out, but told apart by a digest."""
     text = str(value)
-    return text if len(text) <= most else f"{text[: most // 2]}... ({_digest([text])})"
+    return text if len(text) <= most else f"{text[: most // 2]}... ({_digest(text.encode())})"

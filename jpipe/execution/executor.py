@@ -73,50 +73,48 @@ class Now(NamedTuple):
 # --- the two programs -------------------------------------------------------------------------------------------------
 
 
-def run_inference(step: Step, stage: Stage) -> list[jax.Array]:
+def run_inference(stage: Stage) -> list[jax.Array]:
     """Forward only, on one device of a `shard_map`.
 
     Returns:
       The leaves of the outputs, `[M, b, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
-    loses = step.spec.loss_fn is not None
-    shape = (step.num_microbatches,)
-    results = _no_loss(step) if loses else [jnp.zeros(shape + leaf.shape, leaf.dtype) for leaf in step.outputs]
+    step = stage.step
+    if step.has_loss:
+        results = list(map(_accumulator, step.outputs))
+    else:
+        results = [jnp.zeros((step.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    results = _run_ticks(step, stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
-    return _total_loss(step, results) if loses else list(map(_from_last_stage, results))
+    results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
+    return _total_loss(step, results) if step.has_loss else list(map(_from_last_stage, results))
 
 
-def run_training(
-    step: Step, stage: Stage, gradients: Buffers, only: jax.Array | None = None
-) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
+def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
     """Forward and backward, on one device of a `shard_map`.
 
     Args:
-      step: a step with backward actions.
-      stage: this device.
+      stage: this device, in a step with backward actions.
       gradients: zero buffers to add up gradients in, not split over data axes (`Layout.zeros(at_work=True)`).
-      only: which actions of the first T ticks to run, `[slots, T, K]` of 0 and 1, and no further ticks, to measure what
-        they take; the results then mean nothing.
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
       gradients as sums over the device's own examples, not divided by the weight yet.
     """
+    step = stage.step
     activation, cotangent = step.activations.empty(), step.cotangents.empty()
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()}
     carry = TickCarry(
-        forward=ForwardWork(activation, step.residuals.empty(), state, _no_loss(step)),
+        forward=ForwardWork(activation, step.residuals.empty(), state, list(map(_accumulator, step.outputs))),
         backward=BackwardWork(cotangent, gradients, shared_gradients),
         waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
     )
-    carry = _run_ticks(step, stage, carry, only)
-    if only is not None:  # without ticks too, what is done with their results is done
+    carry = _run_ticks(stage, carry)
+    if stage.only is not None:  # without ticks too, what is done with their results is done
         carry = jax.lax.optimization_barrier(carry)
-    gradients = sum_shared_gradients(step, stage, carry.backward)
+    gradients = sum_shared_gradients(stage, carry.backward)
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state), gradients
 
 
@@ -128,10 +126,6 @@ def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
 def _accumulator(array: Leaf) -> jax.Array:
     """Zeros to sum up values like these in."""
     return jnp.zeros(array.shape, accumulator_dtype(array.dtype))
-
-
-def _no_loss(step: Step) -> list[jax.Array]:
-    return [jnp.zeros((), accumulator_dtype(leaf.dtype)) for leaf in step.outputs]
 
 
 def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
@@ -156,10 +150,10 @@ def _from_last_stage(leaf: jax.Array) -> jax.Array:
 # --- ticks ------------------------------------------------------------------------------------------------------------
 
 
-def _run_ticks(step: Step, stage: Stage, carry: TickCarry, only: jax.Array | None = None) -> TickCarry:
+def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     """The carry after all ticks.
 
-    Where `only` is 0, stages idle; there are as many ticks as it has (`run_training`).
+    Where `stage.only` is 0, stages idle; there are as many ticks as it has.
     """
     # With 1F1B, K=2 and M=3:
     #   tick       0       1       2       3       4
@@ -167,6 +161,7 @@ def _run_ticks(step: Step, stage: Stage, carry: TickCarry, only: jax.Array | Non
     #   stage 0  F0  .   F1  .   F2  B0  .   B1  .   B2
     #   stage 1  .   .   F0  B0  F1  B1  F2  B2  .   .
     # F0 of stage 0 crosses during tick 0's B slot, B0 of stage 1 during tick 2's F slot.
+    step, only = stage.step, stage.only
     slots = step.table.slots
     kinds = [slot.kinds for slot in slots]
     table = jnp.asarray([[getattr(slot, name) for name in Now._fields] for slot in slots])  # [slots, columns, T, K]
@@ -186,7 +181,7 @@ def _run_ticks(step: Step, stage: Stage, carry: TickCarry, only: jax.Array | Non
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                     active = _is_active(slot, kind, now, known=only is None)
-                    carry = when(active, now, partial(ACTIONS[kind], step, stage), carry)
+                    carry = when(active, now, partial(ACTIONS[kind], stage), carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
             crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
@@ -223,7 +218,7 @@ def _send(step: Step, kind: str, carry: TickCarry) -> Buffers:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    hops = step.spec.schedule.placement.hops(flow)
+    hops = step.schedule.placement.hops(flow)
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, hops), sent)
 
 
@@ -241,17 +236,18 @@ def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarr
 # --- actions ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
-    job = _job(step, stage, now, Row(now.residual, stage.device) if step.spec.stores_residuals else None)
+def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    step = stage.step
+    job = _job(stage, now, Row(now.residual, stage.device) if step.stores_residuals else None)
     activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
     return replace(carry, forward=stage.forward(job, replace(carry.forward, activation=activation)))
 
 
-def _backward(step: Step, stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
-    stored, residuals = step.spec.stores_residuals, carry.forward.residuals
+def _backward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    step, residuals = stage.step, carry.forward.residuals
     # Residuals that are made again live within this action alone, so that one row does.
-    job = _job(step, stage, now, Row(now.residual if stored else 0, stage.device))
-    if not stored:
+    job = _job(stage, now, Row(now.residual if step.stores_residuals else 0, stage.device))
+    if not step.stores_residuals:
         activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
         residuals = stage.forward(job, ForwardWork(activation, residuals, {}, [])).residuals
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
@@ -264,10 +260,10 @@ ACTIONS = {"F": _forward, "B": _backward}
 """By kind of action, who carries it out."""
 
 
-def _job(step: Step, stage: Stage, now: Now, row: Row | None) -> Job:
+def _job(stage: Stage, now: Now, row: Row | None) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one."""
-    only_one = step.ranges.num_virtual_stages == 1
-    virtual_stage = 0 if only_one else step.spec.schedule.placement.virtual_stage(stage.device, now.chunk)
+    only_one = stage.step.ranges.num_virtual_stages == 1
+    virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     return Job(virtual_stage, now.microbatch, row)
 
 

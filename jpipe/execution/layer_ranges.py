@@ -55,12 +55,10 @@ def make_ranges(model: Model, bounds: Sequence[tuple[int, int]]) -> LayerRanges:
         passes: list[dict[int, tuple[int, int]]] = [{}]
         for i in range(first, last):
             g = model.group_of[i]
-            if i > first and model.group_of[i - 1] == g:
-                passes[-1][g] = (passes[-1][g][0], position[i] + 1)
-                continue
-            if passes[-1] and g <= max(passes[-1]):
+            if g < max(passes[-1], default=g):
                 passes.append({})
-            passes[-1][g] = (position[i], position[i] + 1)
+            begin, _ = passes[-1].get(g, (position[i], 0))
+            passes[-1][g] = (begin, position[i] + 1)
         by_stage.append(passes)
     shape = (len(bounds), max(map(len, by_stage)), len(model.groups))
     start, stop = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -15,22 +15,22 @@ from functools import cache
 import jax
 
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
-from jpipe.execution.step import Step, StepSpec, build_step, layer_functions
+from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import num_shards
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import TracedGroup
+from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
 from jpipe.schedules.orders import make_schedule
 from jpipe.terminal.progress import task
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch
 
 
 class Planner:
@@ -43,20 +43,20 @@ class Planner:
       plan: None until a batch was seen.
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
       loss: micro-batch -> the loss that follows them, checked.
-      groups: micro-batch, type of random keys -> the layers of each group in training.
+      layers: micro-batch, type of random keys -> the layers of each group in training.
+      step: micro-batch, the layers of each group in training -> the step of training.
     """
 
     def __init__(self, request: Request):
         self.request = request
         self.plan: Plan | None = None
-        self.model, self.loss, self.groups = cache(self._model), cache(self._loss), cache(self._groups)
-        self._steps: dict[tuple[MicroBatch, jax.ShapeDtypeStruct], Step] = {}
+        self.model, self.loss = cache(self._model), cache(self._loss)
+        self.layers, self.step = cache(self._layers), cache(self._step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.groups):
+        for kept in (self.model, self.loss, self.layers, self.step):
             kept.cache_clear()
-        self._steps.clear()
 
     # --- batch -> micro-batch ---
 
@@ -73,7 +73,7 @@ class Planner:
 
     def _model(self, micro: MicroBatch) -> Model:
         given = self.request
-        read = _itself if micro.bare else given.read_inputs
+        read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with shapes_only(given.mesh), task(f"tracing {len(given.layers)} layers"):
             model = trace_model(given.layers, read, micro.shapes, given.splits)
         if self.plan is not None:
@@ -85,17 +85,22 @@ class Planner:
         with shapes_only(self.request.mesh):
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
 
-    def _groups(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> list[TracedGroup]:
-        functions, found = layer_functions(self.model(micro), self._training_spec(micro, key)), []
+    def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
+        functions, found = self._functions(micro, key, with_loss=True), []
         with (
             shapes_only(self.request.mesh),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                arguments = function.shapes(micro.shapes)
-                found.append(TracedGroup(function, arguments, trace_layer(function, arguments)))
+                found.append(trace_layer(function))
                 advance()
-        return found
+        return tuple(found)
+
+    def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
+        """What the layers of each group compute; the loss follows the last."""
+        model, given = self.model(micro), self.request
+        loss = lambda g: given.loss_fn if with_loss and g == model.last else None
+        return [LayerFunction(group, key, given.remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
@@ -131,7 +136,7 @@ class Planner:
             with task(f"planning {len(self.request.layers)} layers"):
                 model, loss = self.model(micro), self.loss(micro)
                 # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-                self.plan = make_plan(self.request, model, loss, lambda: self.groups(micro, key_shape()))
+                self.plan = make_plan(self.request, model, loss, lambda: self.layers(micro, key_shape()))
         return self.plan
 
     # --- plan -> step ---
@@ -141,27 +146,19 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        micro, kind = self.for_training(batch), key_shape(key)
-        groups = self.groups(micro, kind)
-        if (micro, kind) not in self._steps:
-            with shapes_only(self.request.mesh):
-                spec = self._training_spec(micro, kind)
-                self._steps[micro, kind] = build_step(self.known_plan(), self.model(micro), spec, groups)
-        return self._steps[micro, kind]
+        micro = self.for_training(batch)
+        return self.step(micro, self.layers(micro, key_shape(key)))
 
-    def _training_spec(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> StepSpec:
-        given = self.request
-        return StepSpec(key, given.loss_fn, given.remat, given.schedule, given.merge, self.loss(micro).metrics)
+    def _step(self, micro: MicroBatch, layers: tuple[TracedLayer, ...]) -> Step:
+        functions = [layer.function for layer in layers]
+        with shapes_only(self.request.mesh):
+            return build_step(self.known_plan(), self.model(micro), self.request.schedule, functions, layers)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""
         micro, given = self.for_evaluation(batch, bare=bare), self.request
         sizes = {"num_stages": given.schedule.num_stages, "num_chunks": given.schedule.num_chunks}
         schedule = make_schedule("forward", **sizes, num_microbatches=micro.count)
-        spec = StepSpec(None, given.loss_fn if with_loss else None, given.remat, schedule, given.merge)
+        functions = self._functions(micro, None, with_loss)
         with shapes_only(given.mesh):
-            return build_step(self.known_plan(), self.model(micro), spec)
-
-
-def _itself(batch: Batch) -> PyTree:
-    return batch
+            return build_step(self.known_plan(), self.model(micro), schedule, functions)

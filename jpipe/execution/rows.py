@@ -66,18 +66,15 @@ def place_rows(batch: Batch, mesh: Mesh) -> Batch:
     return jax.tree.map(move, batch)
 
 
-def check_placed(batch: Batch, mesh: Mesh) -> None:
-    """Checks that no array of a batch is on some devices of one process, where the mesh has those of several.
+def check_placed(batch: Batch) -> None:
+    """Checks, where the mesh has devices of several processes, that no array of a batch is on some of one of them.
 
     Raises:
       ValueError: naming the first that is.
     """
-    if not mesh.is_multi_process:
-        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
-            continue
-        if leaf.committed:
+        own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+        if own and leaf.committed:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
                 "has those of several processes; give pipe.place(batch), with the rows that this process feeds "

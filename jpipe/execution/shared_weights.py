@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.stage import AsUsed, BackwardWork, Stage
+from jpipe.execution.stage import BackwardWork, Stage, read_parameters
 from jpipe.execution.step import Step
 from jpipe.jax_tools.loops import when
 from jpipe.memory.buffers import Index
@@ -18,28 +18,27 @@ from jpipe.mesh.axes import AXIS
 from jpipe.types import Leaf
 
 
-def send_shared(step: Step, variables: dict[str, Buffers], device: Index, as_used: AsUsed) -> dict[int, list[Leaf]]:
+def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, list[Leaf]]:
     """Shared parameters from the stage that holds them to all stages, by set of variables; as layers use them."""
     storage = step.storages["params"]
     found = {}
     for v, known in enumerate(step.model.variable_sets):
         if known.shared:
             mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
-            leaves = as_used(v, storage.read(variables["params"], v, 0))
+            leaves = read_parameters(step, variables, v, 0)
             found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
     return found
 
 
-def sum_shared_gradients(step: Step, stage: Stage, work: BackwardWork) -> Buffers:
+def sum_shared_gradients(stage: Stage, work: BackwardWork) -> Buffers:
     """This device's buffers of gradients, with those of the shared parameters that it holds, summed over the stages.
 
     Args:
-      step: the step.
       stage: this device.
       work: its sums of gradients, and those of its uses of shared parameters.
     """
     gradients = work.gradients
-    storage = step.storages["params"]
+    storage = stage.step.storages["params"]
     for v, leaves in work.shared_gradients.items():
         total = [jax.lax.psum(leaf, AXIS) for leaf in leaves]
         mine = storage.record_types[v].devices[0] == stage.device

@@ -28,9 +28,6 @@ from jpipe.model.layer_function import Arguments
 from jpipe.types import Batch, Leaf
 
 Reads = TypeVar("Reads")
-AsUsed = Callable[[int, list[Leaf]], list[Leaf]]
-"""`(set of variables, a layer's parameters as they lie in the buffers) -> as its forward and backward take them`, that
-is, gathered over the data axes, if they are split over some."""
 
 
 class Job(NamedTuple):
@@ -106,20 +103,19 @@ class Stage:
       variables: the device's buffers, by collection.
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
+      only: which actions of the first T ticks to run, `[slots, T, K]` of 0 and 1, and no further ticks, to measure what
+        they take (the results then mean nothing); None for all.
       shared: for each shared set of variables, the leaves of its parameters, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
-      as_used: gathers a layer's parameters over the data axes; the identity if they are gathered once a step.
-      cast_at_use: whether parameters are cast anew for each micro-batch, so that no cast copy of all of them is kept.
     """
 
     step: Step
     variables: dict[str, Buffers]
     batch: Batch
     key: Key | None
+    only: jax.Array | None
     shared: dict[int, list[Leaf]]
     device: Index
-    as_used: AsUsed
-    cast_at_use: bool
 
     def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
@@ -163,7 +159,7 @@ class Stage:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             if turn.g == step.model.last:
                 # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
-                cotangents = [jnp.ones(leaf.shape, leaf.dtype) for leaf in step.layers[turn.g].outputs]
+                cotangents = list(map(jnp.ones_like, step.functions[turn.g].differentiated(step.outputs)))
             else:
                 cotangents = step.cotangents.unpack(work.cotangent, step.model.groups[turn.g].indices[0])
             return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
@@ -195,9 +191,9 @@ class Stage:
     def _collected(self, turn: _Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = zip(results, outputs, strict=True)
-        if self.step.spec.loss_fn is None:
-            return [put_row(a, new, turn.microbatch) for a, new in pairs]
-        return [a + new.astype(a.dtype) for a, new in pairs]
+        if self.step.has_loss:
+            return [a + new.astype(a.dtype) for a, new in pairs]
+        return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
     def _batch_of(self, turn: _Turn) -> Batch:
         """The micro-batch, for layers that look at it."""
@@ -213,11 +209,10 @@ class Stage:
         if group.variable_set in self.shared:
             params = self.shared[group.variable_set]
         elif group.variable_set is not None:
-            read = self.step.storages["params"].read(self.variables["params"], group.variable_set, turn.position)
-            params = self.as_used(group.variable_set, read)
+            params = read_parameters(self.step, self.variables, group.variable_set, turn.position)
         # A layer that computes in another dtype casts its parameters. Times a one that only the trip knows, they can't
-        # be cast ahead of the ticks, all of them at once.
-        if self.cast_at_use:
+        # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept.
+        if self.step.plan.request.options.cast == "use":
             params = [of_trip(leaf, turn.microbatch) for leaf in params]
         return Arguments(params, self._read_state(self.variables, turn.g, turn.position), key, batch)
 
@@ -319,3 +314,14 @@ class Stage:
             own = [next(rest) for _ in storage.record_types[v].leaves]
             buffers[name] = storage.write(buffers[name], v, position, own)
         return buffers
+
+
+def read_parameters(step: Step, variables: dict[str, Buffers], v: int, instance: Index) -> list[Leaf]:
+    """An instance's parameters out of a device's buffers, as layers use them.
+
+    That is, gathered over the data axes, if they are split over some; it is done here unless it was once for the step.
+    """
+    leaves = step.storages["params"].read(variables["params"], v, instance)
+    if step.plan.request.options.gather == "use":
+        return step.plan.layouts["params"].gathered_leaves(v, leaves)
+    return leaves

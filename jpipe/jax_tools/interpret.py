@@ -76,9 +76,7 @@ _WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
     "convert_element_type": lambda equation, x: x.astype(equation.params["new_dtype"]),
     "integer_pow": lambda equation, x: x ** np.asarray(equation.params["y"], x.dtype),
-    **dict.fromkeys(
-        ("reshape", "squeeze", "expand_dims"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)
-    ),
+    **dict.fromkeys(("reshape", "squeeze"), lambda equation, x: x.reshape(equation.outvars[0].aval.shape)),
     "transpose": lambda equation, x: np.transpose(x, equation.params["permutation"]),
     "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
     **{name: _over_axes(getattr(np, numpy)) for name, numpy in REDUCTIONS.items()},

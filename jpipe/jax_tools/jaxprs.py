@@ -24,31 +24,19 @@ def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
 
     What a loop gives is taken to depend on all that it takes; `uses` looks into loops.
     """
-    return _depends_on(closed.jaxpr, inputs)
-
-
-def _depends_on(jaxpr: Jaxpr, inputs: Collection[Var]) -> list[bool]:
     dependent = set(inputs)
     depends = lambda v: not isinstance(v, Literal) and v in dependent
-    for equation in jaxpr.eqns:
+    for equation in closed.jaxpr.eqns:
         operands = list(map(depends, equation.invars))
         if not any(operands):
             continue
-        results, called = [True] * len(equation.outvars), _called(equation)
-        if called:  # a result may not depend on every operand
-            results = _depends_on(
-                called, [v for v, is_dependent in zip(called.invars, operands, strict=True) if is_dependent]
-            )
+        results = [True] * len(equation.outvars)
+        if equation.primitive.name in CALLS:  # a result may not depend on every operand
+            called = called_by(equation)
+            pairs = zip(called.jaxpr.invars, operands, strict=True)
+            results = depends_on(called, [v for v, is_dependent in pairs if is_dependent])
         dependent.update(v for v, is_dependent in zip(equation.outvars, results, strict=True) if is_dependent)
-    return list(map(depends, jaxpr.outvars))
-
-
-def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """The jaxpr that an equation only calls, with the equation's operands as inputs; None if it does anything else."""
-    if equation.primitive.name not in CALLS:
-        return None
-    called = called_by(equation).jaxpr
-    return called if len(called.invars) == len(equation.invars) else None
+    return list(map(depends, closed.jaxpr.outvars))
 
 
 def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:

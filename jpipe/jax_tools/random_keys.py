@@ -41,23 +41,16 @@ def example_key(shape: jax.ShapeDtypeStruct) -> Key:
 def as_key(key: Leaf) -> Key:
     """A user's random key, typed or raw, as a typed one.
 
-    Raises:
-      TypeError: it is no key.
-    """
-    if hasattr(key, "dtype"):
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
-            return key
-        if key.dtype == np.uint32 and key.ndim == 1:
-            return _wrapped(key)
-    raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
-
-
-def _wrapped(key: Leaf) -> Key:
-    """A raw key as a typed one of JAX's default implementation: nothing in it says which it is of.
+    Nothing in a raw key says of which implementation it is; it is taken to be of JAX's default one.
 
     Raises:
-      TypeError: it has another length than those.
+      TypeError: it is no key, or a raw one of another length than those of the default implementation.
     """
+    dtype = getattr(key, "dtype", object)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ():
+        return key
+    if dtype != np.uint32 or key.ndim != 1:
+        raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
     default = jax.random.key(0)
     expected = jax.random.key_data(default).shape
     if key.shape != expected:

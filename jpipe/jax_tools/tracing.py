@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import AbstractMesh
 
 from jpipe.jax_tools.jaxprs import changed
 from jpipe.seam.inside import replaced, with_named_axes
@@ -50,7 +50,8 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJa
     failures: list[Exception] = []
     for way in ways:
         with way:
-            names = _named_axes()
+            mesh = jax.sharding.get_abstract_mesh()
+            names = [name for name in mesh.axis_names if name not in mesh.manual_axes]
             try:
                 closed, shapes = with_named_axes(function, dict.fromkeys(names, 1))(*arguments)
                 jaxpr = _without_axes(closed.jaxpr, names) if names else closed.jaxpr
@@ -62,23 +63,14 @@ def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJa
     raise failures[0]
 
 
-def _named_axes() -> list[str]:
-    """The axes of the mesh at hand that a traced function may name."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return [name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of != AxisType.Manual]
-
-
 def _is_opaque(jaxpr: Jaxpr) -> bool:
     """Whether an equation holds jaxprs that run as they are, kernels for instance: each knows the mesh of its trace."""
-    is_jaxpr = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
     for equation in jaxpr.eqns:
-        params = [value for name, value in equation.params.items() if name != "update_jaxpr"]  # of a scatter: a sum
-        values = jax.tree.leaves(params, is_leaf=is_jaxpr)
-        inside = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values if is_jaxpr(value)]
+        params = {name: value for name, value in equation.params.items() if name != "update_jaxpr"}  # a scatter's sum
+        inside = jaxprs_in_params(params)
         if equation.primitive.name in CALLS | LOOPS_AND_BRANCHES | {"shard_map"}:
-            if any(map(_is_opaque, inside)):
-                return True
-        elif equation.primitive.name == "pallas_call" or any(isinstance(value, ClosedJaxpr) for value in values):
+            inside = filter(_is_opaque, inside)
+        if any(inside):
             return True
     return False
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 
 import flax.linen as nn
 from flax import nnx
 
 from jpipe.layers.base import AnyLayer, Layer, PlainLayer
 from jpipe.layers.connections import Marked, connect
-from jpipe.layers.flax import LinenLayer, NnxLayer, as_flax_layer, open_sequential, parts_of
+from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
+from jpipe.layers.functions import signature_of
 from jpipe.layers.shared import Shared, Use
 
 
@@ -20,19 +21,22 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
 
     Raises:
       TypeError: `layers` is no sequence, or an item is no layer (its index and type are named).
-      ValueError: there are no layers.
+      ValueError: there are no layers; or two look tied, hold variables of types with one name, or have connections
+        that don't match.
     """
-    opened = open_sequential(layers)
+    opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
         raise TypeError(
             f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
         )
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
-    marks = [layer if isinstance(layer, Marked) else None for layer in opened]
-    plain = [layer.layer if isinstance(layer, Marked) else layer for layer in opened]
+    marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
+    plain = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
     _check_repeats(plain, opened is not layers)
-    return connect([_as_layer(layer, index) for index, layer in enumerate(plain)], marks)
+    adapted = [_as_layer(layer, index) for index, layer in enumerate(plain)]
+    check_variable_types(adapted)
+    return connect(adapted, marks)
 
 
 def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
@@ -44,7 +48,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied.
     owners: dict[int, tuple[int, Shared | None, bool]] = {}
     for index, layer in enumerate(layers):
-        owner = layer.shared if isinstance(layer, Use) else layer if isinstance(layer, Shared) else None
+        owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         for part in parts_of(module):
@@ -57,16 +61,19 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
                 )
 
 
-def _as_layer(layer: object, index: int) -> AnyLayer:
-    if isinstance(layer, Shared):
-        return _as_use(Use(layer, None), index)
+def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
     if isinstance(layer, Use):
         return _as_use(layer, index)
-    adapted = as_flax_layer(layer, index)
-    if adapted is not None:
-        return adapted
+    if isinstance(layer, nn.Module):
+        if layer.scope is not None:
+            raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
+        return LinenLayer(layer)
+    if isinstance(layer, nnx.Module):
+        return NnxLayer.from_module(layer)
     if isinstance(layer, Layer):
         return PlainLayer(layer.name, layer.init, layer.apply)
+    if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
+        return NnxLayer.from_factory(layer, index)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
         raise TypeError(
@@ -81,7 +88,7 @@ def _as_layer(layer: object, index: int) -> AnyLayer:
     )
 
 
-def _as_use(use: Use, index: int) -> AnyLayer:
+def _as_use(use: Use, index: int) -> PlainLayer | LinenLayer | NnxLayer:
     """The layer that a use shares, called through the use's method."""
     if isinstance(use.shared.layer, Marked):
         raise TypeError(
@@ -90,10 +97,7 @@ def _as_use(use: Use, index: int) -> AnyLayer:
         )
     layer, method = _as_layer(use.shared.layer, index), use.method
     if method is None:
-        assert is_dataclass(layer)
         return replace(layer, shared=use.shared)
-    if not isinstance(layer, PlainLayer | LinenLayer | NnxLayer):
-        raise TypeError(f"layers[{index}] uses {layer.name} through {method!r}, but can only be used as it is")
     if isinstance(layer, PlainLayer):
         if isinstance(method, str):
             raise TypeError(

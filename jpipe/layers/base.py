@@ -39,24 +39,6 @@ class LayerError(ValueError):
     """What a layer does wrong, as the rest of a sentence that begins with its name."""
 
 
-class MissingKeyError(ValueError):
-    """A layer asked for random numbers in evaluation, where there is no key."""
-
-    def __init__(self, name: str):
-        super().__init__(
-            f"{name} draws random numbers in evaluation mode, where there is no key; make it deterministic there, by "
-            "an argument `deterministic` or `train`, which jpipe gives it"
-        )
-
-
-class SideInputError(ValueError):
-    """The function that reads a layer's side input from the batch failed."""
-
-
-class CallError(ValueError):
-    """A layer with connections can't take what it is called with; the message shows both, and its error."""
-
-
 class Context(NamedTuple):
     """What a layer is told besides its variables and inputs.
 
@@ -69,9 +51,6 @@ class Context(NamedTuple):
     key: jax.Array | None
     train: bool
     batch: Batch = None
-
-
-EVALUATION = Context(key=None, train=False)
 
 
 class AnyLayer(Protocol):
@@ -218,40 +197,4 @@ class PlainLayer:
         return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
     def bind(self, item: Item) -> Callable[..., Activation]:
-        return lambda *inputs: self.apply(self.from_item(item), inputs, EVALUATION)[0]
-
-
-@dataclass(frozen=True)
-class Wrapper:
-    """A layer around another one, with the same variables; what it is called with is a matter of its own.
-
-    Attributes:
-      inner: the other layer.
-    """
-
-    inner: AnyLayer
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def ready(self) -> LayerVariables | None:
-        return self.inner.ready
-
-    @property
-    def shared(self) -> Shared | None:
-        return self.inner.shared
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return self.inner.to_item(variables)
-
-    def from_item(self, item: Item) -> LayerVariables:
-        return self.inner.from_item(item)
-
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        return self.inner.partition_specs(variables)
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        """The inner layer, to be called with its own inputs."""
-        return self.inner.bind(item)
+        return lambda *inputs: self.apply(self.from_item(item), inputs, Context(None, train=False))[0]

@@ -9,9 +9,10 @@ travel at all: every stage reads it from the micro-batch at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,21 +20,19 @@ import numpy as np
 from jpipe.layers.base import (
     Activation,
     AnyLayer,
-    CallError,
     Context,
     Inputs,
+    Item,
     LayerError,
     LayerVariables,
-    MissingKeyError,
-    SideInputError,
-    Wrapper,
+    Specs,
     describe,
     positional,
 )
 from jpipe.layers.fingerprint import same_value
+from jpipe.layers.shared import Shared
 from jpipe.types import Batch, PyTree
 
-T = TypeVar("T")
 Read = Callable[[Batch], PyTree]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""
 
@@ -97,39 +96,25 @@ def reads(layer: object, read: Read) -> Marked:
     return _mark(layer, "reads", "read", read)
 
 
-def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked | None]) -> tuple[AnyLayer, ...]:
+def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLayer, ...]:
     """The adapted layers with their connections: a `ConnectedLayer` around each that has some or that skips pass.
 
     Args:
       layers: the adapted layers.
-      marks: the connections of each layer, or None.
+      marks: the connections of each layer, or none.
 
     Raises:
       ValueError: a stash without a later pop, a pop without an earlier stash, or a name used twice; layer and name
         are given.
     """
-    known = [mark or Marked(None) for mark in marks]
-    _check_pairs(layers, known)
     numbers: dict[str, int] = {}  # of the skips that are under way, by name
-    connected: list[AnyLayer] = []
-    for layer, mark in zip(layers, known, strict=True):
-        passing = tuple(sorted(numbers.values()))
-        pops = stashes = None
-        if mark.pops is not None:
-            pops = numbers.pop(mark.pops)
-        if mark.stashes is not None:
-            stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
-            numbers[mark.stashes] = stashes
-        plain = not passing and stashes is None and pops is None and mark.read is None
-        connected.append(layer if plain else ConnectedLayer(layer, passing, stashes, pops, mark.read))
-    return tuple(connected)
-
-
-def _check_pairs(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> None:
     stashed: dict[str, int] = {}  # by name, the layer that stashes it
     popped: dict[str, int] = {}
+    connected: list[AnyLayer] = []
     for index, (layer, mark) in enumerate(zip(layers, marks, strict=True)):
         where = f"layer {index} ({layer.name})"
+        passing = tuple(sorted(numbers.values()))
+        pops = stashes = None
         if mark.pops is not None:
             if mark.pops not in stashed:
                 raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
@@ -139,17 +124,21 @@ def _check_pairs(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> None:
                     "stash it again behind an identity layer: jpipe.stash(lambda x: x, 'another name')"
                 )
             popped[mark.pops] = index
+            pops = numbers.pop(mark.pops)
         if mark.stashes is not None:
             if mark.stashes in stashed:
                 raise ValueError(
                     f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; use another name"
                 )
             stashed[mark.stashes] = index
-    for name, index in stashed.items():
-        if name not in popped:
-            raise ValueError(
-                f"layer {index} ({layers[index].name}) stashes {name!r}, which no later layer pops; pop it"
-            )
+            stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
+            numbers[mark.stashes] = stashes
+        plain = not passing and stashes is None and pops is None and mark.read is None
+        connected.append(layer if plain else ConnectedLayer(layer, passing, stashes, pops, mark.read))
+    for name in numbers:
+        where = f"layer {stashed[name]} ({layers[stashed[name]].name})"
+        raise ValueError(f"{where} stashes {name!r}, which no later layer pops; pop it")
+    return tuple(connected)
 
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
@@ -163,71 +152,123 @@ class WithSkips(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConnectedLayer(Wrapper):
-    """A layer that stashes, pops or reads, or that skips pass; it takes and gives `WithSkips` where there are some.
+class ConnectedLayer:
+    """A layer that is called with more or with less than the activation; its variables are those of the layer inside.
+
+    Where skips are under way it takes and gives `WithSkips`.
 
     Attributes:
+      inner: the layer.
       passing: the numbers of the skips that arrive with its inputs.
       stashes: the number under which its output leaves as a skip, if it does.
       pops: the number of the skip that it is called with, if it pops one.
       read: from the batch to its side input, if it has one.
+      read_inputs: of the model's first layer, from the batch to what it is called with: it takes no activation.
     """
 
-    passing: tuple[int, ...]
-    stashes: int | None
-    pops: int | None
-    read: Read | None
+    inner: AnyLayer
+    passing: tuple[int, ...] = ()
+    stashes: int | None = None
+    pops: int | None = None
+    read: Read | None = None
+    read_inputs: Read | None = None
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def ready(self) -> LayerVariables | None:
+        return self.inner.ready
 
     @property
     def reads_batch(self) -> bool:
-        return self.read is not None or self.inner.reads_batch
+        return self.read_inputs is not None or self.read is not None or self.inner.reads_batch
+
+    @property
+    def shared(self) -> Shared | None:
+        return self.inner.shared
 
     def is_same(self, other: AnyLayer) -> bool:
         if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
             return False
-        numbers = lambda layer: (layer.passing, layer.stashes, layer.pops)
-        return numbers(self) == numbers(other) and same_value(self.read, other.read)
+        connections = lambda layer: (layer.passing, layer.stashes, layer.pops, layer.read, layer.read_inputs)
+        return same_value(connections(self), connections(other))
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         own, _ = self._split(inputs, batch)
-        return self._call(own, lambda: self.inner.init(key, own, batch))
+        with self._called_with(own):
+            return self.inner.init(key, own, batch)
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls the layer with its own inputs, and passes the other skips on."""
         own, skips = self._split(inputs, context.batch)
-        outputs, updates = self._call(own, lambda: self.inner.apply(variables, own, context))
+        with self._called_with(own):
+            outputs, updates = self.inner.apply(variables, own, context)
         if self.stashes is not None:
             skips = {**skips, self.stashes: outputs}
         return (WithSkips(outputs, skips) if skips else outputs), updates
 
+    def to_item(self, variables: LayerVariables) -> Item:
+        return self.inner.to_item(variables)
+
+    def from_item(self, item: Item) -> LayerVariables:
+        return self.inner.from_item(item)
+
+    def partition_specs(self, variables: LayerVariables) -> Specs:
+        return self.inner.partition_specs(variables)
+
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """The inner layer, to be called with its own inputs."""
+        return self.inner.bind(item)
+
     def _split(self, inputs: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
         """(the layer's own positional inputs, the skips that pass it)."""
         skips: dict[int, Activation] = {}
-        if self.passing:
+        if self.read_inputs is not None:
+            inputs = positional(self.read_inputs(batch))
+        elif self.passing:
             ((x, arriving),) = inputs
             inputs, skips = positional(x), dict(arriving)
         extra = [] if self.pops is None else [skips.pop(self.pops)]
-        extra += [] if self.read is None else [self._side_input(self.read, batch)]
+        extra += [] if self.read is None else [_side_input(self.read, batch)]
         if extra:
             inputs = (inputs[0] if len(inputs) == 1 else inputs, *extra)
         return inputs, skips
 
-    def _call(self, own: Inputs, function: Callable[[], T]) -> T:
-        """What `function()` returns, which calls the layer with `own`; its errors tell what that is."""
+    @contextmanager
+    def _called_with(self, own: Inputs) -> Iterator[None]:
+        """The context in which the layer is called with `own`: errors tell what that is, if no layer gave just that."""
+        names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
-            return function()
-        except (LayerError, MissingKeyError):
-            raise
+            yield
         except Exception as error:
-            names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
+            if isinstance(error, LayerError) or (len(names) == 1 and not self.passing):
+                raise
             shown = f"({', '.join(names)}) = {describe(own)}" if len(names) > 1 else describe(own)
-            raise CallError(f"{shown}. It raised {type(error).__name__}: {error}") from error
+            raised = f"It raised {type(error).__name__}: {error}"
+            raise LayerError(f"can't take what it is called with, {shown}. {raised}") from error
 
-    def _side_input(self, read: Read, batch: Batch) -> PyTree:
-        try:
-            side = read(batch)
-        except Exception as error:
-            raise SideInputError(f"{type(error).__name__}: {error}") from error
-        if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
-            raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
-        return side
+
+def _side_input(read: Read, batch: Batch) -> PyTree:
+    try:
+        side = read(batch)
+    except Exception as error:
+        raise LayerError(
+            f"can't read its side input from the batch {describe(batch)}: its function raised "
+            f"{type(error).__name__}: {error}; pass the whole batch, to apply too where a layer reads it"
+        ) from error
+    if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
+        raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
+    return side
+
+
+def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:
+    """The layers, the first of which reads its inputs from the micro-batch, on whatever stage: nothing is sent to it.
+
+    Args:
+      layers: the layers as `connect` gives them.
+      read_inputs: micro-batch -> what the first one is called with.
+    """
+    first = layers[0] if isinstance(layers[0], ConnectedLayer) else ConnectedLayer(layers[0])
+    return [replace(first, read_inputs=read_inputs), *layers[1:]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,23 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    Context,
-    Inputs,
-    Item,
-    LayerError,
-    LayerVariables,
-    MissingKeyError,
-    Specs,
-)
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.fingerprint import same_value, values_within
-from jpipe.layers.functions import ModeArguments, mode_arguments, signature_of
+from jpipe.layers.functions import ModeArguments, mode_arguments
 from jpipe.layers.shared import Method, Shared
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
 from jpipe.types import Batch, Leaf, PyTree
@@ -46,12 +37,10 @@ Module = TypeVar("Module")
 ARRAYS = "arrays"
 """The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
 
-
-def open_sequential(layers: object) -> object:
-    """The layers inside a `flax.linen.Sequential` or `nnx.Sequential`; anything else as it is."""
-    if isinstance(layers, nn.Sequential | nnx.Sequential):
-        return list(layers.layers)
-    return layers
+NO_KEY = (
+    "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
+    "`deterministic` or `train`, which jpipe gives it"
+)
 
 
 def parts_of(layer: object) -> list[object]:
@@ -62,25 +51,29 @@ def parts_of(layer: object) -> list[object]:
     if isinstance(layer, nnx.Module):
         variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
         return [variable for variable in variables if not isinstance(variable, nnx.RngState)]
-    if not isinstance(layer, nn.Module):
-        return [layer]
-    is_module = lambda x: isinstance(x, nn.Module)
-    fields = [getattr(layer, f.name, None) for f in dataclasses.fields(layer) if f.name not in ("parent", "name")]
-    inner = filter(is_module, jax.tree.leaves(fields, is_leaf=is_module))
-    return [layer, *(part for module in inner for part in parts_of(module))]
-
-
-def as_flax_layer(layer: object, index: int) -> AnyLayer | None:
-    """The adapter for a module, or for a factory of nnx modules; None for anything else."""
     if isinstance(layer, nn.Module):
-        if layer.scope is not None:
-            raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
-        return LinenLayer(layer)
-    if isinstance(layer, nnx.Module):
-        return NnxLayer.from_module(layer)
-    if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
-        return NnxLayer.from_factory(layer, index)
-    return None
+        return [part for part in values_within(layer) if isinstance(part, nn.Module)]
+    return [layer]
+
+
+def check_variable_types(layers: Sequence[AnyLayer]) -> None:
+    """Refuses nnx variables of two types with one name, which would be one collection, under one rule of `merge`.
+
+    Raises:
+      ValueError: naming the first layer with such variables, and both types.
+    """
+    types: dict[str, type] = {"params": nnx.Param}
+    for index, layer in enumerate(layers):
+        leaves = nnx.to_flat_state(layer.template) if isinstance(layer, NnxLayer) else []
+        for variable in [leaf for _, leaf in leaves if not isinstance(leaf, nnx.Param | nnx.RngState)]:
+            name, kind = _collection(variable), type(variable)
+            other = types.setdefault(name, kind)
+            if other is not kind:
+                raise ValueError(
+                    f"layers[{index}] ({layer.name}) has variables of the type {kind.__module__}.{kind.__qualname__}, "
+                    f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
+                    "one of the two types another name"
+                )
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ class LinenLayer:
             )
         except flax.errors.InvalidRngError as error:
             if key is None:
-                raise MissingKeyError(self.name) from error
+                raise LayerError(NO_KEY) from error
             raise
         except flax.errors.ModifyScopeVariableError as error:
             if train:
@@ -240,20 +233,17 @@ class NnxLayer:
         Raises:
           TypeError: it makes no nnx module, or one that hides an array from nnx.
         """
-        found: list = []  # the graph definition, or what isn't a module
 
-        def make(key: jax.Array) -> nnx.State | None:
+        def make(key: jax.Array) -> tuple[nnx.GraphDef[nnx.Module], nnx.State]:
             with unsharded_creation():
-                module = _mark_arrays(factory(rngs=nnx.Rngs(key)))
-            found.append(nnx.split(module)[0] if isinstance(module, nnx.Module) else module)
-            return nnx.state(module) if isinstance(module, nnx.Module) else None
+                module = factory(rngs=nnx.Rngs(key))
+            if not isinstance(module, nnx.Module):
+                made = type(module).__name__
+                raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")
+            return nnx.split(_mark_arrays(module))
 
         with no_mesh():
-            closed, state = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
-        (graphdef,) = found
-        if state is None:
-            made = type(graphdef).__name__
-            raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")
+            closed, (graphdef, state) = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
         if any(isinstance(value, Tracer) for value in values_within(graphdef)):
             raise TypeError(
                 f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
@@ -290,7 +280,7 @@ class NnxLayer:
         outputs = function(*inputs, **mode_arguments(function, train))
         after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
-            raise MissingKeyError(self.name)
+            raise LayerError(NO_KEY)
         new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
         return outputs, (new if train else {})
 
@@ -362,15 +352,11 @@ def _collection(variable: nnx.Variable | Leaf) -> str:
 
 def _collections(state: nnx.State) -> LayerVariables:
     """`{collection: nested dict by path}` of every variable that is no random number state."""
-    variables: LayerVariables = {}
+    variables: dict[str, dict[tuple, Leaf]] = {}
     for path, variable in nnx.to_flat_state(state):
-        if isinstance(variable, nnx.RngState):
-            continue
-        tree = variables.setdefault(_collection(variable), {})
-        for name in path[:-1]:
-            tree = tree.setdefault(name, {})
-        tree[path[-1]] = _value(variable)
-    return variables
+        if not isinstance(variable, nnx.RngState):
+            variables.setdefault(_collection(variable), {})[path] = _value(variable)
+    return {name: unflatten_dict(tree) for name, tree in variables.items()}
 
 
 def _counts(state: nnx.State) -> dict[tuple, Leaf]:

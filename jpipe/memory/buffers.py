@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 from jpipe.jax_tools.indexing import Index as Index
 from jpipe.jax_tools.indexing import put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
-from jpipe.types import Leaf
 
 
 class LeafType(NamedTuple):
@@ -107,10 +106,6 @@ class StackedBuffer:
             return array + leaf.astype(array.dtype)[None]
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
 
-    def fill(self, array: np.ndarray, entry: int, leaf: Leaf) -> None:
-        """`put` on the host, into the array itself."""
-        array[entry] = np.asarray(leaf)
-
     @property
     def _order(self) -> Order | None:
         """The order of the array's dimensions: the entries outermost."""
@@ -152,11 +147,6 @@ class FlatBuffer:
     def add(self, array: jax.Array, entry: Index, leaf: jax.Array) -> jax.Array:
         """The array with a leaf added to that which begins at an entry (in place, in a loop)."""
         return self.put(array, entry, self.take(array, entry, leaf.shape) + leaf.astype(array.dtype))
-
-    def fill(self, array: np.ndarray, entry: int, leaf: Leaf) -> None:
-        """`put` on the host, into the array itself."""
-        flat = np.asarray(leaf).reshape(-1)
-        array[entry : entry + flat.size] = flat
 
 
 Buffer = StackedBuffer | FlatBuffer

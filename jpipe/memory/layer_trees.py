@@ -20,9 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
-from jpipe.memory.layout import Layout, StageTree, drop_stage_axis
+from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.records import Arrays, Records, ScatteredLeaf, is_whole
-from jpipe.mesh.on_stages import on_stages
 from jpipe.model.groups import Model
 from jpipe.types import Leaf, PyTree
 
@@ -37,19 +36,11 @@ def to_layers(trees: dict[str, StageTree]) -> dict[int, dict[str, PyTree]]:
     that no device gets all of the model (`jpipe.memory.records`).
     """
     records = Records({name: tree.layout for name, tree in trees.items()})
-    places = records.places
-
-    def body(arrays: Arrays) -> list[dict[str, list[jax.Array]]]:
-        return [records.scatter(drop_stage_axis(arrays), v, j) for v, j, _ in places]
-
-    specs = [records.scattered_specs(v) for v, _, _ in places]
-    run = on_stages(body, records.layout.mesh, (records.specs,), specs)
-    found = run({name: dict(tree) for name, tree in trees.items()})
-    taken = {
-        i: {name: jax.tree.unflatten(tree.layout.treedefs[v], own.get(name, [])) for name, tree in trees.items()}
-        for (v, _, users), own in zip(places, found, strict=True)
-        for i in users
-    }
+    arrays, taken = {name: dict(tree) for name, tree in trees.items()}, {}
+    for v, j, users in records.places:
+        own = records.take(arrays, v, j)
+        whole = {name: jax.tree.unflatten(tree.layout.treedefs[v], own.get(name, [])) for name, tree in trees.items()}
+        taken |= dict.fromkeys(users, whole)
     return dict(sorted(taken.items()))
 
 
@@ -65,19 +56,17 @@ def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, S
       trees: as `to_layers` gives them, of any number of stages. Of layers that share variables the first one's count.
         The places of layers and collections that are missing hold zeros.
     """
-    records, here, elsewhere = Records(layouts), {name: {} for name in layouts}, {}
-    whole = all(map(is_whole, jax.tree.leaves(trees)))
+    records, places = Records(layouts), {}
     for v, j, users in records.places:
         own = trees.get(users[0], {})
-        leaves = {name: found for name in layouts if (found := jax.tree.leaves(own.get(name)))}
-        if whole:
-            for name, found in leaves.items():
-                here[name][v, j] = found
-        elif leaves:
-            elsewhere[v, j] = leaves
-    arrays = {name: _from_host(layout, here[name]) for name, layout in layouts.items()}
-    for (v, j), leaves in elsewhere.items():
-        arrays = records.put(arrays, v, j, leaves)
+        if found := {name: leaves for name in layouts if (leaves := jax.tree.leaves(own.get(name)))}:
+            places[v, j] = found
+    here, elsewhere = (places, {}) if all(map(is_whole, jax.tree.leaves(trees))) else ({}, places)
+    arrays = {}
+    for name, layout in layouts.items():
+        arrays[name] = _from_host(layout, {place: found[name] for place, found in here.items() if name in found})
+    for (v, j), found in elsewhere.items():
+        arrays = records.put(arrays, v, j, found)
     return {name: StageTree(arrays[name], layout) for name, layout in layouts.items()}
 
 

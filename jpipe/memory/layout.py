@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis
-from jpipe.mesh.specs import gather_axes, scatter_axes, shard_shape
+from jpipe.mesh.specs import gather_axes, scatter_axes, split_by
 from jpipe.model.groups import Model
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
@@ -55,20 +55,16 @@ class Layout:
         return self.mesh.shape[AXIS]
 
     @cached_property
-    def specs(self) -> StageTree:
+    def specs(self) -> dict[str, PartitionSpec]:
         """PartitionSpecs of the global arrays."""
-        return StageTree(self.storage.specs((AXIS,)), self)
-
-    @cached_property
-    def shardings(self) -> StageTree:
-        """Shardings of the global arrays."""
-        return StageTree({name: NamedSharding(self.mesh, spec) for name, spec in self.specs.items()}, self)
+        return {name: PartitionSpec(AXIS, *buffer.spec) for name, buffer in self.storage.named_buffers}
 
     @cached_property
     def shapes(self) -> StageTree:
         """ShapeDtypeStructs of the global arrays, with their shardings."""
-        whole = lambda a, sharding: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding)
-        return jax.tree.map(whole, StageTree(self.storage.shapes(), self), self.shardings)
+        sharding = lambda name: NamedSharding(self.mesh, self.specs[name])
+        whole = lambda name, a: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding(name))
+        return StageTree({name: whole(name, buffer) for name, buffer in self.storage.named_buffers}, self)
 
     def zeros(
         self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, at_work: bool = False
@@ -79,18 +75,18 @@ class Layout:
           dtype_of: a buffer's dtype -> that of its array here.
           at_work: with the shapes that `gathered` gives.
         """
-        over = (lambda name: not is_batch_axis(name)) if at_work else (lambda name: True)
-        shape = lambda buffer: shard_shape(buffer.shape, buffer.spec, self.mesh, over)
+        at = (lambda spec: split_by(spec, lambda name: not is_batch_axis(name))) if at_work else (lambda spec: spec)
+        shape = lambda buffer: NamedSharding(self.mesh, at(buffer.spec)).shard_shape(buffer.shape)
         return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:
         """A device's buffers with the data axes gathered."""
-        return {n: gather_axes(buffers[n], known.spec, is_batch_axis) for n, known in self.storage.named_buffers}
+        return {n: gather_axes(buffers[n], known.spec) for n, known in self.storage.named_buffers}
 
     def gathered_leaves(self, variable_set: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`gathered` of the leaves of one layer, whose variables are of this set."""
         specs = self.storage.record_types[variable_set].specs
-        return [gather_axes(leaf, spec, is_batch_axis) for leaf, spec in zip(leaves, specs, strict=True)]
+        return [gather_axes(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
 
     def reduced(self, buffers: Buffers) -> Buffers:
         """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
@@ -99,13 +95,13 @@ class Layout:
     def _reduced(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         scattered = {name for entry in spec for name in names_in(entry)}
         whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
-        array = scatter_axes(array, spec, is_batch_axis)
+        array = scatter_axes(array, spec)
         return jax.lax.psum(array, whole) if whole else array
 
     def on_devices(self, tree: StageTree) -> StageTree:
         """A tree with those of its arrays that are on the host moved to where they belong."""
         move = lambda leaf, sharding: jax.device_put(leaf, sharding) if isinstance(leaf, np.ndarray) else leaf
-        return StageTree({name: move(leaf, self.shardings[name]) for name, leaf in tree.items()}, self)
+        return StageTree({name: move(leaf, self.shapes[name].sharding) for name, leaf in tree.items()}, self)
 
 
 NOT_SAVED = (
@@ -115,6 +111,7 @@ NOT_SAVED = (
 )
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class StageTree(dict):
     """Variables of all layers under a layout: arrays `[K, ...]` split over `stage`, by buffer (`jpipe.memory.storage`).
 
@@ -135,27 +132,16 @@ class StageTree(dict):
     def __reduce__(self) -> NoReturn:
         raise TypeError(NOT_SAVED)
 
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
+        """The arrays in the order of their names, each with its key; what isn't an array."""
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
 
-_Kept = tuple[tuple[str, ...], Layout]
-"""What of a `StageTree` isn't a leaf: the names of its buffers, and the layout."""
-
-
-def _flatten(tree: StageTree) -> tuple[list[Leaf], _Kept]:
-    names = tuple(sorted(tree))
-    return [tree[name] for name in names], (names, tree.layout)
-
-
-def _flatten_with_keys(tree: StageTree) -> tuple[list[tuple[object, Leaf]], _Kept]:
-    children, kept = _flatten(tree)
-    return list(zip(map(jax.tree_util.DictKey, kept[0]), children, strict=True)), kept
-
-
-jax.tree_util.register_pytree_with_keys(
-    StageTree,
-    _flatten_with_keys,
-    lambda kept, children: StageTree(dict(zip(kept[0], children, strict=True)), kept[1]),
-    _flatten,
-)
+    @classmethod
+    def tree_unflatten(cls, kept: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
+        """The inverse."""
+        names, layout = kept
+        return cls(dict(zip(names, leaves, strict=True)), layout)
 
 
 def make_layouts(

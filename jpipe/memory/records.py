@@ -21,7 +21,6 @@ from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages
-from jpipe.mesh.specs import shard_shape
 from jpipe.partitioner.shardings import names_in
 from jpipe.types import Leaf
 
@@ -46,22 +45,16 @@ class ScatteredLeaf:
     @property
     def dimension(self) -> int | None:
         """The dimension along which it is split over the stages, besides its other splits."""
-        parts, num_stages = shard_shape(self.leaf.shape, self.spec, self.mesh, lambda name: True), self.mesh.shape[AXIS]
+        parts, num_stages = NamedSharding(self.mesh, self.spec).shard_shape(self.leaf.shape), self.mesh.shape[AXIS]
         return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
 
     @property
-    def result_spec(self) -> PartitionSpec:
-        """The spec of what is shared out."""
+    def sharding(self) -> NamedSharding:
+        """How what is shared out lies."""
         entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
         if self.dimension is not None:
             entries[self.dimension].append(AXIS)
-        return PartitionSpec(*map(tuple, entries))
-
-    @property
-    def shape(self) -> jax.ShapeDtypeStruct:
-        """The shape of what is shared out, with its sharding."""
-        sharding = NamedSharding(self.mesh, self.result_spec)
-        return jax.ShapeDtypeStruct(self.leaf.shape, self.leaf.dtype, sharding=sharding)
+        return NamedSharding(self.mesh, PartitionSpec(*map(tuple, entries)))
 
     def scatter(self, leaf: jax.Array, mine: jax.Array | bool) -> jax.Array:
         """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
@@ -82,9 +75,8 @@ class ScatteredLeaf:
         Raises:
           ValueError: it is split over other devices, and this process has only a part.
         """
-        sharding = NamedSharding(self.mesh, self.result_spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
-            return jax.device_put(leaf, sharding)
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == self.sharding.device_set:
+            return jax.device_put(leaf, self.sharding)
         if not is_whole(leaf):
             raise ValueError(
                 f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other "
@@ -93,7 +85,7 @@ class ScatteredLeaf:
                 "tiled=True)"
             )
         whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
 
 
 def is_whole(leaf: Leaf) -> bool:
@@ -121,7 +113,7 @@ class Records:
     @property
     def specs(self) -> dict[str, dict[str, PartitionSpec]]:
         """PartitionSpecs of `Arrays`."""
-        return {name: dict(layout.specs) for name, layout in self.layouts.items()}
+        return {name: layout.specs for name, layout in self.layouts.items()}
 
     @property
     def places(self) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -135,21 +127,28 @@ class Records:
         pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items() if known.leaves}
         return {name: [ScatteredLeaf(*pair, self.layout.mesh) for pair in own] for name, own in pairs.items()}
 
-    def scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
+    def _scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
         """PartitionSpecs of a scattered record's leaves."""
-        return {name: [leaf.result_spec for leaf in own] for name, own in self.leaves(record_type).items()}
+        return {name: [leaf.sharding.spec for leaf in own] for name, own in self.leaves(record_type).items()}
 
-    def scatter(self, arrays: Mapping[str, Buffers], record_type: int, record: Index) -> dict[str, list[jax.Array]]:
-        """A device's part of a record, out of its own buffers; inside of a program on the stages."""
-        mine, found = self._mine(record_type, record), {}
-        for name, own in self.leaves(record_type).items():
-            read = self.layouts[name].storage.read(arrays[name], record_type, record)
-            found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
-        return found
+    @cached_property
+    def take(self) -> Callable[[Arrays, int, int], dict[str, list[jax.Array]]]:
+        """`(arrays, record type, record) -> its leaves by tree`, scattered over all devices; compiled."""
 
-    def take(self, arrays: Arrays, record_type: int, record: int) -> dict[str, list[jax.Array]]:
-        """One record out of the arrays: its leaves by tree, scattered over all devices."""
-        return self._take(arrays, record_type, np.int32(record))
+        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
+            leaves = self.leaves(record_type)
+
+            def body(arrays: Arrays, record: Index) -> dict[str, list[jax.Array]]:
+                arrays, mine, found = drop_stage_axis(arrays), self._mine(record_type, record), {}
+                for name, own in leaves.items():
+                    read = self.layouts[name].storage.read(arrays[name], record_type, record)
+                    found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
+                return found
+
+            specs = (self.specs, PartitionSpec()), self._scattered_specs(record_type)
+            return on_stages(body, self.layout.mesh, *specs)(arrays, record)
+
+        return jax.jit(take, static_argnums=1)
 
     def put(self, arrays: Arrays, record_type: int, record: int, leaves: Mapping[str, Sequence[Leaf]]) -> Arrays:
         """One record into the arrays, which are donated: the inverse of `take`.
@@ -163,17 +162,6 @@ class Records:
         known = self.leaves(record_type)
         parts = {name: [s.put(leaf) for s, leaf in zip(known[name], own, strict=True)] for name, own in leaves.items()}
         return self._put(arrays, record_type, parts, np.int32(record))
-
-    @cached_property
-    def _take(self) -> Callable[..., dict[str, list[jax.Array]]]:
-        """`(arrays, record type, record) -> scattered leaves by tree` on all devices, compiled."""
-
-        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
-            body = lambda arrays, record: self.scatter(drop_stage_axis(arrays), record_type, record)
-            specs = (self.specs, PartitionSpec()), self.scattered_specs(record_type)
-            return on_stages(body, self.layout.mesh, *specs)(arrays, record)
-
-        return jax.jit(take, static_argnums=1)
 
     @cached_property
     def _put(self) -> Callable[..., Arrays]:
@@ -202,11 +190,11 @@ class Records:
                     arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
                 return add_stage_axis(arrays)
 
-            specs = {name: spec for name, spec in self.scattered_specs(record_type).items() if name in parts}
+            specs = {name: spec for name, spec in self._scattered_specs(record_type).items() if name in parts}
             in_specs = (self.specs, specs, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
-        shardings = {name: dict(layout.shardings) for name, layout in self.layouts.items()}
+        shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
         return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
 
     def _mine(self, record_type: int, record: Index) -> jax.Array | bool:

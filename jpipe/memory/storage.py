@@ -112,21 +112,9 @@ class Storage:
         """The buffers by name."""
         return dict(self.named_buffers)
 
-    def zeros(self) -> Buffers:
-        """One stage's arrays, zero, before other mesh axes split them."""
-        return {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
-
     def empty(self) -> Buffers:
         """One stage's arrays, of any values: nothing is written to memory."""
         return {name: jax.lax.empty(buffer.shape, buffer.dtype) for name, buffer in self.named_buffers}
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """`zeros` as ShapeDtypeStructs."""
-        return jax.eval_shape(self.zeros)
-
-    def specs(self, prefix: tuple[str, ...] = ()) -> dict[str, PartitionSpec]:
-        """PartitionSpecs of the arrays, `prefix` in front."""
-        return {name: PartitionSpec(*prefix, *buffer.spec) for name, buffer in self.named_buffers}
 
     def read(self, arrays: Buffers, record_type: int, record: Index, at: Row | None = None) -> list[Leaf]:
         """The leaves of a record; on a device that doesn't have it, whatever lies there.
@@ -171,13 +159,14 @@ class Storage:
           device: its index along `stage`.
           leaves: the leaves of each (record type, record); places of records that are missing hold zeros.
         """
-        buffer = self.buffers[name]
-        array = np.zeros(buffer.shape, buffer.dtype)
+        array = np.zeros(self.buffers[name].shape, self.buffers[name].dtype)
+        flat, entry_size = array.reshape(-1), array[:1].size
         for (record_type, record), values in leaves.items():
             known = self.record_types[record_type]
-            for i, place in enumerate(known.buffers):
+            for place, entries, leaf in zip(known.buffers, known.entries, values, strict=True):
                 if place == name and known.devices[record] == device:
-                    buffer.fill(array, known.entries[i][record], values[i])
+                    start, own = entries[record] * entry_size, np.asarray(leaf).reshape(-1)
+                    flat[start : start + own.size] = own
         return array
 
     def for_each_local(
@@ -196,8 +185,6 @@ class Storage:
         compute the body ahead of the loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
-            if not known.devices:
-                continue
             own = [[j for j, owner in enumerate(known.devices) if owner == k] for k in range(self.num_devices)]
             longest = max(map(len, own))
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in own], jnp.int32)
@@ -259,7 +246,11 @@ def build_storage(
     ]
     used = {leaf_type for group in types for leaf_type in group}
     assert len({leaf_type.name for leaf_type in used}) == len(used), "two types of leaves would share a buffer"
-    needs = _Needs.of(types, owners, device_of, rows or (1,) * num_devices)
+    counts: dict[LeafType, np.ndarray] = {}
+    for group, own in zip(types, owners, strict=True):
+        for leaf_type in group:
+            counts[leaf_type] = counts.get(leaf_type, 0) + np.bincount(own, minlength=len(device_of))
+    needs = _Needs(counts, device_of, rows or (1,) * num_devices)
     stacked = needs.stacked(waste)
     buffers: dict[str, Buffer] = {
         leaf_type.name: StackedBuffer(leaf_type, needs.strides(count := needs.counts[leaf_type]), needs.size(count))
@@ -278,9 +269,8 @@ def build_storage(
             for name, kind, found in zip(names, kinds, entries, strict=True):
                 found.append(ends[name, owner])
                 ends[name, owner] += 1 if kind in stacked else kind.elements
-        # Without records there are no buffers for the leaves to lie in.
-        lies = (tuple(group), tuple(spec), names) if own else ((), (), ())
-        record_types.append(RecordType(*lies, tuple(device_of[k] for k in own), tuple(map(tuple, entries))))
+        devices = tuple(device_of[k] for k in own)
+        record_types.append(RecordType(tuple(group), tuple(spec), names, devices, tuple(map(tuple, entries))))
     return Storage(tuple(record_types), tuple(buffers.items()), num_devices)
 
 
@@ -315,28 +305,12 @@ class _Needs:
     device_of: Sequence[int]
     rows: Sequence[int]
 
-    @classmethod
-    def of(
-        cls,
-        types: Sequence[Sequence[LeafType]],
-        owners: Sequence[Sequence[int]],
-        device_of: Sequence[int],
-        rows: Sequence[int],
-    ) -> _Needs:
-        counts: dict[LeafType, np.ndarray] = {}
-        for group, own in zip(types, owners, strict=True):
-            for leaf_type in group if own else ():
-                more = np.bincount(own, minlength=len(device_of))
-                counts[leaf_type] = counts.get(leaf_type, np.zeros_like(more)) + more
-        return cls(counts, device_of, rows)
-
     def elements(self, stacked: Collection[LeafType]) -> dict[str, np.ndarray]:
         """By dtype, `[owners]`: the elements of all leaves that lie flat."""
         total: dict[str, np.ndarray] = {}
         for leaf_type, counts in self.counts.items():
             if leaf_type not in stacked:
-                more = counts * leaf_type.elements
-                total[leaf_type.dtype] = total.get(leaf_type.dtype, np.zeros_like(more)) + more
+                total[leaf_type.dtype] = total.get(leaf_type.dtype, 0) + counts * leaf_type.elements
         return total
 
     def strides(self, counts: np.ndarray) -> tuple[int, ...]:

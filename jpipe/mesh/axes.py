@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpipe.partitioner.shardings import Axis
 
@@ -19,7 +19,7 @@ BATCH_AXES = ("replica", "data", "fsdp")
 """The data axes: a micro-batch is split over those of them that the mesh has, in this order."""
 
 
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly."""
     return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
 
@@ -29,7 +29,7 @@ def num_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[name] for name in batch_axes(mesh))
 
 
-def stage_axes(mesh: Mesh) -> tuple[Axis, ...]:
+def stage_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over while it computes: the data axes as one, and each of the others.
 
     Mesh axes of one device are left out.
@@ -40,7 +40,7 @@ def stage_axes(mesh: Mesh) -> tuple[Axis, ...]:
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
 
 
-def rest_axes(mesh: Mesh) -> tuple[Axis, ...]:
+def rest_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over at rest: each mesh axis but `stage` and those of one device."""
     return tuple(Axis((n,), (mesh.shape[n],)) for n in mesh.axis_names if n != AXIS and mesh.shape[n] > 1)
 

@@ -63,24 +63,26 @@ def make_mesh(
 def _ordered(devices: list[Device], sizes: dict[str, int]) -> np.ndarray:
     """The devices in the shape of the mesh."""
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
+    # Within one slice of TPUs the network doesn't end at hosts.
+    by_process = len(slices) == 1 and devices[0].platform != "tpu"
+    groups = Counter(device.process_index for device in devices) if by_process else slices
+    across = _across(len(groups), sizes) if len(set(groups.values())) == 1 else None
+    if across is None and not by_process:
+        among = ", ".join(f"{name}={size}" for name, size in sizes.items() if name in (AXIS, *BATCH_AXES))
+        raise ValueError(
+            f"the {len(devices)} devices are in {len(slices)} slices of {sorted(slices.values())}, over which "
+            f"only '{AXIS}' and data axes may go, and {among} can't be shared out equally over them; make '{AXIS}' "
+            f"times the data axes a multiple of {len(slices)}, of slices of equal size"
+        )
     shape = tuple(sizes.values())
-    if len(slices) > 1:
-        across = _across(len(slices), sizes)
-        if across is None or len(set(slices.values())) > 1:
-            among = ", ".join(f"{name}={size}" for name, size in sizes.items() if name in (AXIS, *BATCH_AXES))
-            raise ValueError(
-                f"the {len(devices)} devices are in {len(slices)} slices of {sorted(slices.values())}, over which "
-                f"only '{AXIS}' and data axes may go, and {among} can't be shared out equally over them; make '{AXIS}' "
-                f"times the data axes a multiple of {len(slices)}, of slices of equal size"
-            )
-        return _hybrid(shape, across, devices, by_process=False)
-    processes = Counter(device.process_index for device in devices)
-    across = _across(len(processes), sizes)
-    # Within one slice of TPUs the network doesn't end at hosts. Where processes don't fit (say, one for each GPU of a
-    # host), they aren't what joins devices.
-    if devices[0].platform == "tpu" or len(processes) == 1 or across is None or len(set(processes.values())) > 1:
-        return _within(shape, devices)
-    return _hybrid(shape, across, devices, by_process=True)
+    # Axes of the mesh are axes of the network if they can be, else parts of them. Where processes don't fit (say, one
+    # for each GPU of a host), they aren't what joins devices.
+    if across is None or len(groups) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    inner = tuple(size // number for size, number in zip(shape, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        inner, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
+    )
 
 
 def _across(groups: int, sizes: dict[str, int]) -> Shape | None:
@@ -91,18 +93,3 @@ def _across(groups: int, sizes: dict[str, int]) -> Shape | None:
             found[name] = math.gcd(groups, sizes[name])
             groups //= found[name]
     return tuple(found.values()) if groups == 1 else None
-
-
-def _hybrid(shape: Shape, across: Shape, devices: list[Device], *, by_process: bool) -> np.ndarray:
-    inner = tuple(size // groups for size, groups in zip(shape, across, strict=True))
-    return mesh_utils.create_hybrid_device_mesh(
-        inner, across, devices, process_is_granule=by_process, allow_split_physical_axes=True
-    )
-
-
-def _within(shape: Shape, devices: list[Device]) -> np.ndarray:
-    """In one slice; axes of the mesh are axes of the network if they can be, else parts of them."""
-    try:
-        return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:  # JAX's word for: no whole axes of the network make up these sizes
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jpipe.mesh.axes import AXIS, is_batch_axis, rest_axes, stage_axes
 from jpipe.mesh.specs import spec_of, split_by
@@ -29,17 +29,17 @@ class Splits:
     """What the arrays of one stage are split over.
 
     Attributes:
-      mesh: all devices; None stands for one device a stage, where nothing is split.
+      mesh: all devices; one without axes stands for one device a stage, where nothing is split.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh
     shard_over: tuple[str, ...] = ()
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that arrays are split over at work: the data axes jointly, and each of the others (`stage_axes`)."""
-        return () if self.mesh is None else stage_axes(self.mesh)
+        return stage_axes(self.mesh)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -50,8 +50,6 @@ class Splits:
 
         Split by `("fsdp", "model")` at rest, one dimension is in two runs at work: `Shard(0, outer=2)` along `model`.
         """
-        if self.mesh is None:
-            return ()
         axes = rest_axes(self.mesh)
         at_rest = {axis.names: along for axis, along in zip(axes, of_spec(spec, axes), strict=True)}
         return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
@@ -95,7 +93,7 @@ class Splits:
         Raises:
           ValueError: naming both.
         """
-        sizes = {} if self.mesh is None else self.mesh.shape
+        sizes = self.mesh.shape
         unused = [n for n, size in sizes.items() if n != AXIS and not is_batch_axis(n) and size > 1]
         unused = [name for name in unused if not any(name in names for names in asked.values())]
         unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
@@ -107,7 +105,7 @@ class Splits:
 
     def _on_this_mesh(self, spec: PartitionSpec, *, keep_data: bool) -> PartitionSpec:
         """A spec without `stage` and the axes that the mesh lacks or that have one device, or without data axes too."""
-        sizes = {} if self.mesh is None else self.mesh.shape
+        sizes = self.mesh.shape
         stays = lambda name: name != AXIS and sizes.get(name, 1) > 1 and (keep_data or not is_batch_axis(name))
         return split_by(spec, stays)
 
@@ -130,7 +128,7 @@ class Splits:
                 )
 
     def _devices(self, names: Sequence[str]) -> int:
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in names)
 
     def _split_over(self, more: Sequence[str], shape: Shape, spec: PartitionSpec) -> PartitionSpec:
         """A weight's spec that also splits it over more mesh axes, each along the dimension of the largest parts left.
@@ -148,7 +146,7 @@ class Splits:
         return spec_of(entries)
 
 
-WHOLE = Splits()
+WHOLE = Splits(AbstractMesh((), ()))
 """One device a stage: nothing is split."""
 
 

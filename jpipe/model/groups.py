@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -77,22 +78,26 @@ class Model:
 
     Attributes:
       groups: in the order of their first layers.
-      group_of: the index of each layer's group, `[N]`.
-      variable_sets: all variables of the model.
       batch: the shapes of the micro-batch `[b, ...]`.
       inputs: the shapes of what the first layer reads from it.
       axes: the mesh axes besides `stage` that arrays are split over.
       traced_as: for each group its group in the model as it was traced, so that work is done once for those of one:
         itself, unless the model is `unrolled`.
+      variable_sets: all variables of the model.
     """
 
     groups: tuple[LayerGroup, ...]
-    group_of: tuple[int, ...]
-    variable_sets: tuple[VariableSet, ...]
     batch: Shapes
     inputs: Shapes
     axes: tuple[Axis, ...]
     traced_as: tuple[int, ...]
+    variable_sets: tuple[VariableSet, ...] = ()
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """The index of each layer's group, `[N]`."""
+        found = {i: g for g, group in enumerate(self.groups) for i in group.indices}
+        return tuple(found[i] for i in sorted(found))
 
     @property
     def num_layers(self) -> int:
@@ -128,31 +133,22 @@ class Model:
         return [part_structs(self.groups[g].gives, self.groups[g].gives_at, self.axes) for g in self.group_of[:-1]]
 
 
-def make_model(
-    groups: Sequence[LayerGroup],
-    group_of: Sequence[int],
-    *,
-    batch: Shapes,
-    inputs: Shapes,
-    axes: tuple[Axis, ...],
-) -> Model:
-    """Gives every group its set of variables; the arguments are `Model`'s."""
+def with_variable_sets(model: Model) -> Model:
+    """A model with its sets of variables, of which each group knows its own."""
     sets: list[VariableSet] = []
-    set_of_shared: dict[int, int] = {}
-    placed = []
-    for g, group in enumerate(groups):
-        shared, index = group.layer.shared, None
-        if shared is not None and id(shared) in set_of_shared:
-            index = set_of_shared[id(shared)]
-        elif group.variables:
-            index = len(sets)
+    set_of: dict[int, int] = {}  # by the identity of a group, or of what its layers share
+    groups = []
+    for g, group in enumerate(model.groups):
+        shared = group.layer.shared
+        owner = id(group if shared is None else shared)
+        if group.variables and owner not in set_of:
             users = tuple((i,) for i in group.indices)
             if shared is not None:
-                set_of_shared[id(shared)] = index
-                users = (tuple(i for i, c in enumerate(group_of) if groups[c].layer.shared is shared),)
+                users = (tuple(i for i, c in enumerate(model.group_of) if model.groups[c].layer.shared is shared),)
+            set_of[owner] = len(sets)
             sets.append(VariableSet(g, users, shared is not None))
-        placed.append(replace(group, variable_set=index))
-    return Model(tuple(placed), tuple(group_of), tuple(sets), batch, inputs, axes, tuple(range(len(placed))))
+        groups.append(replace(group, variable_set=set_of.get(owner)))
+    return replace(model, groups=tuple(groups), variable_sets=tuple(sets))
 
 
 def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
@@ -164,24 +160,15 @@ def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
       model: as traced.
       bounds: for each virtual stage its first layer and one past its last.
     """
-    indices: dict[tuple[int, int], list[int]] = {}
-    split_of: list[tuple[int, int]] = []
+    indices: dict[tuple[int, int], list[int]] = {}  # in the order of their first layers
     for start, stop in bounds:
         seen: Counter = Counter()
         for i in range(start, stop):
             g = model.group_of[i]
-            split_of.append((g, seen[g]))
-            indices.setdefault(split_of[-1], []).append(i)
+            indices.setdefault((g, seen[g]), []).append(i)
             seen[g] += 1
-    splits = sorted(indices, key=lambda split: indices[split][0])
-    made = make_model(
-        [replace(model.groups[g], indices=tuple(indices[g, n])) for g, n in splits],
-        [splits.index(split) for split in split_of],
-        batch=model.batch,
-        inputs=model.inputs,
-        axes=model.axes,
-    )
-    return replace(made, traced_as=tuple(g for g, _ in splits))
+    groups = tuple(replace(model.groups[g], indices=tuple(own)) for (g, _), own in indices.items())
+    return with_variable_sets(replace(model, groups=groups, traced_as=tuple(g for g, _ in indices)))
 
 
 def same_shapes(a: PyTree, b: PyTree) -> bool:

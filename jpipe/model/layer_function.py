@@ -64,12 +64,14 @@ class LayerFunction:
       group: the layers.
       key: the type of their random keys in training; None in evaluation.
       remat: which residuals its vjp keeps (`jpipe.model.traced_layer` takes it).
+      batch: the shapes of the micro-batch.
       loss_fn: of the last layer the user's loss, or None to return its outputs; None for all others.
     """
 
     group: LayerGroup
     key: jax.ShapeDtypeStruct | None
     remat: Remat
+    batch: Shapes
     loss_fn: LossFn | None = None
 
     @property
@@ -82,34 +84,32 @@ class LayerFunction:
         """Whether it has to be called with its micro-batch."""
         return self.loss_fn is not None or self.group.layer.reads_batch
 
-    def shapes(self, batch: Shapes) -> Arguments:
-        """The shapes of its arguments for the shapes of a micro-batch."""
+    @property
+    def arguments(self) -> Arguments:
+        """The shapes of its arguments."""
         variables = self.group.variables
         return Arguments(
             params=jax.tree.leaves(variables.get("params")),
             state=[leaf for name in self.group.state_names for leaf in jax.tree.leaves(variables[name])],
             key=self.key,
-            batch=batch if self.reads_batch else None,
+            batch=self.batch if self.reads_batch else None,
         )
 
     def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
         """Calls the layer, and the loss if it follows."""
-        group, names = self.group, self.group.state_names
-        leaves = iter(arguments.state)
-        variables = {n: jax.tree.map(lambda _: next(leaves), group.variables[n]) for n in names}
-        if "params" in group.variables:
-            structure = jax.tree.structure(group.variables["params"])
-            variables["params"] = jax.tree.unflatten(structure, arguments.params)
+        group, params, state = self.group, iter(arguments.params), iter(arguments.state)
+        filled = lambda name, tree: jax.tree.map(lambda _: next(params if name == "params" else state), tree)
+        variables = {name: filled(name, tree) for name, tree in group.variables.items()}
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
         context = Context(arguments.key, self.train, arguments.batch)
         try:
-            outputs, state = group.layer.apply(variables, positional(inputs), context)
+            outputs, new = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss_fn is not None:
             outputs = loss_sums(self.loss_fn(outputs, arguments.batch))
-        return Results(jax.tree.leaves(outputs), [a for n in names if n in state for a in jax.tree.leaves(state[n])])
+        return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
@@ -126,32 +126,26 @@ class LayerFunction:
         """The outputs that have cotangents: of the loss's sums the first, else the floating-point ones."""
         return outputs[:1] if self.loss_fn is not None else [leaf for leaf in outputs if is_float(leaf)]
 
-    def shardings(self, arguments: Arguments, splits: Splits) -> LayerShardings:
-        """How all that the layer works on lies on the devices of a stage.
-
-        Args:
-          arguments: the shapes of its arguments.
-          splits: what arrays are split over.
-        """
+    def shardings(self, splits: Splits) -> LayerShardings:
+        """How all that the layer works on lies on the devices of a stage, where arrays are split so."""
         group, axes = self.group, splits.axes
         # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
         over_axes = lambda shardings: list(shardings) if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         params = [splits.at_work(spec) for spec in group.specs.get("params", [])]
-        state = [splits.at_work(spec) for name in group.state_names for spec in group.specs.get(name, [])]
-        batch = jax.tree.leaves(arguments.batch)
+        state = [splits.at_work(spec) for name in group.state_names for spec in group.specs[name]]
+        key = [replicated(axes)] * self.train
+        batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = over_axes(group.takes_at), over_axes(group.gives_at)
+        moved = [*(_unreduced(s, axes) for s in params), *of_floats(group.takes, takes_at)]
         return LayerShardings(
-            axes=axes,
             params=params,
             state=state,
-            key=[replicated(axes)] * (arguments.key is not None),
-            batch=[splits.of_examples(leaf.shape[0]) for leaf in batch],
+            arguments=[*params, *state, *key, *batch],
             activation=takes_at,
-            outputs=None if self.loss_fn is not None else [_always(s) for s in gives_at],
+            outputs=None if self.loss_fn is not None else gives_at,
             cotangents=[replicated(axes)] if self.loss_fn is not None else of_floats(group.gives, gives_at),
-            gradients=[_always(_unreduced(s, axes)) for s in params],
-            input_cotangents=[_always(s) for s in of_floats(group.takes, takes_at)],
+            gradients=list(map(_always, moved)),
         )
 
 
@@ -160,36 +154,30 @@ class LayerShardings:
     """How what a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
-      axes: the mesh axes besides `stage` that arrays are split over.
-      params, state, key, batch: its arguments; parameters as they lie at work, gathered over the data axes.
+      params: the leaves of its parameters at work, gathered over the data axes.
+      state: those of its other variables.
+      arguments: those of all its `Arguments`.
       activation: what it takes.
       outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
       cotangents: of the outputs that have some (`LayerFunction.differentiated`).
-      gradients: how the gradients of its parameters have to lie.
-      input_cotangents: how the cotangents of the activation have to lie.
+      gradients: how the gradients of its parameters have to lie, and the cotangents of the activation.
     """
 
-    axes: tuple[Axis, ...]
     params: list[Sharding]
     state: list[Sharding]
-    key: list[Sharding]
-    batch: list[Sharding]
+    arguments: list[Sharding]
     activation: list[Sharding]
-    outputs: list[Wanted] | None
+    outputs: list[Sharding] | None
     cotangents: list[Sharding]
     gradients: list[Wanted]
-    input_cotangents: list[Wanted]
-
-    @property
-    def arguments(self) -> list[Sharding]:
-        """Of the leaves of `Arguments`."""
-        return [*self.params, *self.state, *self.key, *self.batch]
 
     def results(self, results: Results) -> list[Wanted]:
         """How the leaves of `results` have to lie."""
-        outputs = [lambda sharding: sharding] * len(results.outputs) if self.outputs is None else self.outputs
+        as_they_lie: Wanted = lambda sharding: sharding
         state = self.state if results.state else []  # evaluation gives no new state
-        return [*outputs, *map(_always, state)]
+        if self.outputs is None:
+            return [*[as_they_lie] * len(results.outputs), *map(_always, state)]
+        return list(map(_always, [*self.outputs, *state]))
 
 
 def _always(sharding: Sharding) -> Wanted:

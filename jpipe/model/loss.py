@@ -41,19 +41,14 @@ class TracedLoss:
     """What a loss function returns for a micro-batch.
 
     Attributes:
-      dtype: of the loss.
+      of_batch: the type of a whole batch's loss.
       metrics: the names of its metrics, in the order of `loss_sums`.
       weight_follows_outputs: whether it returned a pair whose second part depends on floating-point outputs.
     """
 
-    dtype: jnp.dtype
+    of_batch: jax.ShapeDtypeStruct
     metrics: tuple[str, ...]
     weight_follows_outputs: bool
-
-    @property
-    def of_batch(self) -> jax.ShapeDtypeStruct:
-        """The type of a whole batch's loss."""
-        return jax.ShapeDtypeStruct((), accumulator_dtype(self.dtype))
 
     def warn_of_moving_weight(self) -> None:
         """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
@@ -98,7 +93,8 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     needed = uses(jaxpr, [i == 1 for i in range(len(jaxpr.jaxpr.outvars))])
     of_outputs = zip(needed, jax.tree.leaves(outputs), strict=False)
     follows = len(parts) == 2 and any(need and is_float(leaf) for need, leaf in of_outputs)
-    return TracedLoss(parts[0].dtype, tuple(sorted(metrics)), follows)
+    of_batch = jax.ShapeDtypeStruct((), accumulator_dtype(parts[0].dtype))
+    return TracedLoss(of_batch, tuple(sorted(metrics)), follows)
 
 
 def _is_scalar(value: Leaf) -> bool:

@@ -19,7 +19,7 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerFunction
 from jpipe.model.running_averages import PathsAndLeaves, RunningAverages, find_rates, mean_variance_pairs
 from jpipe.types import Leaf
 
@@ -108,14 +108,11 @@ class Merging:
         return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
 
 
-def make_merging(
-    function: LayerFunction, shapes: Arguments, rules: Mapping[str, str], splits: Splits = WHOLE
-) -> Merging:
+def make_merging(function: LayerFunction, rules: Mapping[str, str], splits: Splits = WHOLE) -> Merging:
     """How the state of a layer is merged.
 
     Args:
-      function: the layer; in evaluation its state doesn't change.
-      shapes: the shapes of its arguments.
+      function: the layer in training.
       rules: by collection, where they differ from the defaults.
       splits: what arrays are split over.
 
@@ -125,16 +122,16 @@ def make_merging(
     group = function.group
     found: list[str] = []
     pairs: list[tuple[int, int]] = []
-    for name in group.state_names if function.train else ():
+    for name in group.state_names:
         paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
         rule = (DEFAULTS | dict(rules)).get(name)
         if rule == "moments":
             pairs += [(len(found) + i, len(found) + j) for i, j in mean_variance_pairs(paths_and_leaves)]
         found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
     means = [mean for mean, _ in pairs]
-    state_at = function.shardings(shapes, splits).state
+    state_at = function.shardings(splits).state
     lying = tuple(state_at[i] for i in means)
-    averages = RunningAverages(tuple(pairs), find_rates(function, shapes, means), lying, splits.axes)
+    averages = RunningAverages(tuple(pairs), find_rates(function, means), lying, splits.axes)
     return Merging(tuple(found), averages)
 
 

@@ -25,7 +25,7 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.interpret import interpret
 from jpipe.jax_tools.jaxprs import without_stops
 from jpipe.jax_tools.tracing import trace
-from jpipe.model.layer_function import Arguments, LayerFunction
+from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated
 from jpipe.seam.inside import needed_part
@@ -83,12 +83,11 @@ def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int
     return [(i, j) for i, j in pairs if j is not None and leaves[i].shape == leaves[j].shape and is_float(leaves[i])]
 
 
-def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]) -> tuple[np.ndarray, ...]:
+def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarray, ...]:
     """How fast leaves of a layer's state move towards a micro-batch's value: 1 - d(new)/d(old), of each leaf's shape.
 
     Args:
       function: the layer in training.
-      shapes: the shapes of its arguments.
       leaves: indices of leaves of its state, running averages.
 
     Raises:
@@ -96,7 +95,7 @@ def find_rates(function: LayerFunction, shapes: Arguments, leaves: Sequence[int]
     """
     if not leaves:
         return ()
-    activation = jax.tree.leaves(function.group.takes)
+    shapes, activation = function.arguments, jax.tree.leaves(function.group.takes)
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
     # First without what the layer computes besides, which may have no derivative; nnx stops gradients of what it keeps.
     wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]

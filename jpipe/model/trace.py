@@ -18,20 +18,10 @@ from jax.experimental import io_callback
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    CallError,
-    Context,
-    LayerError,
-    LayerVariables,
-    SideInputError,
-    describe,
-    positional,
-)
-from jpipe.layers.ends import with_inputs
+from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.connections import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.groups import LayerGroup, Model, make_model, same_shapes, same_type
+from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_variable_sets
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -57,7 +47,6 @@ def trace_model(
     inputs = _read(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
-    group_of: list[int] = []
     takes, takes_at = (), []
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
@@ -68,17 +57,17 @@ def trace_model(
         if g is None:
             g = len(groups)
             shown = takes if index else inputs
-            variables = _shared_variables(groups, layer)
+            is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
+            variables = next((group.variables for group in groups if is_shared(group)), None)
             group = _trace_layer(_Place(layers, index, shown), takes, takes_at, batch, variables, splits)
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         else:
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
-        group_of.append(g)
         takes, takes_at = groups[g].gives, groups[g].gives_at
     splits.check_names({f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups})
-    return make_model(groups, group_of, batch=batch, inputs=inputs, axes=splits.axes)
+    return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 
 
 def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
@@ -99,13 +88,6 @@ def _asked(group: LayerGroup) -> set[str]:
     """The mesh axes that a layer's metadata names for its parameters."""
     specs = group.layer.partition_specs(group.variables).get("params", [])
     return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
-
-
-def _shared_variables(groups: Sequence[LayerGroup], layer: AnyLayer) -> dict[str, Shapes] | None:
-    """The variables that an earlier layer made, if this one shares them."""
-    if layer.shared is None:
-        return None
-    return next((group.variables for group in groups if group.layer.shared is layer.shared), None)
 
 
 @dataclass(frozen=True)
@@ -145,13 +127,6 @@ def _trace_layer(
         jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
     except LayerError as error:
         raise ValueError(f"{place} {error}") from error
-    except CallError as error:
-        raise ValueError(f"{place} can't take what it is called with, {error}") from error
-    except SideInputError as error:
-        raise ValueError(
-            f"{place} can't read its side input from the batch {describe(batch)}: its function "
-            f"raised {error}; pass the whole batch, to apply too where a layer reads it"
-        ) from error
     except Exception as error:
         raise ValueError(_mismatch(place, variables, error)) from error
     specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))

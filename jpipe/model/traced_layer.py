@@ -8,7 +8,6 @@ they run, and a layer's Python code runs once for both.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal as OneOf
@@ -21,14 +20,14 @@ from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_rou
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
-from jpipe.partitioner.per_device import PerDeviceJaxpr, jaxpr_per_device
-from jpipe.partitioner.shardings import Sharding, settled
+from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.shardings import Axis, Sharding, settled
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
-Structs = tuple[jax.ShapeDtypeStruct, ...]
+Structs = list[jax.ShapeDtypeStruct]
 
 
 class _Source(NamedTuple):
@@ -46,42 +45,37 @@ class TracedLayer:
     """A layer's forward and backward on whole arrays.
 
     Attributes:
+      function: what it computes.
       forward: arguments, activation -> results, leaves of the vjp; all flat.
       remake: parameters -> those leaves of the vjp that are made again.
       backward: leaves of the vjp, cotangents of the outputs -> gradients, cotangents of the activation.
       results: the shapes of the results.
       gradients: the shapes of `(gradients, cotangents of the activation)`.
-      num_arguments: the number of leaves of the arguments.
       sources: where the backward finds each leaf of the vjp.
       stored: indices of the leaves of the vjp that are residuals.
     """
 
+    function: LayerFunction
     forward: ClosedJaxpr
     remake: ClosedJaxpr
     backward: ClosedJaxpr
     results: Results
     gradients: tuple[list[Leaf], list[Leaf]]
-    num_arguments: int
     sources: tuple[_Source, ...]
-    stored: tuple[int, ...]
+    stored: list[int]
 
     @property
     def residuals(self) -> Structs:
         """The shapes of the residuals."""
-        return _structs(_chosen(self.backward.in_avals, self.stored))
-
-    @property
-    def activation(self) -> Structs:
-        """The shapes of what the layer takes."""
-        return _structs(self.forward.in_avals[self.num_arguments :])
+        return shapes_of(_chosen(self.backward.jaxpr.invars, self.stored))
 
 
-def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
-    """Traces a layer's forward and its vjp, whose residuals remat chooses, from the shapes of its arguments."""
-    params, others, activation = arguments.params, tuple(arguments)[1:], jax.tree.leaves(function.group.takes)
+def trace_layer(function: LayerFunction) -> TracedLayer:
+    """Traces a layer's forward and its vjp, whose residuals remat chooses."""
+    (params, *others), activation = function.arguments, jax.tree.leaves(function.group.takes)
     moving = [is_float(leaf) for leaf in activation]
 
-    def with_vjp(params: list[Leaf], others: tuple[PyTree, ...], activation: list[Leaf]) -> tuple[Results, PyTree]:
+    def with_vjp(params: list[Leaf], others: list[PyTree], activation: list[Leaf]) -> tuple[Results, PyTree]:
         def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
             rest = iter(floats)
             leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
@@ -101,28 +95,30 @@ def trace_layer(function: LayerFunction, arguments: Arguments) -> TracedLayer:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
     forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
-    num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(arguments))
-    sources = _sources(forward, num_results, len(params), num_arguments)
-    chosen = {where: _first_leaves(sources, where) for where in ("made again", "residual")}
-    wanted = [i - num_results in chosen["made again"] for i in range(len(forward.jaxpr.outvars))]
+    num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
+    sources, again, stored = _sources(forward, num_results, len(params), num_arguments)
+    wanted = [i - num_results in again for i in range(len(forward.jaxpr.outvars))]
     needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
     # It takes all parameters and nothing else.
     remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
     return TracedLayer(
+        function=function,
         forward=forward,
         remake=remake,
         backward=backward,
         results=results,
         gradients=gradients,
-        num_arguments=num_arguments,
         sources=sources,
-        stored=chosen["residual"],
+        stored=stored,
     )
 
 
-def _sources(forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int) -> tuple[_Source, ...]:
-    """Where the backward finds each leaf of the vjp; those that are one variable of the forward have one source.
+def _sources(
+    forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int
+) -> tuple[tuple[_Source, ...], list[int], list[int]]:
+    """(where the backward finds each leaf of the vjp, the leaves that are made again, those that are residuals).
 
+    Leaves that are one variable of the forward have one source, and only the first of them is made again or stored.
     For y = x @ w16, where w16 = w cast, and z = sin(y), and remat "none", the leaves of the vjp are
 
         x     the activation: not an argument, so a residual
@@ -134,15 +130,16 @@ def _sources(forward: ClosedJaxpr, num_results: int, num_params: int, num_argume
     depends = depends_on(forward, inputs[num_params:])[num_results:]
     found: dict[Var | int, _Source] = {v: _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
     keys = [i if isinstance(leaf, Literal) else leaf for i, leaf in enumerate(leaves)]
-    counts: Counter[str] = Counter()
+    firsts: dict[str, list[int]] = {"made again": [], "residual": []}
     for i, (key, depends_on_more) in enumerate(zip(keys, depends, strict=True)):
         if key not in found:
             # An operation may take an input of which it uses the shape alone: that can't be taken away from each.
-            from_params = not depends_on_more and not any(_inputs_of(forward, num_results + i)[num_params:])
+            alone = [j == num_results + i for j in range(len(forward.jaxpr.outvars))]
+            from_params = not depends_on_more and not any(uses(forward, alone)[num_params:])
             where = "made again" if from_params else "residual"
-            found[key] = _Source(where, counts[where])
-            counts[where] += 1
-    return tuple(found[key] for key in keys)
+            found[key] = _Source(where, len(firsts[where]))
+            firsts[where].append(i)
+    return tuple(found[key] for key in keys), firsts["made again"], firsts["residual"]
 
 
 def _first_leaves(sources: Sequence[_Source], where: str) -> tuple[int, ...]:
@@ -166,7 +163,7 @@ class DeviceForward:
     Attributes:
       jaxpr: arguments, activation -> results, leaves of the vjp (none if nothing is kept for a backward); all flat.
       results: the shapes of the device's parts of the results.
-      results_at: how the leaves of the results lie.
+      results_at: how all that `jaxpr` gives lies.
       residuals_at: indices among `jaxpr`'s results of the residuals.
     """
 
@@ -177,14 +174,10 @@ class DeviceForward:
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
-        found = self._run(arguments, activation)
+        found = replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))(arguments, activation)
         count = len(jax.tree.leaves(self.results))
         results = jax.tree.unflatten(jax.tree.structure(self.results), found[:count])
         return results, _chosen(found, self.residuals_at)
-
-    @property
-    def _run(self) -> Callable[..., list[Leaf]]:
-        return replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +190,6 @@ class DeviceLayer:
       transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
-      activation: the shapes of its parts of what the layer takes.
-      outputs: the shapes of its parts of the outputs that have cotangents.
     """
 
     forward: DeviceForward
@@ -206,8 +197,6 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
-    activation: Structs
-    outputs: Structs
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -221,52 +210,44 @@ class DeviceLayer:
         return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
 
 
-def trace_forward(function: LayerFunction, arguments: Arguments, splits: Splits = WHOLE) -> DeviceForward:
+def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForward:
     """Traces a layer's forward alone, of which nothing is kept, for one of the devices of a stage."""
-    shardings = function.shardings(arguments, splits)
-    jaxpr, results = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))
-    given = [*shardings.arguments, *shardings.activation]
-    local = jaxpr_per_device(jaxpr, shardings.axes, given, shardings.results(results))
-    return _as_forward(local, results, ())
+    jaxpr, results = trace(function.forward, function.arguments, jax.tree.leaves(function.group.takes))
+    return _partition_forward(jaxpr, results, [], function.shardings(splits), splits.axes)
 
 
-def partition_layer(layer: TracedLayer, shardings: LayerShardings) -> DeviceLayer:
-    """A traced layer as one device runs it, where what it works on lies as `shardings` says."""
-    axes, num_results = shardings.axes, len(jax.tree.leaves(layer.results))
-    # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
-    wanted = [*shardings.results(layer.results), *[settled] * len(layer.sources)]
-    forward = jaxpr_per_device(layer.forward, axes, [*shardings.arguments, *shardings.activation], wanted)
+def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
+    """A traced layer as one of the devices of a stage runs it."""
+    shardings, axes = layer.function.shardings(splits), splits.axes
+    forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
     remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remake.out_avals))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
-        "residual": _chosen(forward.shardings[num_results:], layer.stored),
+        "residual": _chosen(forward.results_at, forward.residuals_at),
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
-    backward = jaxpr_per_device(
-        layer.backward, axes, [*leaves_at, *shardings.cotangents], [*shardings.gradients, *shardings.input_cotangents]
-    )
-    local = _as_forward(forward, layer.results, tuple(num_results + i for i in layer.stored))
+    backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
     return DeviceLayer(
-        forward=local,
+        forward=forward,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
-        residuals=_structs(_chosen(forward.jaxpr.out_avals, local.residuals_at)),
-        activation=_structs(forward.jaxpr.in_avals[layer.num_arguments :]),
-        outputs=_structs(backward.jaxpr.in_avals[len(layer.sources) :]),
+        residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
     )
 
 
-def _as_forward(local: PerDeviceJaxpr, results: Results, residuals_at: tuple[int, ...]) -> DeviceForward:
+def _partition_forward(
+    jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: tuple[Axis, ...]
+) -> DeviceForward:
+    """A forward as one device runs it, of whose leaves of the vjp those in `stored` are residuals."""
     count = len(jax.tree.leaves(results))
-    shapes = jax.tree.unflatten(jax.tree.structure(results), _structs(local.jaxpr.out_avals[:count]))
-    return DeviceForward(local.jaxpr, shapes, local.shardings[:count], residuals_at)
+    # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
+    wanted = [*shardings.results(results), *[settled] * (len(jaxpr.out_avals) - count)]
+    local = jaxpr_per_device(jaxpr, axes, [*shardings.arguments, *shardings.activation], wanted)
+    shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
+    return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored))
 
 
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
     return [items[i] for i in indices]
-
-
-def _structs(avals: Sequence[Leaf]) -> Structs:
-    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

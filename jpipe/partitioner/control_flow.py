@@ -6,7 +6,6 @@ A handler takes the planner, an equation of whole arrays and how its operands li
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jpipe.jax_tools.jaxprs import uses
 from jpipe.partitioner.choice import Handler, Planner, Wanted
 from jpipe.partitioner.flat_jaxpr import FlatJaxpr, flatten
 from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import REPLICATED, Shard, Sharding, is_possible, replicated, settled
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
 from jpipe.partitioner.way import Axes, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -27,9 +26,10 @@ def always(sharding: Sharding) -> Wanted:
     return lambda _: sharding
 
 
-def _combined(now: Sharding, other: Sharding) -> Sharding:
-    """The first sharding, but along the axes where it is replicated the other."""
-    return tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
+def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
+    """The first sharding, but along the axes where it is replicated the other, if an array of the shape can lie so."""
+    both = tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
+    return both if is_possible(shape, both, axes) else now
 
 
 def _loop_shardings(
@@ -67,9 +67,8 @@ def _loop_shardings(
     shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
         results = planner.results_at(body, [*consts, *carry, *slices])
-        new = [_combined(now, left) for now, left in zip(carry, results, strict=False)]
-        keeps = [i in fixed or not is_possible(shapes[i], s, planner.axes) for i, s in enumerate(new)]
-        new = [a if keep else b for a, b, keep in zip(carry, new, keeps, strict=True)]
+        known = enumerate(zip(carry, results, shapes, strict=False))
+        new = [a if i in fixed else _combined(a, b, shape, planner.axes) for i, (a, b, shape) in known]
         if new == carry:
             return carry, results
         carry = new
@@ -157,11 +156,10 @@ def _cond(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     """
     branches, whole = list(map(flatten, equation.params["branches"])), replicated(planner.axes)
     shardings = list(map(settled, lying[1:]))
-    by_branch = [planner.results_at(branch, shardings) for branch in branches]
-    results = []
-    for v, by_result in zip(equation.outvars, zip(*by_branch, strict=True), strict=True):
-        common = reduce(_combined, by_result)
-        results.append(common if is_possible(aval_of(v).shape, common, planner.axes) else whole)
+    results, *others = [planner.results_at(branch, shardings) for branch in branches]
+    for found in others:
+        pairs = zip(results, found, equation.outvars, strict=True)
+        results = [_combined(a, b, aval_of(v).shape, planner.axes) for a, b, v in pairs]
     plans = [planner.plan(branch, shardings, list(map(always, results))) for branch in branches]
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:

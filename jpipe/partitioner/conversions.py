@@ -150,24 +150,19 @@ def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
     return x.reshape(*x.shape[:dim], *sizes, rest, *x.shape[dim + 1 :])
 
 
-def _merge_dims(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """The inverse of `_split_dim`: `count` dimensions from `dim` on as one."""
-    size = math.prod(x.shape[dim : dim + count])
-    return x.reshape(*x.shape[:dim], size, *x.shape[dim + count :])
-
-
 def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """From a shard of `dim` to the whole dimension."""
     if outer == 1:
         return lax.all_gather(part, axis.names, axis=dim, tiled=True)
-    return _merge_dims(lax.all_gather(_split_dim(part, dim, outer), axis.names, axis=dim + 1, tiled=True), dim, 2)
+    blocks = lax.all_gather(_split_dim(part, dim, outer), axis.names, axis=dim + 1, tiled=True)
+    return lax.collapse(blocks, dim, dim + 2)
 
 
 def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """From the whole dimension to this device's shard of it."""
     blocks, device = _split_dim(x, dim, outer, axis.size), lax.axis_index(axis.names)
     own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
-    return _merge_dims(own, dim, 2)
+    return lax.collapse(own, dim, dim + 2)
 
 
 def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
@@ -175,4 +170,4 @@ def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array
     blocks = jnp.expand_dims(_split_dim(part, dim, outer), dim + 1)  # [..., outer, 1, block, ...]
     device = lax.broadcasted_iota(jnp.int32, (axis.size,) + (1,) * (blocks.ndim - dim - 2), 0)
     own = device == lax.axis_index(axis.names)
-    return _merge_dims(jnp.where(own, blocks, jnp.zeros_like(blocks)), dim, 3)
+    return lax.collapse(jnp.where(own, blocks, jnp.zeros_like(blocks)), dim, dim + 3)

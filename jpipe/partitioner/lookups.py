@@ -16,7 +16,6 @@ from jax import lax
 
 from jpipe.partitioner.rule import (
     Operation,
-    Rule,
     RuleResult,
     aval_of,
     by_labels,
@@ -95,13 +94,12 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
     return look_up_own
 
 
-def write_entries(*, adds: bool) -> Rule:
-    """The rule of writes at indices, or of additions; operands: target, indices, updates."""
-    return lambda equation, shardings, axis: _write(equation, shardings, adds)
+def write_entries(
+    equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, *, adds: bool
+) -> RuleResult | None:
+    """The rule of writes at indices, or of additions; operands: target, indices, updates.
 
-
-def _write(equation: JaxprEqn, shardings: Sequence[AxisSharding], adds: bool) -> RuleResult | None:
-    """By split updates if there are some, else by windows that are as large as the target.
+    By split updates if there are some, else by windows that are as large as the target.
 
     Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
     """

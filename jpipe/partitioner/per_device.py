@@ -26,14 +26,14 @@ from jpipe.partitioner.shardings import (
     is_possible,
     names_in,
     of_spec,
-    part_struct,
+    part_structs,
     to_spec,
     whole_shape,
 )
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import PyTree
 
 Specs = PyTree
@@ -140,7 +140,7 @@ def jaxpr_per_device(
         return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
     plan = Planner(axes, CONTROL_FLOW | USER_SHARDINGS).plan(flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
-    own = [part_struct(v.aval, s, axes) for v, s in zip(jaxpr.jaxpr.invars, shardings, strict=True)]
+    own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
         return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 from jax import lax
@@ -58,17 +59,17 @@ def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1
     return rule
 
 
-def _named(equation: JaxprEqn, *names: str) -> set[int]:
-    """The dimensions of the first operand that these parameters of an equation name."""
-    ndim, values = len(operand_shape(equation)), [equation.params[name] for name in names]
-    return {dim % ndim for x in values for dim in (x if isinstance(x, tuple | list) else (x,))}
+def _named(equation: JaxprEqn, name: str) -> set[int]:
+    """The dimensions of the first operand that a parameter of an equation names."""
+    ndim, named = len(operand_shape(equation)), equation.params[name]
+    return {dim % ndim for dim in (named if isinstance(named, tuple | list) else (named,))}
 
 
-def _other_than(*names: str) -> LabelsOf:
-    """All dimensions stay but those that these parameters name."""
+def _other_than(name: str) -> LabelsOf:
+    """All dimensions stay but those that a parameter names."""
 
     def labels(equation: JaxprEqn) -> Labels:
-        named = _named(equation, *names)
+        named = _named(equation, name)
         return [None if dim in named else dim for dim in range(len(operand_shape(equation)))]
 
     return labels
@@ -210,8 +211,8 @@ RULES: dict[str, Rule] = {
     "random_bits": random_bits,
     **dict.fromkeys(("optimization_barrier", "device_put"), identity),
     "gather": look_up_entries,
-    "scatter": write_entries(adds=False),
-    "scatter-add": write_entries(adds=True),
+    "scatter": partial(write_entries, adds=False),
+    "scatter-add": partial(write_entries, adds=True),
 }
 """The name of a primitive -> its rule."""
 

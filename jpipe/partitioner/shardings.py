@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.types import Leaf, PyTree
+from jpipe.types import PyTree
 
 Shape = tuple[int, ...]
 
@@ -119,14 +119,10 @@ def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]
     return [math.prod(size for dim, size in shards if dim == own) for own in range(ndim)]
 
 
-def part_struct(leaf: Leaf, sharding: Sharding, axes: Sequence[Axis]) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a device's part of an array; `leaf` is anything with those of the whole array."""
-    return jax.ShapeDtypeStruct(part_shape(leaf.shape, sharding, axes), leaf.dtype)
-
-
 def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a device's parts of a pytree's leaves, each with its own sharding."""
-    return [part_struct(leaf, s, axes) for leaf, s in zip(jax.tree.leaves(tree), shardings, strict=True)]
+    pairs = zip(jax.tree.leaves(tree), shardings, strict=True)
+    return [jax.ShapeDtypeStruct(part_shape(leaf.shape, s, axes), leaf.dtype) for leaf, s in pairs]
 
 
 def is_possible(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> bool:

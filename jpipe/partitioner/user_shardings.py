@@ -22,7 +22,6 @@ from jpipe.partitioner.shardings import (
     PARTIAL,
     REPLICATED,
     Axis,
-    AxisSharding,
     Shard,
     Sharding,
     is_possible,
@@ -31,7 +30,8 @@ from jpipe.partitioner.shardings import (
     settled,
 )
 from jpipe.partitioner.way import Way
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.inside import called_by
+from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
 
@@ -83,26 +83,23 @@ def _shard_map(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) 
     alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in known}
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
-    wanted = []
-    for v, spec, now in zip(equation.invars, p["in_specs"], lying, strict=True):
-        both = _as_specified(spec, axes, dict(zip(inside, pick(settled(now)), strict=True)))
-        wanted.append(both if is_possible(aval_of(v).shape, both, axes) else of_spec(spec, axes))
+    given = [pick(settled(sharding)) for sharding in lying]
+    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
     inner = Planner(pick(axes), {**planner.handlers, **_of_single_devices(alike)})
-    body, arguments = flatten(ClosedJaxpr(p["jaxpr"], ())), list(map(pick, wanted))
-    found = [
-        _as_specified(spec, axes, dict(zip(inside, sharding, strict=True)))
-        for sharding, spec in zip(inner.results_at(body, arguments), p["out_specs"], strict=True)
-    ]
+    body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
+    gives = inner.results_at(body, arguments)
+    found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
     plan = inner.plan(body, arguments, [always(pick(sharding)) for sharding in found])
     return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),))
 
 
-def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], others: Mapping[int, AxisSharding]) -> Sharding:
-    """The sharding that a user's spec means, along the axes of `others` as these if they split other dimensions."""
+def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
+    """The sharding that a user's spec means, along the axes `inside` as `lying` if that splits other dimensions."""
     by_spec = of_spec(spec, axes)
     dims = {s.dim for s in by_spec if isinstance(s, Shard)}
-    if any(isinstance(s, Shard) and s.dim in dims for s in others.values()):
+    if any(isinstance(s, Shard) and s.dim in dims for s in lying):
         return by_spec
+    others = dict(zip(inside, lying, strict=True))
     return tuple(others.get(i, s) for i, s in enumerate(by_spec))
 
 

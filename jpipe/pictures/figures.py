@@ -30,16 +30,11 @@ def plot(
     check_matplotlib()
     from jpipe.pictures.gantt import draw_gantt, draw_legend
 
-    schedule = timeline.schedule
-    title = (
-        f"{schedule.name}: K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}; "
-        f"{_in_numbers(timeline)}"
-    )
     if path_or_ax is None or isinstance(path_or_ax, (str, os.PathLike)):
-        return _draw([timeline], [title], path_or_ax, unit).axes[0]
+        return _draw([timeline], [str(timeline)], path_or_ax, unit).axes[0]
     path_or_ax.set_xlim(0, timeline.makespan)
     draw_gantt(path_or_ax, timeline)
-    path_or_ax.set_title(title, fontsize=9)
+    path_or_ax.set_title(str(timeline), fontsize=9)
     path_or_ax.set_xlabel(_time_label([timeline], unit))
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     draw_legend(path_or_ax, [timeline], **place, fontsize=8)
@@ -84,7 +79,7 @@ def compare(
         raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
     timed = partial(simulate, **times)
     timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, timed) for item in schedules]
-    titles = [f"{_name(timeline.schedule)}: {_in_numbers(timeline)}" for timeline in timelines]
+    titles = [f"{_name(timeline.schedule)}: {timeline.in_numbers}" for timeline in timelines]
     return _draw(timelines, titles, path, unit)
 
 
@@ -179,16 +174,6 @@ def _height(draw: str, timeline: Timeline, num_timelines: int) -> float:
 
 def _name(schedule: Schedule) -> str:
     return schedule.name + (f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else "")
-
-
-def _in_numbers(timeline: Timeline) -> str:
-    text = f"time {timeline.makespan:g}, bubble {100 * timeline.bubble_fraction:.1f} %"
-    if timeline.schedule.trains:
-        peaks = [f"{peak / timeline.schedule.num_chunks:g}" for peak in timeline.peak_in_flight]
-        if len(peaks) > 8:
-            peaks[4:-2] = ["..."]
-        text += f", peak in flight {', '.join(peaks)}"
-    return text
 
 
 def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:

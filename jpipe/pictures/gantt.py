@@ -50,7 +50,7 @@ class Number(Text):
 def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> None:
     """Draws the bars of all stages on grey lines, the first stage on top; what stays grey is the bubble.
 
-    The x limits are left alone where axes share them.
+    The x limits are the caller's, and set before: gaps between bars follow from them.
     """
     schedule = timeline.schedule
     lines = [Bar("", 0, 0, stage, 0.0, timeline.makespan).corners for stage in range(schedule.num_stages)]
@@ -58,7 +58,7 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> Non
     drawn = list(bars(timeline))
     narrowest = min(bar.end - bar.start for bar in drawn)
     inches = axes.get_window_extent().width / axes.get_figure(root=True).dpi  # pyright: ignore[reportOptionalMemberAccess]
-    gap = float(np.clip(0.08 * 72 * inches * narrowest / _time_shown(axes, timeline), 0.1, 0.8))
+    gap = float(np.clip(0.08 * 72 * inches * narrowest / axes.get_xlim()[1], 0.1, 0.8))
     digits = len(str(schedule.num_microbatches - 1))
     for kind, chunk in sorted({(bar.kind, bar.chunk) for bar in drawn}):
         colour = palette.shade(kind, chunk, schedule.num_chunks)
@@ -76,11 +76,6 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> Non
         for bar in own if kind != "R" else ():
             axes.add_artist(Number(bar, digits, palette.text_colour(colour), font_size))
     label_stages(axes, schedule.num_stages)
-
-
-def _time_shown(axes: Axes, timeline: Timeline) -> float:
-    """The length of the time axis: the limits that were set before, or this timeline's makespan."""
-    return axes.get_xlim()[1] if not axes.get_autoscalex_on() else timeline.makespan
 
 
 def label_stages(axes: Axes, num_stages: int) -> None:
@@ -101,17 +96,20 @@ def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: 
     """Says what is in these timelines: each kind of action, the bubble, and, if they are drawn, what stages hold."""
     num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
     kinds = {bar.kind for timeline in timelines for bar in bars(timeline)}
-    handles: list[Any] = []
-    labels: list[str] = []
-    for kind in (kind for kind in palette.NAMES if kind in kinds):
+    handles: dict[str, Any] = {}
+    drawn = [kind for kind in palette.NAMES if kind in kinds]
+    for kind in drawn:
         colours = [palette.shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
         hatch = palette.HATCH.get(kind)
-        handles.append(tuple(Patch(facecolor=colour, edgecolor="white", hatch=hatch) for colour in colours))
-        labels.append(palette.NAMES[kind])
-    if num_chunks > 1:
-        labels[-1] += " (darker: later chunks)"
-    for colour, label in ((palette.BUBBLE, "bubble: stage waits"), (palette.MEMORY, "micro-batches in flight")):
-        if memory or colour is palette.BUBBLE:
-            handles.append(Patch(facecolor=colour))
-            labels.append(label)
-    where.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)}, frameon=False, **look)
+        label = palette.NAMES[kind] + (" (darker: later chunks)" if num_chunks > 1 and kind == drawn[-1] else "")
+        handles[label] = tuple(Patch(facecolor=colour, edgecolor="white", hatch=hatch) for colour in colours)
+    handles["bubble: stage waits"] = Patch(facecolor=palette.BUBBLE)
+    if memory:
+        handles["micro-batches in flight"] = Patch(facecolor=palette.MEMORY)
+    where.legend(
+        list(handles.values()),
+        list(handles),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
+        frameon=False,
+        **look,
+    )

@@ -52,7 +52,7 @@ def summarize(title: str, planner: Planner) -> Table:
 def _layers(planner: Planner, partition: Partition) -> dict[str, list[str]]:
     names = [layer.name for layer in planner.request.layers]
     columns: dict[str, list[str]] = {
-        "layers": [f"{start}-{stop - 1}" if stop - start > 1 else str(start) for start, stop in partition.bounds],
+        "layers": partition.ranges,
         "what": [in_words(names[start:stop]) for start, stop in partition.bounds],
     }
     total = math.fsum(partition.costs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jpipe.planning.costs import Cost
-from jpipe.planning.partition import Partition, partition, partition_from_counts
+from jpipe.planning.partition import Partition, checked_costs, partition, partition_from_counts
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
 """A name, the number of layers of each virtual stage, or the cost of each layer."""
@@ -65,20 +64,13 @@ def as_balance(balance: object, num_layers: int, num_parts: int) -> Balance:
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
     if any(isinstance(value, float) for value in values):
-        _check_costs(values, num_layers)
-        return tuple(map(float, values))
+        if len(values) != num_layers:
+            raise ValueError(
+                f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
+            )
+        return checked_costs(values, "balance")
     _check_counts(values, num_layers, num_parts)
     return values
-
-
-def _check_costs(values: tuple[float, ...], num_layers: int) -> None:
-    if len(values) != num_layers:
-        raise ValueError(
-            f"balance has {len(values)} costs but there are {num_layers} layers; give one cost (a float) a layer"
-        )
-    bad = next((i for i, value in enumerate(values) if not 0 <= value < math.inf), None)
-    if bad is not None:
-        raise ValueError(f"balance[{bad}]={values[bad]}; a cost must be finite and at least 0")
 
 
 def _check_counts(values: tuple[int, ...], num_layers: int, num_parts: int) -> None:

@@ -6,12 +6,10 @@ cost and are looked at once; nothing here touches the model's variables.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +19,9 @@ from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.mesh.splits import WHOLE
 from jpipe.model.groups import Model
-from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
 from jpipe.planning.flops import count_flops
-from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.terminal.progress import task
 from jpipe.types import PyTree
 
@@ -37,12 +31,11 @@ PARAMETER_COPIES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer takes in a training step, for one micro-batch; whoever needs a sum adds.
+    """What a layer takes in a training step, for one micro-batch.
 
     Attributes:
       forward: its part of a forward action, in FLOPs or seconds.
-      backward: its part of a backward action, what remat computes again included, without gradients of parameters.
-      weight_gradient: the rest of the backward: gradients of the parameters.
+      backward: its part of a backward action, what remat computes again included.
       parameter_bytes: of its parameters, shared ones at every use.
       state_bytes: of its other variables.
       residual_bytes: of what waits for its backward.
@@ -51,7 +44,6 @@ class Cost:
 
     forward: float
     backward: float
-    weight_gradient: float
     parameter_bytes: int
     state_bytes: int
     residual_bytes: int
@@ -60,26 +52,15 @@ class Cost:
     @property
     def total(self) -> float:
         """Forward and backward, in FLOPs or seconds."""
-        return self.forward + self.backward + self.weight_gradient
+        return self.forward + self.backward
 
     @property
     def size(self) -> float:
         """Bytes that training holds for it, with one micro-batch in flight."""
         return float(PARAMETER_COPIES * self.parameter_bytes + self.state_bytes + self.residual_bytes)
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*[getattr(self, field.name) + getattr(other, field.name) for field in fields(self)])
 
-
-class TracedGroup(NamedTuple):
-    """The layers of a group in training: what they compute, the shapes of their arguments, forward and backward."""
-
-    function: LayerFunction
-    arguments: Arguments
-    traced: TracedLayer
-
-
-def layer_costs(model: Model, layers: Sequence[TracedGroup], unit: str, mesh: Mesh) -> list[Cost]:
+def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Mesh) -> list[Cost]:
     """The cost of each layer, `[N]`.
 
     Args:
@@ -97,7 +78,7 @@ def layer_costs(model: Model, layers: Sequence[TracedGroup], unit: str, mesh: Me
     return _by_layer(model, list(map(_counted, layers)))
 
 
-def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedGroup]]], mesh: Mesh) -> list[list[Cost]]:
+def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: Mesh) -> list[list[Cost]]:
     """The seconds of each layer, `[N]`, of variants of one model: for micro-batches of other sizes, or another remat.
 
     A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
@@ -117,7 +98,7 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedGroup]]], mesh: M
     if jax.process_count() > 1:  # all have to cut alike
         seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
     return [
-        _by_layer(model, [Cost(f, b, w, *_bytes(layer)) for (f, b, w), layer in zip(times, layers, strict=True)])
+        _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
         for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
     ]
 
@@ -127,27 +108,17 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
     return [by_group[g] for g in model.group_of]
 
 
-def _counted(layer: TracedGroup) -> Cost:
+def _counted(layer: TracedLayer) -> Cost:
     """What a layer takes in FLOPs."""
-    function, arguments, traced = layer
+    function, arguments = layer.function, layer.function.arguments
     # `remake` is what follows from the parameters alone (casts), made again in the backward.
-    kept = count_flops(traced.forward)
-    forward, again = kept, count_flops(traced.remake)
+    kept = count_flops(layer.forward)
+    forward, again = kept, count_flops(layer.remake)
     if function.remat.keep_inputs:
-        forward, again = count_flops(trace(function.forward, arguments, list(traced.activation))[0]), again + kept
-    backward = count_flops(traced.backward)
-    inputs_only = count_flops(_without_first(traced.backward, len(arguments.params)))
-    weight_gradient = max(0.0, backward.flops - inputs_only.flops)
-    unknown = (forward + again + inputs_only + backward).unknown
-    return Cost(
-        forward.flops, (again + inputs_only).flops, weight_gradient, *_bytes(layer), unknown=tuple(sorted(unknown))
-    )
-
-
-def _without_first(jaxpr: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """A jaxpr without its first results, and without what only they need."""
-    wanted = [i >= count for i in range(len(jaxpr.jaxpr.outvars))]
-    return needed_part(jaxpr, wanted, keep=True)[0]
+        alone = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))[0]
+        forward, again = count_flops(alone), again + kept
+    backward = again + count_flops(layer.backward)
+    return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
 
 
 def _device_like(mesh: Mesh) -> object:
@@ -170,8 +141,8 @@ def _device_like(mesh: Mesh) -> object:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(variants: Sequence[TracedGroup], device: object) -> list[list[float]]:
-    """Of each variant of a layer: of the forward, of the backward but for gradients of parameters, and of those."""
+def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float]]:
+    """Of each variant of a layer: of the forward, and of the backward."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
         no_mesh(),
@@ -184,9 +155,8 @@ def _seconds(variants: Sequence[TracedGroup], device: object) -> list[list[float
         times = iter(_median_seconds([run for layer in variants for run in _runs(layer, example)]))
     found = []
     for layer in variants:
-        forward, again, backward, without = (next(times) for _ in range(4))
-        without = min(without, backward)
-        found.append([forward, without + again * layer.function.remat.keep_inputs, backward - without])
+        forward, again, backward = (next(times) for _ in range(3))
+        found.append([forward, backward + again * layer.function.remat.keep_inputs])
     return found
 
 
@@ -194,17 +164,16 @@ Run = tuple[Callable[..., object], tuple[PyTree, ...]]
 """A jitted function, and what to call it with."""
 
 
-def _runs(layer: TracedGroup, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
-    """The forward, that with its residuals, the backward, and that without gradients of parameters."""
-    function, shapes, traced = layer
-    local = partition_layer(traced, function.shardings(shapes, WHOLE))
-    leaves, structure = jax.tree.flatten((shapes, list(local.activation), list(local.outputs)))
+def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
+    """The forward, that with its residuals, and the backward."""
+    function, local = layer.function, partition_layer(layer)
+    outputs = function.differentiated(local.forward.results.outputs)
+    leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
-    alone = jax.jit(trace_forward(function, shapes)) if function.remat.keep_inputs else kept
+    alone = jax.jit(trace_forward(function)) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
-    inputs_only = jax.jit(lambda *given: local.backward(*given)[1])
-    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given), (inputs_only, given)]
+    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:
@@ -217,7 +186,7 @@ def _median_seconds(runs: Sequence[Run]) -> list[float]:
             start = time.perf_counter()
             jax.block_until_ready(function(*arguments))
             own.append(time.perf_counter() - start)
-    return list(map(statistics.median, times))
+    return np.median(times, axis=1).tolist()
 
 
 def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -233,9 +202,9 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape), leaf.dtype)
 
 
-def _bytes(layer: TracedGroup) -> tuple[int, int, int]:
+def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
     """Of parameters, other variables and residuals."""
     variables = layer.function.group.variables
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in variables.items() if name != "params"}
-    return size(variables.get("params")), size(state), size(layer.traced.residuals)
+    return size(variables.get("params")), size(state), size(layer.residuals)

@@ -3,18 +3,17 @@
 A pipeline advances at the pace of its slowest stage, so the default objective is the largest stage cost; the GPipe
 paper (section 2.2) minimises the variance of the stage costs instead. The two can differ, and both are exact here.
 
-Both are the least sum of squared deviations from the mean, the first under a cap on the cost of a stage: the cap is
-found by bisection, the sum by dynamic programming. N is the number of layers, K the number of stages and V the number
-of chunks a stage; layers are cut into K*V virtual stages, which are the stages if V is 1.
+Both are the least sum of squared deviations from the mean, the first under the smallest cap on the cost of a stage that
+there is. Cap and sum are found by the same dynamic programming. N is the number of layers, K the number of stages and V
+the number of chunks a stage; layers are cut into K*V virtual stages, which are the stages if V is 1.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
@@ -58,6 +57,11 @@ class Partition:
         return tuple(stop - start for start, stop in self.bounds)
 
     @property
+    def ranges(self) -> list[str]:
+        """`[K*V]`, the layers by virtual stage in words: "0-6", or "7" of one alone."""
+        return [f"{start}-{stop - 1}" if stop - start > 1 else str(start) for start, stop in self.bounds]
+
+    @property
     def costs(self) -> tuple[float, ...]:
         """`[K*V]`, the cost by virtual stage."""
         return tuple(math.fsum(self.layer_costs[start:stop]) for start, stop in self.bounds)
@@ -89,13 +93,12 @@ class Partition:
         costs = self.costs
         total, slowest = math.fsum(costs), costs.index(max(costs))
         rows = []
-        for virtual_stage, ((start, stop), cost) in enumerate(zip(self.bounds, costs, strict=True)):
-            layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+        for virtual_stage, (layers, count, cost) in enumerate(zip(self.ranges, self.counts, costs, strict=True)):
             share = cost / total if total else 1 / len(costs)
             chunk, stage = divmod(virtual_stage, self.num_stages)
             names = (str(stage), str(chunk)) if self.num_chunks > 1 else (str(stage),)
-            rows.append((*names, layers, str(stop - start), f"{cost:.4g}", f"{share:.1%}"))
-        even = partition_from_counts(_even_counts(len(self.layer_costs), len(costs)), self.layer_costs)
+            rows.append((*names, layers, str(count), f"{cost:.4g}", f"{share:.1%}"))
+        even = replace(self, cuts=partition([1.0] * len(self.layer_costs), len(costs)).cuts)
         note = (
             f"slowest/mean {self.imbalance:.3f}; cut into even counts the slowest stage would cost "
             f"{max(even.costs):.4g} ({even.imbalance:.3f})"
@@ -147,20 +150,20 @@ def partition(
     if objective not in OBJECTIVES:
         known = ", ".join(map(repr, OBJECTIVES))
         raise ValueError(f"objective={objective!r} is unknown; use one of {known}")
-    layer_costs = _checked_costs(costs)
+    layer_costs = checked_costs(costs, "costs")
     num_parts = _checked_num_parts(num_stages, num_chunks, len(layer_costs))
     limits = _limits(sizes, limit, len(layer_costs), num_parts)
-    if not any(layer_costs) and not limits:
-        return Partition(_cuts(_even_counts(len(layer_costs), num_parts)), layer_costs, objective, num_chunks)
+    weights = layer_costs if any(layer_costs) else (1.0,) * len(layer_costs)  # all of them nothing: all alike
     # Scaled by a power of two, which is exact, so that no square overflows.
-    exponent = math.frexp(max(layer_costs))[1]
-    sums = list(accumulate((math.ldexp(cost, -exponent) for cost in layer_costs), initial=0.0))
+    sums = np.cumsum(np.ldexp([0.0, *weights], -math.frexp(max(weights))[1]))
     if objective == "max":
         limits = [*limits, (sums, _smallest_cap(sums, num_parts, limits))]
-    return Partition(_least_squares_cuts(sums, num_parts, limits), layer_costs, objective, num_chunks)
+    squares = lambda before, cost: before + (num_parts * cost - sums[-1]) ** 2
+    bounds = _best_bounds(sums, num_parts, limits, squares)
+    return Partition(tuple(bounds[1:-1]), layer_costs, objective, num_chunks)
 
 
-Limits = list[tuple[list[float], float]]
+Limits = list[tuple[np.ndarray, float]]
 """What no virtual stage may exceed: pairs of `[N + 1]`, a size summed over the first layers, and the most of it."""
 
 
@@ -170,10 +173,10 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
         return []
     if sizes is None or limit is None:
         raise ValueError("sizes and limit go together: give the bytes of each layer and the most bytes of a stage")
-    layer_sizes = _checked_costs(sizes, "sizes")
+    layer_sizes = checked_costs(sizes, "sizes")
     if len(layer_sizes) != num_layers:
         raise ValueError(f"sizes has {len(layer_sizes)} entries but there are {num_layers} layers; give one a layer")
-    sums = list(accumulate(layer_sizes, initial=0.0))
+    sums = np.cumsum([0.0, *layer_sizes])
     if isinstance(limit, bool) or not isinstance(limit, int | float | np.number):
         raise TypeError(f"limit={limit!r} is no number; give the most bytes of a virtual stage, such as 16e9")
     least = _smallest_cap(sums, num_parts, [])
@@ -184,9 +187,7 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     return [(sums, max(limit, least))]
 
 
-def partition_from_counts(
-    counts: Sequence[SupportsIndex], layer_costs: Sequence[SupportsFloat], num_chunks: int = 1
-) -> Partition:
+def partition_from_counts(counts: Sequence[int], layer_costs: Sequence[float], num_chunks: int = 1) -> Partition:
     """The partition that has the given numbers of layers.
 
     Args:
@@ -194,36 +195,19 @@ def partition_from_counts(
       layer_costs: `[N]`, as in `partition`.
       num_chunks: V.
 
-    Raises:
-      ValueError: if a count is less than 1 or the counts don't sum to N, or for bad costs.
-      TypeError: if a count is no integer.
-
     >>> partition_from_counts([1, 2], [5, 2, 2]).cuts
     (1,)
     """
-    checked_costs = _checked_costs(layer_costs, "layer_costs")
-    whole = [_checked_int(count, f"counts[{stage}]") for stage, count in enumerate(counts)]
-    if not whole:
-        raise ValueError("counts is empty; give the number of layers of each stage")
-    for stage, count in enumerate(whole):
-        if count < 1:
-            raise ValueError(f"counts[{stage}]={count}; every stage needs at least one layer")
-    if sum(whole) != len(checked_costs):
-        raise ValueError(f"counts={whole} sum to {sum(whole)}; they must sum to the {len(checked_costs)} layers")
-    return Partition(_cuts(whole), checked_costs, "counts", num_chunks)
+    return Partition(tuple(accumulate(counts))[:-1], tuple(map(float, layer_costs)), "counts", num_chunks)
 
 
-def _even_counts(num_layers: int, num_stages: int) -> list[int]:
-    """Numbers of layers as even as can be, the larger ones last, as `partition` has them for equal costs."""
-    count, rest = divmod(num_layers, num_stages)
-    return [count] * (num_stages - rest) + [count + 1] * rest
+def checked_costs(costs: Sequence[SupportsFloat], name: str) -> tuple[float, ...]:
+    """The user's costs, called by this name in errors, as floats.
 
-
-def _cuts(counts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(counts))[:-1]
-
-
-def _checked_costs(costs: Sequence[SupportsFloat], name: str = "costs") -> tuple[float, ...]:
+    Raises:
+      ValueError: if there are none, or one isn't finite and at least 0.
+      TypeError: if they are no sequence of numbers.
+    """
     if not isinstance(costs, Iterable) or isinstance(costs, str):
         raise TypeError(f"{name}={costs!r} is no sequence; give one number for each layer")
     checked = []
@@ -263,101 +247,70 @@ def _checked_int(value: SupportsIndex, name: str) -> int:
 
 # --- the search: here a stage is any virtual stage, and K the number of all of them -----------------------------------
 
-
-def _furthest(sums: list[float], start: int, cap: float) -> int:
-    """The largest `stop` for which the layers from `start` up to `stop`, excluded, cost at most `cap` together."""
-    return bisect_right(range(len(sums)), cap, lo=start, key=lambda stop: sums[stop] - sums[start]) - 1
+Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""What stages come to together: of those before the last one, and the cost of the last one; by choices, all at once."""
 
 
-def _reaches(num_stages: int, num_layers: int, limits: Limits) -> list[int]:
-    """`[num_stages + 1]`, for each k the most layers that k stages within the limits can take."""
-    reaches = [0]
-    for _ in range(num_stages):
-        reaches.append(min((_furthest(sums, reaches[-1], cap) for sums, cap in limits), default=num_layers))
-    return reaches
+def _smallest_cap(sums: np.ndarray, num_stages: int, limits: Limits) -> float:
+    """The smallest possible cost of the costliest stage."""
+    return float(np.diff(sums[_best_bounds(sums, num_stages, limits, np.maximum)]).max())
 
 
-def _smallest_cap(sums: list[float], num_stages: int, limits: Limits) -> float:
-    """The smallest possible cost of the costliest stage, by bisection between a cap that is too low and one that isn't.
+def _best_bounds(sums: np.ndarray, num_stages: int, limits: Limits, combine: Combine) -> list[int]:
+    """`[K + 1]`, where the stages begin and end that come to the least together, none of them exceeding the limits.
 
-    A cap that leaves stages empty is none too low: a stage of several layers can be cut again.
+    `best[j]` is the least for the first j layers in k stages. It comes from the same for k-1 stages: it is the least
+    over i of `combine(best[i], cost(i, j))`, where the last stage has the layers i to j.
+
+    Args:
+      sums: `[N + 1]`, the cost of the first layers.
+      num_stages: K.
+      limits: what no stage may exceed.
+      combine: the largest of stages' costs, or a sum of convex functions of them.
     """
-    low, high = sums[-1] / num_stages * (1 - 1e-9), sums[-1]
-    while low < (middle := (low + high) / 2) < high:
-        reaches = _reaches(num_stages, len(sums) - 1, [*limits, (sums, middle)])
-        if reaches[-1] == len(sums) - 1:
-            high = max(sums[stop] - sums[start] for start, stop in pairwise(reaches))
-        else:
-            low = middle
-    return high
-
-
-def _least_squares_cuts(sums: list[float], num_stages: int, limits: Limits) -> tuple[int, ...]:
-    """The cuts with the least sum of squared deviations from the mean, no stage exceeding the limits.
-
-    `best[j]` is that sum for the first j layers in k stages. It comes from the same for k-1 stages: it is the least
-    over i of `best[i] + deviation(i, j)^2`, where the last stage has the layers i to j. The i within the limits are an
-    interval, both of whose ends grow with j. So does the smallest of the best i, as squares are convex.
-    """
-    prefix = np.asarray(sums)
-    num_layers = len(sums) - 1
-    reaches = _reaches(num_stages, num_layers, limits)
-    first = np.zeros(num_layers + 1, np.int64)  # by j, the smallest i for which the layers i to j are within the limits
-    for s, cap in limits:
-        starts = [bisect_left(range(j + 1), -cap, key=lambda i, s=s, j=j: s[i] - s[j]) for j in range(num_layers + 1)]
-        first = np.maximum(first, starts)
-    best = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
+    first, start = [], 0  # by j, the smallest i for which the layers i to j are within the limits
+    for stop in range(len(sums)):
+        while any(sizes[stop] - sizes[start] > limit for sizes, limit in limits):
+            start += 1
+        first.append(start)
+    best = np.where(np.arange(len(sums)) == 0, 0.0, np.inf)
     choices = []
-    for stages in range(1, num_stages + 1):
-        ends = np.arange(stages, min(reaches[stages], num_layers - (num_stages - stages)) + 1)
-        low = np.maximum(first[ends], stages - 1)
-        high = np.minimum(ends - 1, reaches[stages - 1])
-        choice, value = _row_minima(prefix, best, ends, low, high, num_stages)
-        best = np.full(num_layers + 1, np.inf)
-        best[ends] = value
-        choices.append(dict(zip(ends.tolist(), choice.tolist(), strict=True)))
-    cuts = [num_layers]
+    for _ in range(num_stages):
+        choice, best = _row_minima(sums, best, np.asarray(first), combine)
+        choices.append(choice)
+    bounds = [len(sums) - 1]
     for choice in reversed(choices):
-        cuts.append(choice[cuts[-1]])
-    return tuple(reversed(cuts[1:-1]))
+        bounds.append(int(choice[bounds[-1]]))
+    return bounds[::-1]
 
 
 def _row_minima(
-    prefix: np.ndarray, best: np.ndarray, ends: np.ndarray, low: np.ndarray, high: np.ndarray, num_stages: int
+    sums: np.ndarray, best: np.ndarray, first: np.ndarray, combine: Combine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each end j, the first i from low to high at which `best[i] + (K (prefix[j] - prefix[i]) - total)^2` is least.
+    """For each j, the first i from `first[j]` to j-1 at which `combine(best[i], cost(i, j))` is least, and the least.
 
-    The i sought grow with j, so that those of solved ends bound those of the ends between them. Ends are solved at ever
-    smaller strides, all ends of a stride at once, which is O(N) work a stride.
+    The i sought grow with j, as both ends of their interval do and costs are convex, so that those of solved j bound
+    those of the j between them. The j are solved at ever smaller strides, all of a stride at once, which is O(N) work
+    a stride.
 
     Args:
-      prefix: `[N + 1]`, the cost of the first layers.
-      best: `[N + 1]`, the least sums with one stage less.
-      ends: `[R]`, the j, each one more than the one before.
-      low: `[R]`, for each j the smallest i allowed.
-      high: `[R]`, and the largest.
-      num_stages: K, the number of all stages.
+      sums: `[N + 1]`, the cost of the first layers.
+      best: `[N + 1]`, the least with one stage less; infinite where there is nothing.
+      first: `[N + 1]`, for each j the smallest i allowed.
+      combine: as for `_best_bounds`.
 
     Returns:
-      `[R]`, the i, and `[R]`, the least sums there.
+      `[N + 1]`, the i, and `[N + 1]`, the least there; without meaning and infinite for j=0.
     """
-    num_rows = len(ends)
-    choice, value = np.empty(num_rows, np.int64), np.empty(num_rows)
-    stride = 1 << (num_rows - 1).bit_length()
-    rows = np.array([0])
-    while stride:
-        below, above = rows - stride, rows + stride
-        start = np.where(below >= 0, np.maximum(low[rows], choice[np.maximum(below, 0)]), low[rows])
-        inside = np.minimum(above, num_rows - 1)
-        stop = np.where(above < num_rows, np.minimum(high[rows], choice[inside]), high[rows]) + 1
-        lengths = stop - start
+    low, high, least = first, np.arange(len(sums)) - 1, np.full(len(sums), np.inf)
+    for power in reversed(range((len(sums) - 1).bit_length())):
+        low, high = np.maximum.accumulate(low), np.minimum.accumulate(high[::-1])[::-1]
+        rows = np.arange(1 << power, len(sums), 2 << power)
+        lengths = high[rows] - low[rows] + 1
         offsets = np.cumsum(lengths) - lengths
-        splits = np.arange(lengths.sum()) + np.repeat(start - offsets, lengths)
-        stage_costs = np.repeat(prefix[ends[rows]], lengths) - prefix[splits]
-        sums = best[splits] + (num_stages * stage_costs - prefix[-1]) ** 2
-        value[rows] = np.minimum.reduceat(sums, offsets)
-        hits = np.flatnonzero(sums == np.repeat(value[rows], lengths))
-        choice[rows] = splits[hits[np.searchsorted(hits, offsets)]]
-        rows = np.arange(stride // 2, num_rows, stride)
-        stride //= 2
-    return choice, value
+        splits = np.arange(lengths.sum()) + np.repeat(low[rows] - offsets, lengths)
+        values = combine(best[splits], np.repeat(sums[rows], lengths) - sums[splits])
+        least[rows] = np.minimum.reduceat(values, offsets)
+        hits = np.flatnonzero(values == np.repeat(least[rows], lengths))
+        low[rows] = high[rows] = splits[hits[np.searchsorted(hits, offsets)]]
+    return low, least

@@ -16,8 +16,9 @@ from jpipe.memory.layout import Layout, make_layouts
 from jpipe.model.groups import Model, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
+from jpipe.model.traced_layer import TracedLayer
 from jpipe.planning.balance import MEASURES, cut_layers, measure_of, unmeasured_costs
-from jpipe.planning.costs import Cost, TracedGroup, layer_costs
+from jpipe.planning.costs import Cost, layer_costs
 from jpipe.planning.partition import Partition
 from jpipe.planning.request import Request
 from jpipe.terminal.notices import warn_user
@@ -95,7 +96,7 @@ def early_partition(request: Request) -> Partition | None:
 
 
 def make_plan(
-    request: Request, model: Model, loss: TracedLoss, trace_layers: Callable[[], Sequence[TracedGroup]]
+    request: Request, model: Model, loss: TracedLoss, trace_layers: Callable[[], Sequence[TracedLayer]]
 ) -> Plan:
     """Measures the layers, cuts the model and lays out its variables.
 

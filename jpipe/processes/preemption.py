@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from contextlib import ExitStack
+from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
@@ -19,26 +19,23 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._told = False
-        self._before: Callable[[int, FrameType | None], object] | int | None = None
-        self._handles = False
+        self._told, self._at_exit = False, ExitStack()
 
     def __enter__(self) -> Preemption:
         if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
-            self._before, self._handles = signal.signal(signal.SIGTERM, self._note), True
+            before = signal.getsignal(signal.SIGTERM)
+
+            def note(number: int, frame: FrameType | None) -> None:
+                self._told = True
+                if callable(before):
+                    before(number, frame)
+
+            signal.signal(signal.SIGTERM, note)
+            self._at_exit.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._handles:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-            self._handles = False
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
-        if callable(self._before):
-            self._before(number, frame)
+    def __exit__(self, *exception: object) -> None:
+        self._at_exit.close()
 
     def reached(self, step: int) -> bool:
         """Whether the job was told to end: in a cluster at the same step in all processes, which all have to ask."""

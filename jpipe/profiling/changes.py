@@ -16,10 +16,10 @@ from jpipe.execution.planner import Planner
 from jpipe.mesh.axes import num_shards
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
-from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed
+from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed, stage_of_layers
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
-from jpipe.schedules.orders import SCHEDULES, make_schedule
+from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
 
@@ -66,17 +66,14 @@ def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost]) -> n
 
 def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
+    on = stage_of_layers(planner)
 
     def share(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, ...]:
-        sums, shares = by_stage(planner, of), np.zeros(len(of))
-        for virtual_stage, (start, stop) in enumerate(planner.partition.bounds):
-            stage = planner.request.schedule.placement.stage_of(virtual_stage)
-            if sums[stage]:
-                shares[start:stop] = np.asarray(of[start:stop]) * seconds[stage] / sums[stage]
-        return tuple(shares.tolist())
+        sums = by_stage(planner, of)[on]
+        return tuple((np.asarray(of) * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
 
     forward = [cost.forward for cost in times.here]
-    backward = [cost.backward + cost.weight_gradient for cost in times.here]
+    backward = [cost.backward for cost in times.here]
     return StageTimes(
         share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
     )
@@ -95,7 +92,7 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
     schedule = planner.request.schedule
     seconds = [cost.total for cost in times.here]
     cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
-    put = lambda shares: by_stage(planner, shares, cut.bounds).tolist()
+    put = lambda shares: by_stage(planner, shares, cut).tolist()
     return cut, layer_shares(planner, times, stages).each(put)
 
 
@@ -140,10 +137,8 @@ def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> 
     if count != num_microbatches or count < 1 or size % (count * num_shards(planner.request.mesh)):
         return None
     sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
-    if given.name not in SCHEDULES:
-        return None
     try:
         known = make_schedule(given.name, **sizes, num_microbatches=given.num_microbatches)
         return make_schedule(given.name, **sizes, num_microbatches=count) if known == given else None
-    except ValueError:  # a custom schedule may be called what it isn't
+    except ValueError:  # a custom schedule may be called anything, what it isn't too
         return None

@@ -10,7 +10,6 @@ import numpy as np
 
 from jpipe.execution.planner import Planner
 from jpipe.model.remat import MODES
-from jpipe.planning.partition import Partition
 from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
 from jpipe.profiling.device_memory import MIB
 from jpipe.profiling.layer_times import LayerTimes, by_stage
@@ -102,9 +101,8 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[
     promise = model.step(stages) / model.step()
     begin = f"stage {slowest} takes {excess:.2f} times the mean of the stages"
     if promise < 1 - WORTH and cut.counts != planner.partition.counts:
-        change = {"balance": list(cut.counts)}
-        moves = _moves(planner.partition, cut)
-        yield Finding(f"{begin}: {moves} (balance={change['balance']}), step {_percent(promise)}", change, promise)
+        new, old = list(cut.counts), list(planner.partition.counts)
+        yield Finding(f"{begin}: balance={new} instead of {old}, step {_percent(promise)}", {"balance": new}, promise)
         return
     layers = layer_shares(planner, times, model.stages).total
     heaviest = int(np.argmax(layers))
@@ -114,21 +112,6 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[
         f"({name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; split it, "
         "or use fewer stages"
     )
-
-
-def _moves(old: Partition, new: Partition) -> str:
-    """What to move where, from one stage to the next; the cut alone if that would be long."""
-    moved = [b - a for a, b in zip(old.cuts, new.cuts, strict=True)]
-    if new.num_chunks > 1 or sum(map(bool, moved)) > 2:
-        return "cut anew"
-    count = lambda number: f"{number} layer" + ("s" if number > 1 else "")
-    texts = []
-    for stage, number in enumerate(moved):
-        if number > 0:
-            texts.append(f"move {count(number)} from stage {stage + 1} to stage {stage}")
-        elif number < 0:
-            texts.append(f"move {count(-number)} from stage {stage} to stage {stage + 1}")
-    return " and ".join(texts)
 
 
 def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator[Finding]:

@@ -16,8 +16,9 @@ from jpipe.mesh.axes import num_shards
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
-from jpipe.model.traced_layer import trace_layer
-from jpipe.planning.costs import Cost, TracedGroup, timed_costs
+from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.planning.costs import Cost, timed_costs
+from jpipe.planning.partition import Partition
 from jpipe.types import Batch
 
 
@@ -64,31 +65,33 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
 
 
-def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, list[TracedGroup]]:
+def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
     micro = cut(batch, num_microbatches * num_shards(planner.request.mesh))
-    return planner.model(micro), planner.groups(micro, key_shape())
+    return planner.model(micro), planner.layers(micro, key_shape())
 
 
-def _without_remat(layer: TracedGroup) -> TracedGroup:
-    function = replace(layer.function, remat=MODES["none"])
-    return TracedGroup(function, layer.arguments, trace_layer(function, layer.arguments))
+def _without_remat(layer: TracedLayer) -> TracedLayer:
+    return trace_layer(replace(layer.function, remat=MODES["none"]))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
     """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(planner, [cost.backward + cost.weight_gradient for cost in costs])
+    backward = lambda costs: by_stage(planner, [cost.backward for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
-def by_stage(planner: Planner, values: Sequence[float], bounds: Sequence[tuple[int, int]] | None = None) -> np.ndarray:
+def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:
     """Sums `[K]` over each stage's layers.
 
     Args:
       planner: knows which stage each virtual stage is on.
       values: `[N]`.
-      bounds: `[K*V]`, `(start, stop)` by virtual stage; the pipeline's own if not given.
+      cut: where the virtual stages begin; the pipeline's own if not given.
     """
-    sums = np.zeros(planner.request.schedule.num_stages)
-    for virtual_stage, (start, stop) in enumerate(bounds or planner.partition.bounds):
-        sums[planner.request.schedule.placement.stage_of(virtual_stage)] += sum(values[start:stop])
-    return sums
+    return np.bincount(stage_of_layers(planner, cut), values, minlength=planner.request.schedule.num_stages)
+
+
+def stage_of_layers(planner: Planner, cut: Partition | None = None) -> np.ndarray:
+    """`[N]`, the stage that each layer is on, in the pipeline or under another cut."""
+    counts = (cut or planner.partition).counts
+    return np.repeat(planner.request.schedule.placement.stage_of(np.arange(len(counts))), counts)

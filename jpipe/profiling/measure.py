@@ -7,10 +7,9 @@ loops, with the real buffers. Runs follow each other in rounds, so that a machin
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 SHORTEST = 1e-9
 """Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""
-
-Seconds = dict[str, float]
-"""Of the runs "step", "update", "idle", "setup", and "F0", "B0", "F1", ..., one for each kind of action and stage."""
 
 
 @dataclass(frozen=True)
@@ -140,39 +136,34 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         "setup": program.set_up,
     }
     seconds = _in_rounds(runs, rounds)
-    differences = {
-        name: [run - idle for run, idle in zip(seconds[name], seconds["idle"], strict=True)] for name in chosen
-    }
-    if jax.process_count() > 1:  # all have to find the same
-        seconds, differences = multihost_utils.broadcast_one_to_all((seconds, differences))
-    action = lambda kind, k: max(SHORTEST, _median(differences[f"{kind}{k}"]) / num_microbatches)
-    return Measured(
-        forward=tuple(action("F", k) for k in range(num_stages)),
-        backward=tuple(action("B", k) for k in range(num_stages)),
-        step=_median(seconds["step"]),
-        update=_median(seconds["update"]),
-        idle=_median(seconds["idle"]),
-        setup=min(_median(seconds["setup"]), _median(seconds["idle"])),
+    medians = {name: float(np.median(times)) for name, times in seconds.items()}
+    action = lambda name: max(SHORTEST, float(np.median(seconds[name] - seconds["idle"])) / num_microbatches)
+    found = Measured(
+        forward=tuple(action(f"F{k}") for k in range(num_stages)),
+        backward=tuple(action(f"B{k}") for k in range(num_stages)),
+        step=medians["step"],
+        update=medians["update"],
+        idle=medians["idle"],
+        setup=min(medians["setup"], medians["idle"]),
         noise=noise_of(seconds["step"]),
     )
+    if jax.process_count() > 1:  # all have to find the same
+        found = Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(found))))
+    return found
 
 
-def noise_of(seconds: Sequence[float]) -> float:
+def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
     """The distance between the quartiles of some times over their median.
 
     >>> noise_of([10.0, 8.0, 9.0, 11.0, 30.0])
     0.2
     """
-    low, middle, high = np.percentile(np.asarray(seconds, np.float64), [25, 50, 75])
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
     return float((high - low) / middle)
 
 
-def _median(values: list[float]) -> float:
-    return float(statistics.median(map(float, values)))
-
-
-def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, list[float]]:
-    """What each run takes in each round; the first round isn't counted."""
+def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, np.ndarray]:
+    """What each run takes in each round, `[rounds]`; the first round isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
         for _ in range(1 + rounds):
@@ -181,7 +172,7 @@ def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[st
                 jax.block_until_ready(run())
                 seconds[name].append(time.perf_counter() - start)
             advance()
-    return {name: times[1:] for name, times in seconds.items()}
+    return {name: np.asarray(times[1:]) for name, times in seconds.items()}
 
 
 def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -82,22 +83,15 @@ class Profile:
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
         schedule = self.schedule
-        return {
+        found = {
             "schedule": schedule.name,
             "num_stages": schedule.num_stages,
             "num_microbatches": schedule.num_microbatches,
             "num_chunks": schedule.num_chunks,
-            "counts": list(self.partition.counts),
-            "stages": {name: list(times) for name, times in asdict(self.stages).items()},
-            "step": self.step,
-            "predicted_step": self.predicted_step,
-            "slices": dict(self.slices),
-            "contention": self.contention,
-            "noise": self.noise,
-            "sizes": [asdict(row) for row in self.sizes],
-            "memory": asdict(self.memory),
-            "findings": [asdict(finding) for finding in self.findings],
+            "counts": self.partition.counts,
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.repr},
         }
+        return json.loads(json.dumps(found, default=asdict))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draws what the step goes into, the stages' times, and the timeline that these make.

@@ -17,16 +17,11 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_fligh
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
     total, rows = np.asarray(stages.total), []
     for stage in range(schedule.num_stages):
-        ranges = [
-            f"{start}-{stop - 1}" if stop - start > 1 else str(start)
-            for virtual_stage, (start, stop) in enumerate(cut.bounds)
-            if schedule.placement.stage_of(virtual_stage) == stage
-        ]
         times = (stages.forward[stage], stages.backward[stage], stages.recompute[stage], total[stage])
         rows.append(
             (
                 str(stage),
-                ", ".join(ranges),
+                ", ".join(text for s, text in enumerate(cut.ranges) if schedule.placement.stage_of(s) == stage),
                 *(_milliseconds(seconds) for seconds in times),
                 f"{total[stage] / total.mean():.2f}",
                 str(in_flight[stage]),
@@ -66,8 +61,8 @@ def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
         )
         for size in sizes
     ]
-    is_here = [size.num_microbatches == num_microbatches for size in sizes]
-    marks = {row: "measured" if here else "predicted" for row, here in enumerate(is_here)}
+    told = lambda size: "measured" if size.num_microbatches == num_microbatches else "predicted"
+    marks = dict(enumerate(map(told, sizes)))
     return Table("Numbers of micro-batches of the same batch", header, rows, marks)
 
 

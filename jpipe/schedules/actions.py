@@ -18,18 +18,15 @@ class ActionKind:
       flow: the direction in which results of this kind cross boundaries. +1: from each virtual stage to the one after
         it (activations). -1: to the one before it (cotangents). 0: they cross none.
       after: the kinds that must have run before it on its own virtual stage, for the same micro-batch.
-      executed: whether the executor can run it.
     """
 
     flow: int
     after: str
-    executed: bool = True
 
 
 ACTION_KINDS = {
     "F": ActionKind(flow=+1, after=""),
     "B": ActionKind(flow=-1, after="F"),
-    "W": ActionKind(flow=0, after="B", executed=False),  # weight gradients apart from B: kept for zero-bubble orders
 }
 
 

@@ -1,7 +1,8 @@
 """The orders of actions that have names: naive, GPipe, 1F1B, interleaved and forward-only.
 
-Each is a function of (K, M, V) that returns a `Schedule`. A new one is a function here and an entry in `SCHEDULES`, and
-touches nothing else. K is the number of stages, M of micro-batches, V of chunks a stage.
+Each is a function of (K, M, V) that returns a `Schedule`, of one chunk if it knows no others. A new one is a function
+here and an entry in `SCHEDULES`, and touches nothing else. K is the number of stages, M of micro-batches, V of chunks
+a stage.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,6 @@ def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
     stage 0 |F0 .  |.  .  |.  B0 |F1 .  |.  .  |.  B1 |
     stage 1 |.  .  |F0 B0 |.  .  |.  .  |F1 B1 |.  .  |
     """
-    _check_one_chunk("naive", num_chunks)
     order = [Action(kind, m) for m in range(num_microbatches) for kind in "FB"]
     return Schedule([order] * num_stages, name="naive")
 
@@ -37,7 +37,6 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
     stage 0 |F0 .  |F1 .  |F2 .  |.  .  |.  B0 |.  B1 |.  B2 |
     stage 1 |.  .  |F0 .  |F1 .  |F2 B0 |.  B1 |.  B2 |.  .  |
     """
-    _check_one_chunk("gpipe", num_chunks)
     order = [Action(kind, m) for kind in "FB" for m in range(num_microbatches)]
     return Schedule([order] * num_stages, name="gpipe")
 
@@ -54,7 +53,6 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
     stage 1 |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |.  .  |
     """
-    _check_one_chunk("1f1b", num_chunks)
     return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, 1), name="1f1b")
 
 
@@ -121,14 +119,6 @@ def _chunked(kind: str, waves: list[range], chunks: range) -> list[Action]:
     return [Action(kind, m, chunk) for wave in waves for chunk in chunks for m in wave]
 
 
-def _check_one_chunk(name: str, num_chunks: int) -> None:
-    if num_chunks > 1:
-        raise ValueError(
-            f"schedule={name!r} has one chunk a stage, got num_chunks={num_chunks}; "
-            "use schedule='interleaved' or num_chunks=1"
-        )
-
-
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
@@ -155,8 +145,12 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     14
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    known = ", ".join(map(repr, SCHEDULES))
     for label, size in sizes.items():
-        _check_size(label, size)
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
+        if size < 1:
+            raise ValueError(f"{label}={size} must be 1 or more")
     if isinstance(name, Schedule):
         for label, size in sizes.items():
             if getattr(name, label) != size:
@@ -166,18 +160,13 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
                 )
         return name
     if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {_known()}")
+        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {known}")
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {_known()}, or a jpipe.Schedule of your own")
-    return SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
-
-
-def _known() -> str:
-    return ", ".join(map(repr, SCHEDULES))
-
-
-def _check_size(label: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
-    if int(size) < 1:
-        raise ValueError(f"{label}={size} must be 1 or more")
+        raise ValueError(f"schedule={name!r} is unknown; use one of {known}, or a jpipe.Schedule of your own")
+    schedule = SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
+    if schedule.num_chunks != num_chunks:
+        raise ValueError(
+            f"schedule={name!r} has one chunk a stage, got num_chunks={num_chunks}; "
+            "use schedule='interleaved' or num_chunks=1"
+        )
+    return schedule

@@ -35,7 +35,8 @@ class Schedule(Orders):
 
     Raises:
       TypeError: an action or the slots are of the wrong type.
-      ValueError: see `validate`; the message names the first fault.
+      ValueError: it can't be executed: unknown kinds or slots, an action that isn't exactly once on each stage, a
+        deadlock. The message names the first fault: the stage, the action, what it lacks or waits for, and the remedy.
 
     >>> print(Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]))
     custom: K=2 stages, M=2 micro-batches, V=1 chunks; slots of a tick: F, B
@@ -57,7 +58,12 @@ class Schedule(Orders):
         object.__setattr__(self, "actions", orders)
         object.__setattr__(self, "slots", tuple(slots))
         object.__setattr__(self, "name", name)
-        validate(self)
+        _check_slots(self)
+        for stage, order in enumerate(self.actions):
+            for action in order:
+                _check_action(self, stage, action)
+        _check_complete(self)
+        slot_times(self)  # raises where they deadlock
 
     @property
     def trains(self) -> bool:
@@ -115,20 +121,6 @@ def _as_action(item: ActionLike, stage: int) -> Action:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def validate(orders: Orders) -> None:
-    """Checks that orders can be executed: kinds, slots, every action once on every stage, no deadlock.
-
-    Raises:
-      ValueError: naming the first fault: the stage, the action, what it lacks or waits for, and the remedy.
-    """
-    _check_slots(orders)
-    for stage, order in enumerate(orders.actions):
-        for action in order:
-            _check_action(orders, stage, action)
-    _check_complete(orders)
-    slot_times(orders)
-
-
 def _check_slots(orders: Orders) -> None:
     if not orders.slots:
         raise ValueError('slots=() is empty; name the kinds of each slot of a tick, as ("F", "B")')
@@ -150,33 +142,26 @@ def _check_action(orders: Orders, stage: int, action: Action) -> None:
 
 def _check_kind(kind: str, where: str) -> None:
     if kind not in ACTION_KINDS:
-        known = ", ".join(name for name in ACTION_KINDS if ACTION_KINDS[name].executed)
-        raise ValueError(f"{where} has the unknown kind {kind!r}; use one of {known}")
-    if not ACTION_KINDS[kind].executed:
-        raise ValueError(f"{where}: weight-gradient actions ({kind}) are not executed yet; leave them to B")
+        raise ValueError(f"{where} has the unknown kind {kind!r}; use one of {', '.join(ACTION_KINDS)}")
 
 
 def _check_complete(orders: Orders) -> None:
     """Every kind that occurs or is needed must be on every stage once, for each micro-batch and chunk."""
-    highest = max(
-        ((action.microbatch, stage, action) for stage, order in enumerate(orders.actions) for action in order),
-        key=lambda item: item[0],
-        default=None,
-    )
-    if highest is None:
+    placed = [(stage, action) for stage, order in enumerate(orders.actions) for action in order]
+    if not placed:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
-    used = {action.kind for order in orders.actions for action in order}
+    where, last = max(placed, key=lambda pair: pair[1].microbatch)
+    used = {action.kind for _, action in placed}
     required = {"F"} | used | {before for kind in used for before in ACTION_KINDS[kind].after}
     pairs = [(m, v) for m in range(orders.num_microbatches) for v in range(orders.num_chunks)]
     for stage, order in enumerate(orders.actions):
         counts = Counter(order)
         for action in (Action(kind, m, v) for kind in ACTION_KINDS if kind in required for m, v in pairs):
-            if counts[action] == 1:
-                continue
             if counts[action] > 1:
                 raise ValueError(f"stage {stage} has {action} {counts[action]} times; keep one of them")
-            raise ValueError(
-                f"stage {stage} lacks {action}: {action.kind} of every micro-batch and chunk must be on every stage, "
-                f"here of {orders.num_microbatches} micro-batches ({highest[2]} on stage {highest[1]} is the last) "
-                f"and {orders.num_chunks} chunks; add {action} to stage {stage} or drop it from the others"
-            )
+            if not counts[action]:
+                raise ValueError(
+                    f"stage {stage} lacks {action}: {action.kind} of every micro-batch and chunk must be on every "
+                    f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
+                    f"and {orders.num_chunks} chunks; add {action} to stage {stage} or drop it from the others"
+                )

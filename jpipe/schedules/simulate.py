@@ -61,9 +61,18 @@ class Timeline:
         """
         schedule = self.schedule
         sizes = f"K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}"
-        peaks = ", ".join(map(str, self.peak_in_flight))
-        times = f"time {self.makespan:.4g}, bubble {100 * self.bubble_fraction:.1f} %"
-        return f"{schedule.name}: {sizes}; {times}, peak in flight {peaks}"
+        return f"{schedule.name}: {sizes}; {self.in_numbers}"
+
+    @property
+    def in_numbers(self) -> str:
+        """Its time, bubble and, if it trains, the most micro-batches in flight by stage, a chunk as a V-th of one."""
+        text = f"time {self.makespan:g}, bubble {100 * self.bubble_fraction:.1f} %"
+        if self.schedule.trains:
+            peaks = [f"{peak / self.schedule.num_chunks:g}" for peak in self.peak_in_flight]
+            if len(peaks) > 8:
+                peaks[4:-2] = ["..."]
+            text += f", peak in flight {', '.join(peaks)}"
+        return text
 
     @property
     def bubble_fraction(self) -> float:
@@ -100,10 +109,8 @@ class Timeline:
             if span.stage == stage and span.action.kind in "FB":
                 time, change = (span.start, 1) if span.action.kind == "F" else (span.end, -1)
                 changes[time] = changes.get(time, 0) + change
-        times = sorted(changes)
-        counts = list(accumulate(changes[time] for time in times))
-        steps = zip(times, counts, [None, *counts[:-1]], strict=True)
-        return [(time, count) for time, count, before in steps if count != before]
+        times = [time for time in sorted(changes) if changes[time] or time == 0.0]
+        return list(zip(times, accumulate(changes[time] for time in times), strict=True))
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes | None" = None, *, unit: str | None = None) -> "Axes":
         """Draws the timeline: a line of bars for each stage, and below it what each stage holds over time.
@@ -183,7 +190,10 @@ def simulate(
         "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
         "B": anew + _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
     }
-    hop = _hop_time(transfer)
+    if isinstance(transfer, bool) or not isinstance(transfer, Real):
+        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
+    if not 0 <= (hop := float(transfer)) < np.inf:
+        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
     spans: list[Span] = []
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
@@ -255,11 +265,3 @@ def _stage_times(
             f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
         )
     return np.broadcast_to(array, (num_stages,))
-
-
-def _hop_time(transfer: float) -> float:
-    if isinstance(transfer, bool) or not isinstance(transfer, Real):
-        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
-    if not 0 <= float(transfer) < np.inf:
-        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
-    return float(transfer)

@@ -75,15 +75,11 @@ class TickTable:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value kept on a stage, which has its row to itself from slot time `first` to `last`, both included."""
+    """A value kept on a stage, which has its row to itself from slot time `first` to its last use, both included."""
 
     stage: int
     first: int
     uses: tuple[int, ...]  # slot times of the actions that need to know its row, in order
-
-    @property
-    def last(self) -> int:
-        return self.uses[-1]
 
 
 def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
@@ -101,7 +97,11 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     width = len(orders.slots)
     num_ticks = max(times.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
-    columns = _action_columns(orders, times, shape)
+    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
+    for (stage, action), tau in times.items():
+        columns["kind"][tau, stage] = 1 + orders.slots[tau % width].index(action.kind)
+        columns["microbatch"][tau, stage] = action.microbatch
+        columns["chunk"][tau, stage] = action.chunk
     rows = {}
     for name, values in {
         "activation": _boundary_values(orders, times, "F", "FB" if keep_inputs else "F"),
@@ -110,23 +110,16 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     }.items():
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
+        rows[f"{name}_rows"] = tuple((1 + columns[name].max(axis=0)).tolist())
         if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
             columns[f"{name}_in"] = _arrivals(allocated, shape, width)
-        rows[f"{name}_rows"] = _count_rows(allocated, orders.num_stages)
+    for column in columns.values():
+        column.flags.writeable = False
     slots = (
-        SlotTable(kinds=kinds, **{name: _read_only(column[i::width]) for name, column in columns.items()})
+        SlotTable(kinds=kinds, **{name: column[i::width] for name, column in columns.items()})
         for i, kinds in enumerate(orders.slots)
     )
     return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
-
-
-def _action_columns(orders: Orders, times: dict[Placed, int], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
-    for (stage, action), tau in times.items():
-        columns["kind"][tau, stage] = 1 + orders.slots[tau % len(orders.slots)].index(action.kind)
-        columns["microbatch"][tau, stage] = action.microbatch
-        columns["chunk"][tau, stage] = action.chunk
-    return columns
 
 
 def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
@@ -159,16 +152,15 @@ def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
 
 def _residuals(times: dict[Placed, int]) -> list[_Value]:
     """What the forwards keep for the backwards: live from the slot of F to the last one that reads it."""
-    readers = "".join(kind for kind in ACTION_KINDS if kind != "F")
     values = (
-        _Value(stage, tau, (tau, *_uses(times, stage, action, readers)))
+        _Value(stage, tau, _uses(times, stage, action, ACTION_KINDS))
         for (stage, action), tau in times.items()
         if action.kind == "F"
     )
     return [value for value in values if len(value.uses) > 1]
 
 
-def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: str) -> tuple[int, ...]:
+def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: Iterable[str]) -> tuple[int, ...]:
     """Slot times, in order, of the actions of these kinds on the same micro-batch and virtual stage."""
     same = ((stage, Action(kind, action.microbatch, action.chunk)) for kind in kinds)
     return tuple(sorted(times[placed] for placed in same if placed in times))
@@ -184,7 +176,7 @@ def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
     for value in sorted(values, key=lambda value: value.first):
         rows = until.setdefault(value.stage, [])
         row = next((row for row, last in enumerate(rows) if last < value.first), len(rows))
-        rows[row : row + 1] = [value.last]
+        rows[row : row + 1] = [value.uses[-1]]
         allocated.append((value, row))
     return allocated
 
@@ -197,7 +189,7 @@ def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width
     rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
     taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)  # the last row is spare
     for value, row in allocated:
-        taken[value.first : value.last, value.stage, row] = True
+        taken[value.first : value.uses[-1], value.stage, row] = True
     free = np.argmin(taken, axis=-1).astype(np.int32)
     for i in range(width):
         slot = rows[i::width]
@@ -206,22 +198,9 @@ def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width
     return rows
 
 
-def _count_rows(allocated: list[tuple[_Value, int]], num_stages: int) -> tuple[int, ...]:
-    counts = [0] * num_stages
-    for value, row in allocated:
-        counts[value.stage] = max(counts[value.stage], row + 1)
-    return tuple(counts)
-
-
 def _column(shape: tuple[int, int], entries: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """-1 everywhere but in the entries, each a slot time, a stage and a row."""
     column = np.full(shape, -1, np.int32)
     for tau, stage, row in entries:
         column[tau, stage] = row
     return column
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array)
-    array.flags.writeable = False
-    return array

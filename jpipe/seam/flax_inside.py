@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flax import nnx
-
-from jpipe.terminal.notices import warn_once
 
 
 def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
@@ -28,7 +26,4 @@ def unsharded_creation() -> AbstractContextManager[object]:
     By `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
-    if not hasattr(nnx, "use_eager_sharding"):
-        warn_once("this version of Flax has no nnx.use_eager_sharding; make modules where no mesh is set")
-        return nullcontext()
     return nnx.use_eager_sharding(False)

@@ -14,18 +14,13 @@ from functools import cache
 from typing import Any, TypeVar
 
 import jax
+from jax.experimental import layout
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jpipe.terminal.notices import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
-
-try:
-    from jax.experimental import layout
-except ImportError:
-    layout = None
 
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
@@ -37,9 +32,9 @@ def needed_part(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """(a jaxpr of only some outputs and what these need, which inputs it still takes); it looks into loops and calls.
 
-    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, which
-    parts of a backward are gradients of parameters, or what follows from parameters alone. `jax.jit` removes dead code
-    only as it compiles, and no public function gives the jaxpr. One's own would be 60 lines, most of them for loops.
+    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, or
+    what follows from parameters alone. `jax.jit` removes dead code only as it compiles, and no public function gives
+    the jaxpr. One's own would be 60 lines, most of them for loops.
 
     Args:
       closed: the jaxpr.
@@ -60,7 +55,7 @@ def replaced(part: Part, **changes: Any) -> Part:
 
 
 def called_by(equation: JaxprEqn) -> ClosedJaxpr:
-    """The jaxpr of an equation that only calls one (`jpipe.seam.primitives.CALLS`).
+    """The jaxpr of an equation that only calls one (`jpipe.seam.primitives.CALLS`), or of a `shard_map`.
 
     The parameter is `jaxpr` or `call_jaxpr`, closed or not. `jax.extend.core.jaxprs_in_params` finds it too, but
     without its constants.
@@ -107,7 +102,7 @@ def carry_out(
       operands: one for each of its operands.
       params: instead of its parameters.
     """
-    variables = _variables(len(operands))  # what they are called doesn't matter, nor of which shape they once were
+    variables = _variables(len(operands))
     context = _context(equation.ctx, jax.sharding.get_abstract_mesh())
     single = replaced(equation, invars=variables, params=dict(params or equation.params), ctx=context)
     fields: dict[str, object] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
@@ -122,14 +117,12 @@ def _context(context: Any, mesh: AbstractMesh) -> Any:
 
 
 _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
-_VARIABLES: list[Var | Literal] = []
 
 
+@cache
 def _variables(count: int) -> list[Var | Literal]:
-    """Variables of jaxprs, always the same."""
-    while len(_VARIABLES) < count:
-        _VARIABLES.extend(jax.make_jaxpr(lambda *x: x)(*[0.0] * 32).jaxpr.invars)
-    return _VARIABLES[:count]
+    """Variables of a jaxpr. What they are called doesn't matter, nor of which shape they once were."""
+    return list(jax.make_jaxpr(lambda *x: x)(*[0.0] * count).jaxpr.invars)
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -153,29 +146,19 @@ def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> Abstra
     By its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
     kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
     """
-    if hasattr(mesh, "update_axis_types"):
-        return mesh.update_axis_types(dict(types))
-    old = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple((old | dict(types)).values()))
+    return mesh.update_axis_types(dict(types))
 
 
 # --- orders of dimensions in memory -----------------------------------------------------------------------------------
-
-_NO_LAYOUTS = (
-    "this version of JAX has no jax.experimental.layout, so that compilers choose how arrays lie in memory: steps on "
-    "TPUs may take up to a third longer"
-)
 
 
 def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
     """The array, with its dimensions in this order in memory, the outermost first.
 
     By `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it two
-    loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
+    loops may disagree, and whole buffers are copied in every tick: steps on TPUs may take up to a third longer (other
+    compilers don't choose).
     """
-    if layout is None:
-        warn_once(_NO_LAYOUTS)
-        return array
     return layout.with_layout_constraint(array, layout.Layout(tuple(order)))
 
 
@@ -183,19 +166,16 @@ def orders_chosen(
     function: Callable[..., PyTree],
     arguments: Sequence[Leaf],
     shardings: tuple[list[NamedSharding], list[NamedSharding]],
-) -> list[tuple[int, ...]] | None:
-    """The orders of dimensions that the compiler chooses for the first of two lists of results, if it says so.
+) -> list[tuple[int, ...]]:
+    """The orders of dimensions that the compiler chooses for the first of two lists of results.
 
-    As `held_to`: None where there is no `jax.experimental.layout`.
+    By `jax.experimental.layout`, as `held_to`.
 
     Args:
       function: -> (results whose orders are chosen, other results).
       arguments: what it takes, or shapes.
       shardings: of both lists of results.
     """
-    if layout is None:
-        warn_once(_NO_LAYOUTS)
-        return None
     chosen, others = shardings
     formats = [layout.Format(layout.Layout.AUTO, sharding) for sharding in chosen]
     compiled = jax.jit(function, out_shardings=(formats, others)).lower(*arguments).compile()

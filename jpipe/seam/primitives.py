@@ -7,8 +7,6 @@ operations differently asks for one of the sets below, and has to be safe for a 
 
 from __future__ import annotations
 
-import itertools
-
 
 def _read(text: str) -> dict[str, str]:
     """By primitive the NumPy function that does the same, "" if none does.
@@ -27,24 +25,23 @@ floor integer_pow= log log1p log2 logistic= max=maximum min=minimum mul=multiply
 one_minus_square= or=bitwise_or polynomial= pow=power reduce_precision= rem=fmod round= rsqrt= select_n= sign sin sinh
 sqrt square stop_gradient= sub=subtract tan tanh xor=bitwise_xor
 """)
-_COMPARISONS = _read(
-    "eq=equal eq_to= ge=greater_equal gt=greater is_finite=isfinite le=less_equal le_to= lt=less lt_to= ne=not_equal"
-)
-_SPECIAL = _read("""
+# Comparisons, special functions, operations on bits and complex numbers; `name` is `jax.ad_checkpoint.checkpoint_name`,
+# by which policies choose what to save.
+_BESIDES = _read("""
+eq=equal eq_to= ge=greater_equal gt=greater is_finite=isfinite le=less_equal le_to= lt=less lt_to= ne=not_equal
 bessel_i0e= bessel_i1e= digamma= igamma= igamma_grad_a= igammac= lgamma= polygamma= regularized_incomplete_beta= zeta=
+clz= mulhi= nextafter population_count= shift_left= shift_right_arithmetic= shift_right_logical=
+complex= conj imag real name=
 """)
-_OF_BITS = _read("clz= mulhi= nextafter population_count= shift_left= shift_right_arithmetic= shift_right_logical=")
-_OF_COMPLEX = _read("complex= conj imag real")
-_NAMED = _read("name=")  # of `jax.ad_checkpoint.checkpoint_name`, by which policies choose what to save
 
-ELEMENTWISE = frozenset(itertools.chain(_ARITHMETIC, _COMPARISONS, _SPECIAL, _OF_BITS, _OF_COMPLEX, _NAMED))
+ELEMENTWISE = frozenset(_ARITHMETIC | _BESIDES)
 """Each element of the result follows from those at its place in the operands, or from a scalar."""
 
-NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _COMPARISONS | _OF_BITS | _OF_COMPLEX).items() if numpy}
+NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _BESIDES).items() if numpy}
 """Elementwise primitives -> the NumPy functions that do the same."""
 
 MOVES = frozenset(
-    _read("broadcast_in_dim concatenate expand_dims iota pad rev reshape slice squeeze split stack transpose unstack")
+    _read("broadcast_in_dim concatenate iota pad rev reshape slice squeeze split stack transpose unstack")
 )
 """They put elements elsewhere, wherever these come from, and compute nothing."""
 
@@ -66,19 +63,15 @@ SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pv
 OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
 """Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
 
-FREE = (
-    MOVES
-    | OVER_DEVICES
-    | frozenset(
-        _read("""
+_WITHOUT_FLOATS = _read("""
 bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice
 empty empty2 empty_ref freeze gather get io_callback layout_constraint masked_load masked_swap mesh_cast name new_ref
 num_programs optimization_barrier pbroadcast platform_index program_id pure_callback pvary random_clone random_unwrap
 random_wrap reshard scatter sharding_constraint stop_gradient swap all_gather_invariant all_gather_reduced preduced
 lu_pivots_to_permutation ragged_all_to_all
 """)
-    )
-)
+
+FREE = MOVES | OVER_DEVICES | frozenset(_WITHOUT_FLOATS)
 """They take no floating-point operation."""
 
 _MORE_BY_ELEMENT = ("addupdate", "approx_top_k", "arg", "cum", "reduce", "scatter", "select_and_", "sort", "top_k")

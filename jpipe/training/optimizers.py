@@ -25,7 +25,7 @@ def check_is_optimizer(tx: object) -> None:
     Raises:
       TypeError: it isn't.
     """
-    if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
+    if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"tx is a {type(tx).__name__}; pass an optax transformation, such as optax.adamw(1e-3) "
             "(of an optax.MultiSteps its gradient_transformation())"

@@ -22,6 +22,7 @@ from jpipe.mesh.axes import rest_axes
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
+from jpipe.training.optimizers import check_is_optimizer
 from jpipe.training.probing import not_tried
 from jpipe.types import Leaf, PyTree, Shapes
 
@@ -29,7 +30,8 @@ Trees = dict[str, PyTree]
 """One layer's trees by name: its `params`, an optimiser's `state` for it."""
 Leaves = dict[str, list[Leaf]]
 """A device's parts of their leaves."""
-LayerFunction = Callable[[Trees, PyTree], Trees]
+OnTrees = Callable[[Trees, PyTree], Trees]
+"""`(one layer's trees, what is the same for all layers) -> its new trees`."""
 Layouts = dict[str, Layout]
 
 
@@ -49,8 +51,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     Raises:
       TypeError: if `tx` is no transformation; in `init`, if the parameters are not a pipeline's.
     """
-    if not isinstance(tx, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
-        raise TypeError(f"jpipe.per_layer: tx is a {type(tx).__name__}; pass one of optax's, such as optax.adamw(1e-3)")
+    check_is_optimizer(tx)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> StageTree:
@@ -74,7 +75,7 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _for_each_layer(
-    function: LayerFunction, layouts: Layouts, trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
+    function: OnTrees, layouts: Layouts, trees: dict[str, StageTree], extra: PyTree, results: tuple[str, ...]
 ) -> tuple[StageTree, ...]:
     """Runs a function of one layer's whole trees for all layers, each on the devices of its stage.
 
@@ -108,14 +109,14 @@ def _for_each_layer(
         done = first.storage.for_each_local(read, visit, device, carry)
         return add_stage_axis(tuple(done[name] for name in results))
 
-    specs = {name: dict(layout.specs) for name, layout in layouts.items()}
+    specs = {name: layout.specs for name, layout in layouts.items()}
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
     run = on_stages(body, first.mesh, in_specs, tuple(specs[name] for name in results))
     found = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
     return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, found, strict=True))
 
 
-def _on_device(function: LayerFunction, v: int, own: Leaves, layouts: Layouts, extra: PyTree) -> Leaves:
+def _on_device(function: OnTrees, v: int, own: Leaves, layouts: Layouts, extra: PyTree) -> Leaves:
     """What a device does of `function` for one layer.
 
     The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the

@@ -97,9 +97,9 @@ def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
         """The shardings of a leaf, or of a part of the state that mirrors the parameters, buffer by buffer."""
         if not is_tree(node):
             return guess(node)
-        known, shapes = node.layout.shardings, node.layout.shapes
-        choose = lambda name, leaf: known[name] if leaf.shape == shapes[name].shape else guess(leaf)
-        return StageTree({n: jax.tree.map(partial(choose, n), node[n]) for n in node}, node.layout)
+        shapes = node.layout.shapes
+        choose = lambda like, leaf: like.sharding if leaf.shape == like.shape else guess(leaf)
+        return StageTree({n: jax.tree.map(partial(choose, shapes[n]), node[n]) for n in node}, node.layout)
 
     is_tree = lambda node: isinstance(node, StageTree)
     return jax.tree.map(of_node, opt_state, is_leaf=is_tree)

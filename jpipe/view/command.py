@@ -80,7 +80,3 @@ def _open(address: str) -> bool:
         return webbrowser.open(address)
     except webbrowser.Error:
         return False
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -4,36 +4,33 @@ The page needs no server; this one gives it an address that colleagues can open 
 """
 
 import errno
+import io
 import os
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import BinaryIO
 
 HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("page.html")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(SimpleHTTPRequestHandler):
     """Answers with the page at `/`, and with nothing elsewhere."""
 
-    def do_GET(self) -> None:
-        self._answer(send_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(send_body=False)
-
-    def _answer(self, *, send_body: bool) -> None:
+    def send_head(self) -> io.BytesIO | BinaryIO | None:
         if self.path.partition("?")[0] != "/":
-            self.send_error(HTTPStatus.NOT_FOUND, "the page is at /")
-            return
-        body = PAGE.read_bytes()
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
+            return self.send_error(HTTPStatus.NOT_FOUND, "the page is at /")
+        self.path = f"/{PAGE.name}"
+        return super().send_head()
+
+    def guess_type(self, path: object) -> str:
+        return "text/html; charset=utf-8"
+
+    def end_headers(self) -> None:
         self.send_header("Cache-Control", "no-store")  # another version of jpipe may be behind this port tomorrow
-        self.end_headers()
-        if send_body:
-            self.wfile.write(body)
+        super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing: a terminal that shows the address should go on showing it."""
@@ -57,7 +54,7 @@ def make_server(port: int) -> ThreadingHTTPServer:
     if not 0 <= port <= 65535:
         raise ValueError(f"port {port} does not exist; use 1024 to 65535, or 0 for any that is free")
     try:
-        return _Server((HOST, port), _Handler)
+        return _Server((HOST, port), partial(_Handler, directory=PAGE.parent))
     except OSError as error:
         reasons = {errno.EADDRINUSE: "is in use", errno.EACCES: "may not be used by this user"}
         reason = reasons.get(error.errno or 0, f"can't be used ({error.strerror})")

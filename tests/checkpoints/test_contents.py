@@ -68,7 +68,7 @@ def test_a_layers_item_is_told_with_the_names_of_its_arrays(found):
 
 def test_random_keys_are_told_apart_from_arrays():
     found = contents_of(tx=optax.add_noise(0.1, 0.5, jax.random.key(3)))
-    assert [path for path in found.random_keys] == [("key",), ("optimizer", "rng_key")]
+    assert sorted(found.random_keys) == [("key",), ("optimizer", "rng_key")]
     assert ("optimizer", "rng_key") not in found.without_layer
 
 
@@ -99,6 +99,6 @@ def test_a_state_that_only_looks_like_the_parameters_is_refused(found):
     wrong = type(mu)({name: jax.ShapeDtypeStruct((2, 3), leaf.dtype) for name, leaf in mu.items()}, mu.layout)
     for opt_state in ([wrong], [next(iter(mu.values()))]):
         with pytest.raises(TypeError, match=r"optimizer/0 follows the pipeline's buffers, .*per_layer"):
-            Contents(found.model, found.state.replace(opt_state=opt_state)).check()
+            Contents(found.model, found.state.replace(opt_state=opt_state))
     with pytest.raises(TypeError, match=r"optimizer/0 is a int, not an array"):
-        Contents(found.model, found.state.replace(opt_state=[3])).check()
+        Contents(found.model, found.state.replace(opt_state=[3]))

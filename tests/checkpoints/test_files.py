@@ -53,6 +53,9 @@ def test_what_is_not_there_is_damaged(written, tmp_path):
         files.read_about(files.as_path(tmp_path))
     with pytest.raises(files.DamagedError, match=r"^layers: "):
         files.read_arrays(directory.parent / "4", files.shapes_in(about))
+    missing = {("layers", "0001_Dense", "params", "bias"): jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with pytest.raises(files.DamagedError, match=r"^layers: KeyError: '0001_Dense/params/bias'"):
+        files.read_arrays(directory, files.shapes_in(about) | missing)  # orbax gave the shape itself back
 
 
 def test_a_newer_format_is_no_damage(tmp_path):

@@ -43,9 +43,9 @@ def test_what_is_taken_and_written_is_read_into_the_same_state(state, tmp_path):
     files.write(manager, 0, named, contents.description())
     manager.close()
     shapes = Contents(pipe.plan.model, pipe.abstract_state(batch, own.tx))
-    variables, opt_state = shapes.filled(*read_all(directory / "0", shapes))
-    assert_equal(variables, own.variables)
-    assert_equal(opt_state, own.opt_state)
-    expected = jax.tree.leaves((shapes.state.variables, shapes.state.opt_state))
-    for leaf, want in zip(jax.tree.leaves((variables, opt_state)), expected, strict=True):
+    arrays, named = read_all(directory / "0", shapes)
+    found = shapes.filled(arrays, named | {("step",): own.step, ("key",): own.key})
+    assert_equal(found.variables, own.variables)
+    assert_equal(found.opt_state, own.opt_state)
+    for leaf, want in zip(jax.tree.leaves(found), jax.tree.leaves(shapes.state), strict=True):
         assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)

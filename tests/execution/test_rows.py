@@ -15,7 +15,7 @@ def test_one_process_feeds_all_rows(make_mesh, shape, axes):
     placed = place_rows(batch, mesh)["x"]
     np.testing.assert_array_equal(placed, batch["x"])
     assert {shard.data.shape for shard in placed.addressable_shards} == {(8 // (mesh.size // mesh.shape["stage"]), 2)}
-    check_placed(batch, mesh)
+    check_placed(batch)
 
 
 def test_rows_that_can_not_be_placed(make_mesh):

@@ -22,7 +22,10 @@ def step():
     """A set of variables of its own on every stage, and a shared one, which stage 1 holds."""
     storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
     sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
-    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets))
+    params = SimpleNamespace(gathered_leaves=lambda v, leaves: [leaf * 10 for leaf in leaves])
+    request = SimpleNamespace(options=SimpleNamespace(gather="use"))
+    plan = SimpleNamespace(layouts={"params": params}, request=request)
+    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets), plan=plan)
 
 
 def on_each_stage(run):
@@ -33,13 +36,13 @@ def on_each_stage(run):
 
 def filled(storage, k):
     """A stage's buffers, where everything is its index plus one."""
-    return jax.tree.map(lambda a: jnp.full_like(a, k + 1), storage.zeros())
+    return {name: jnp.full(buffer.shape, k + 1, buffer.dtype) for name, buffer in storage.buffers.items()}
 
 
 def test_all_stages_get_what_one_holds(step):
     def run(k):
         variables = {"params": filled(step.storages["params"], k)}
-        return send_shared(step, variables, k, lambda v, leaves: [leaf * 10 for leaf in leaves])
+        return send_shared(step, variables, k)
 
     (found,) = on_each_stage(run)[1]
     np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), 10.0 * (OWNER + 1)))
@@ -51,7 +54,7 @@ def test_gradients_of_all_uses_are_added_up_where_they_belong(step):
     def run(k):
         own = jnp.full(SHAPE.shape, 100 * (k + 1), jnp.float32)
         work = SimpleNamespace(gradients=filled(storage, k), shared_gradients={1: [own]})
-        gradients = sum_shared_gradients(step, SimpleNamespace(device=k), work)
+        gradients = sum_shared_gradients(SimpleNamespace(device=k, step=step), work)
         return storage.read(gradients, 0, k), storage.read(gradients, 1, 0)
 
     (apart,), (shared,) = on_each_stage(run)

@@ -38,7 +38,8 @@ def test_a_training_step(steps, remat, rows):
     pipe, variables = pipeline(remat=remat)
     jax.eval_shape(pipe.value_and_grad, variables, BATCH)
     (step,) = steps
-    assert (step.num_microbatches, step.spec.metrics) == (4, ("hits",))
+    assert step.num_microbatches == 4
+    assert pipe.planner.loss(pipe.planner.for_training(BATCH)).metrics == ("hits",)
     assert [(leaf.shape, leaf.dtype.name) for leaf in step.outputs] == [((), "float32")] * 4
     assert len(step.functions) == len(step.forwards) == len(step.layers) == len(step.mergings) == 3
     kept = [forward is layer.forward for forward, layer in zip(step.forwards, step.layers, strict=True)]
@@ -52,7 +53,8 @@ def test_forward_only(steps):
     pipe, variables = pipeline()
     jax.eval_shape(pipe.apply, variables, BATCH)
     (step,) = steps
-    assert (step.layers, step.residuals.named_buffers, step.spec.key) == ((), (), None)
+    assert (step.layers, step.residuals.named_buffers, step.mergings) == ((), (), ())
+    assert not any(function.train for function in step.functions)
     assert [leaf.shape for leaf in step.outputs] == [(2, 4)]
     assert set(step.storages) == {"params"}
 

@@ -1,4 +1,4 @@
-"""Skips and side inputs: exact under every cut, and clear errors for pairs that don't match."""
+"""Skips, side inputs and the first layer's own: exact under every cut, and clear errors for pairs that don't match."""
 
 import flax.linen as nn
 import jax
@@ -10,6 +10,8 @@ from flax import nnx
 import jpipe
 from cases import CUTS, assert_close, cut, some_slow
 from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import Context
+from jpipe.layers.connections import with_inputs
 from jpipe.model.trace import trace_model
 
 RNG = np.random.default_rng(0)
@@ -252,3 +254,34 @@ def test_wrong_arguments():
         jpipe.reads(nn.Dense(4), "mask")
     with pytest.raises(ValueError, match="applied twice to the same layer"):
         jpipe.stash(jpipe.stash(nn.Dense(4), "a"), "b")
+
+
+# --- the first layer reads its inputs from the micro-batch ------------------------------------------------------------
+
+PAIR = {"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), 2, np.float32)}
+
+
+def test_the_first_layer_takes_no_activation(key):
+    """What is read as a tuple is passed as several arguments."""
+    first, second = with_inputs(as_layers([lambda a, b: a + b, nn.Dense(3)]), lambda batch: (batch["a"], batch["b"]))
+    assert (first.reads_batch, second.reads_batch) == (True, False)
+    assert first.init(key, (), PAIR) == {}
+    outputs, _ = first.apply({}, (), Context(None, False, PAIR))
+    assert_close(outputs, np.full((2, 3), 3, np.float32))
+
+
+def test_its_variables_are_the_layers_own(key):
+    (layer,) = as_layers([nn.Dense(4)])
+    (reading,) = with_inputs([layer], lambda batch: batch["a"])
+    variables = reading.init(key, (), PAIR)
+    assert jax.tree.map(np.shape, variables) == {"params": {"kernel": (3, 4), "bias": (4,)}}
+    outputs, _ = reading.apply(variables, (), Context(None, False, PAIR))
+    assert_close(outputs, reading.bind(reading.to_item(variables))(PAIR["a"]))
+
+
+def test_only_those_that_read_alike_are_the_same():
+    read = lambda batch: batch["a"]
+    one, same, other = (with_inputs(as_layers([nn.Dense(4)]), r)[0] for r in (read, read, lambda batch: batch["a"]))
+    assert one.is_same(same)
+    assert not one.is_same(other)
+    assert not one.is_same(as_layers([nn.Dense(4)])[0])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import NnxDrops, assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context, MissingKeyError
+from jpipe.layers.base import Context, LayerError
 
 X = np.ones((2, 4), np.float32)
 
@@ -70,7 +70,7 @@ class Drop(nn.Module):
 )
 def test_a_layer_that_needs_a_key_says_so(key, layer):
     layer = adapt(layer)
-    with pytest.raises(MissingKeyError):
+    with pytest.raises(LayerError, match="draws random numbers in evaluation mode"):
         layer.apply({}, (X,), Context(None, True))
     layer.apply({}, (X,), Context(key, True))
 
@@ -190,3 +190,29 @@ def test_an_array_out_of_sight_in_an_nnx_factory():
 
     with pytest.raises(TypeError, match=r"layers\[0\] makes a module that keeps an array where nnx doesn't see it"):
         as_layers([lambda rngs: Hidden(rngs)])
+
+
+class Kept(nnx.Module):
+    def __init__(self, kind):
+        self.kept = kind(jnp.ones(4))
+
+    def __call__(self, x):
+        return x + self.kept[...]
+
+
+def variable_type(name):
+    return type(name, (nnx.Variable,), {"__module__": "users"})
+
+
+def test_two_variable_types_of_one_name():
+    """A regression: their variables silently shared a collection."""
+    first, second, params = variable_type("State"), variable_type("State"), variable_type("params")
+    both = r"layers\[1\] \(Kept\) has variables of the type users\.State, .* 'State', as that of users\.State; give one"
+    with pytest.raises(ValueError, match=both):
+        as_layers([lambda rngs: Kept(first), Kept(second)])
+    with pytest.raises(
+        ValueError, match=r"layers\[0\] .* would be 'params', as that of flax\.nnx\.\w+\.Param; give one"
+    ):
+        as_layers([Kept(params)])
+    alike = as_layers([Kept(first), Kept(first), lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs)])
+    assert [set(layer.ready) for layer in alike[:2]] == [{"State"}] * 2

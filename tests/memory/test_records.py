@@ -53,7 +53,9 @@ def test_along_which_dimension_a_leaf_is_scattered(make_mesh):
     assert dimension((2, 4), "model") == 1, "after other axes split it"
     assert dimension((3, 5)) is None
     assert dimension(()) is None
-    assert ScatteredLeaf(leaf(4, 3), PartitionSpec("model"), mesh).result_spec == PartitionSpec(("model", "stage"), ())
+    assert ScatteredLeaf(leaf(4, 3), PartitionSpec("model"), mesh).sharding.spec == PartitionSpec(
+        ("model", "stage"), ()
+    )
 
 
 def test_leaves_of_other_devices(make_mesh):
@@ -66,5 +68,5 @@ def test_leaves_of_other_devices(make_mesh):
         jax.device_put(value, NamedSharding(mine, PartitionSpec())),
     ):
         put = known.put(lies)
-        assert put.sharding == known.shape.sharding
+        assert put.sharding == known.sharding
         assert_equal(put, value)

@@ -38,8 +38,16 @@ def value(t, record, index, extra=0):
     return jnp.full(shape.shape, 100 * t + 10 * record + index + 1 + extra, shape.dtype)
 
 
+def zeros(storage):
+    return {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in storage.buffers.items()}
+
+
+def shapes(storage):
+    return {name: buffer.shape for name, buffer in storage.buffers.items()}
+
+
 def fill(storage, device, rows=(None,)):
-    buffers = storage.zeros()
+    buffers = zeros(storage)
     for row in rows:
         for t, owners in enumerate(OWNERS):
             for record, owner in enumerate(owners):
@@ -56,8 +64,8 @@ def records():
 @pytest.mark.parametrize("device", [0, 1])
 def test_what_is_written_is_read(storage, device):
     buffers = fill(storage, device)
-    types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
-    assert types(buffers) == types(storage.shapes())
+    types = lambda arrays: {name: (a.shape, a.dtype) for name, a in arrays.items()}
+    assert types(buffers) == types(storage.buffers)
     for t, record, owner in records():
         if owner == device:
             expected = [value(t, record, i) for i in range(len(LEAVES[t]))]
@@ -86,12 +94,15 @@ def test_rows_of_micro_batches(device, flat, monkeypatch):
 
 def test_leaves_of_one_type_share_a_buffer_as_large_as_the_fullest_device_needs():
     """Of the first type device 0 has three records and device 1 has two."""
-    shapes = {name: a.shape for name, a in made().shapes().items()}
-    assert shapes == {"float32_2x3": (3, 2, 3), "float32_3": (3, 3), "float32_4x2": (1, 4, 2), "int32_2": (1, 2)}
-    shapes = {name: a.shape for name, a in made(rows=(1, 2)).shapes().items()}
-    assert shapes["float32_2x3"] == (4, 2, 3), "two rows of two on device 1"
+    assert shapes(made()) == {
+        "float32_2x3": (3, 2, 3),
+        "float32_3": (3, 3),
+        "float32_4x2": (1, 4, 2),
+        "int32_2": (1, 2),
+    }
+    assert shapes(made(rows=(1, 2)))["float32_2x3"] == (4, 2, 3), "two rows of two on device 1"
     twice = build_storage([[leaf(2), leaf(2)], [leaf(2)]], [[0], [1]], device_of=range(2))
-    assert {name: a.shape for name, a in twice.shapes().items()} == {"float32_2": (2, 2)}
+    assert shapes(twice) == {"float32_2": (2, 2)}
 
 
 def test_leaves_that_few_devices_have_lie_flat():
@@ -99,9 +110,9 @@ def test_leaves_that_few_devices_have_lie_flat():
     ends = [[leaf(3, 2)], [leaf(7)]]
     owners, devices = [[0], [3]], 4
     alone = build_storage(ends, owners, device_of=range(devices))
-    assert {name: a.shape for name, a in alone.shapes().items()} == {"float32": (7,)}
+    assert shapes(alone) == {"float32": (7,)}
     run = build_storage([*ends, [leaf(9, 9)]], [*owners, [0, 1, 2, 3]], device_of=range(devices))
-    assert {name: a.shape for name, a in run.shapes().items()} == {
+    assert shapes(run) == {
         "float32_9x9": (1, 9, 9),
         "float32_3x2": (1, 3, 2),
         "float32_7": (1, 7),
@@ -113,8 +124,7 @@ def test_the_picture_of_the_module():
     types = [[leaf(4, 4), leaf(4)], [leaf(9, 8)], [leaf(8, 7)]]
     owners = [[0, 0, 0, 1, 1], [0], [1]]
     storage = build_storage(types, owners, device_of=range(2))
-    shapes = {name: a.shape for name, a in storage.shapes().items()}
-    assert shapes == {"float32_4x4": (3, 4, 4), "float32_4": (3, 4), "float32": (72,)}
+    assert shapes(storage) == {"float32_4x4": (3, 4, 4), "float32_4": (3, 4), "float32": (72,)}
     assert [known.entries for known in storage.record_types] == [((0, 1, 2, 0, 1),) * 2, ((0,),), ((0,),)]
     kernels = build_storage(types, owners, device_of=range(2), rows=(1, 2)).buffers["float32_4x4"]
     assert (kernels.strides, kernels.size) == ((3, 2), 4)
@@ -123,13 +133,11 @@ def test_the_picture_of_the_module():
 def test_a_leaf_split_over_another_axis_keeps_its_shape():
     spec = jax.sharding.PartitionSpec(None, "model")
     leaves, owners, whole = [[leaf(3, 2)], [leaf(7)]], [[0], [1]], jax.sharding.PartitionSpec()
-    shapes = lambda specs: {
-        name: a.shape for name, a in build_storage(leaves, owners, device_of=range(2), specs=specs).shapes().items()
-    }
-    assert shapes([[whole], [whole]]) == {"float32": (7,)}
-    assert shapes([[spec], [whole]]) == {"float32_3x2_none_model": (1, 3, 2), "float32_7": (1, 7)}
-    storage = build_storage(leaves, owners, device_of=range(2), specs=[[spec], [whole]])
-    assert storage.specs(("stage",))["float32_3x2_none_model"] == jax.sharding.PartitionSpec("stage", None, *spec)
+    split = lambda specs: build_storage(leaves, owners, device_of=range(2), specs=specs)
+    assert shapes(split([[whole], [whole]])) == {"float32": (7,)}
+    storage = split([[spec], [whole]])
+    assert shapes(storage) == {"float32_3x2_none_model": (1, 3, 2), "float32_7": (1, 7)}
+    assert storage.buffers["float32_3x2_none_model"].spec == jax.sharding.PartitionSpec(None, *spec)
 
 
 def test_adding():
@@ -146,7 +154,7 @@ def test_adding():
 
 def test_buffers_of_another_dtype():
     storage = build_storage([[leaf(2, dtype="bfloat16")]], [[0]], device_of=range(1))
-    buffers = {name: a.astype(jnp.float32) for name, a in storage.zeros().items()}
+    buffers = {name: a.astype(jnp.float32) for name, a in zeros(storage).items()}
     for _ in range(3):
         buffers = storage.add(buffers, 0, 0, [jnp.full((2,), 2.0**-9, jnp.bfloat16) + jnp.ones((), jnp.bfloat16)])
     assert buffers["bfloat16_2"].dtype == jnp.float32

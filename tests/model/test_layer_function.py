@@ -36,15 +36,15 @@ def functions_of(*layers, train=True):
     model = trace_model(as_layers([lambda x: x, *layers]), lambda batch: batch["inputs"], BATCH)
     loss = lambda g: loss_fn if g == model.last else None
     key = key_shape() if train else None
-    return [LayerFunction(group, key, as_remat("none"), loss(g)) for g, group in enumerate(model.groups)]
+    return [LayerFunction(group, key, as_remat("none"), BATCH, loss(g)) for g, group in enumerate(model.groups)]
 
 
 def test_arguments_hold_what_a_layer_looks_at():
     first, normed, last = functions_of(Normed(), nn.Dense(3))
-    assert [leaf.shape for leaf in normed.shapes(BATCH).params] == [(4,), (4,)]
-    assert [leaf.shape for leaf in normed.shapes(BATCH).state] == [(4,), (4,)]
-    assert normed.shapes(BATCH).batch is None
-    assert first.shapes(BATCH).batch == last.shapes(BATCH).batch == BATCH
+    assert [leaf.shape for leaf in normed.arguments.params] == [(4,), (4,)]
+    assert [leaf.shape for leaf in normed.arguments.state] == [(4,), (4,)]
+    assert normed.arguments.batch is None
+    assert first.arguments.batch == last.arguments.batch == BATCH
     assert normed.train and not functions_of(Normed(), nn.Dense(3), train=False)[1].train
 
 
@@ -70,8 +70,8 @@ def test_only_floating_point_outputs_are_differentiated():
     both = functions_of(lambda x: (x, x > 0), lambda x, positive: jnp.where(positive, x, 0))[1]
     y, positive = both.forward(Arguments([], [], None, None), [jnp.ones((2, 4))]).outputs
     assert both.differentiated([y, positive]) == [y]
-    shardings = both.shardings(both.shapes(BATCH), WHOLE)
-    assert (len(shardings.outputs or ()), len(shardings.cotangents), len(shardings.input_cotangents)) == (2, 1, 1)
+    shardings = both.shardings(WHOLE)
+    assert (len(shardings.outputs or ()), len(shardings.cotangents), len(shardings.gradients)) == (2, 1, 1)
 
 
 def test_shapes_that_differ_in_evaluation_are_an_error():

@@ -49,11 +49,11 @@ LAYERS = {
 def test_rates(name):
     layer, rate = LAYERS[name]
     model = trace_model(as_layers([layer, nn.relu]), lambda batch: batch, X)
-    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"))
+    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"), X)
     pairs = mean_variance_pairs(jax.tree_util.tree_leaves_with_path(model.groups[0].variables["batch_stats"]))
-    (found,) = find_rates(function, function.shapes(X), [mean for mean, _ in pairs])
+    (found,) = find_rates(function, [mean for mean, _ in pairs])
     np.testing.assert_allclose(found, rate, atol=1e-6)
-    traced = jax.jit(lambda: jnp.asarray(find_rates(function, function.shapes(X), [pairs[0][0]])[0]))
+    traced = jax.jit(lambda: jnp.asarray(find_rates(function, [pairs[0][0]])[0]))
     np.testing.assert_allclose(traced(), rate, atol=1e-6)
 
 
@@ -108,8 +108,8 @@ class Frozen(nn.Module):
 def test_what_a_layer_does_besides_needs_no_derivative():
     """A regression: the whole layer was differentiated, its stopped gradients too."""
     model = trace_model(as_layers([Frozen(), nn.relu]), lambda batch: batch, X)
-    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"))
-    (rate,) = find_rates(function, function.shapes(X), [0])
+    function = LayerFunction(model.groups[0], key_shape(), as_remat("layer"), X)
+    (rate,) = find_rates(function, [0])
     np.testing.assert_array_equal(rate, np.zeros(3))
 
 

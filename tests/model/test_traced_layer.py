@@ -11,7 +11,6 @@ from cases import assert_close
 from jpipe.execution.batches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import loss_sums
 from jpipe.model.remat import MODES, as_remat
@@ -45,22 +44,20 @@ def functions_of(layer, remat):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
     model = trace_model(layers, default_inputs, shapes)
     loss = lambda g: loss_fn if g == model.last else None
-    functions = [LayerFunction(group, key_shape(), as_remat(remat), loss(g)) for g, group in enumerate(model.groups)]
-    return functions, shapes
+    make = lambda group, loss: LayerFunction(group, key_shape(), as_remat(remat), shapes, loss)
+    return [make(group, loss(g)) for g, group in enumerate(model.groups)]
 
 
-def layer_of(function, shapes):
+def layer_of(function):
     """Its forward and backward on one device."""
-    arguments = function.shapes(shapes)
-    return partition_layer(trace_layer(function, arguments), function.shardings(arguments, WHOLE))
+    return partition_layer(trace_layer(function))
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=[*MODES, "dots_saveable"])
 @pytest.mark.parametrize("name", MIDDLE)
 def test_backward_equals_vjp(name, remat):
-    functions, shapes = functions_of(MIDDLE[name], remat)
-    function = functions[1]
-    layer = layer_of(function, shapes)
+    function = functions_of(MIDDLE[name], remat)[1]
+    layer = layer_of(function)
     rng = np.random.default_rng(0)
     leaves = jax.tree.leaves(function.group.variables)
     params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in leaves]
@@ -146,8 +143,7 @@ def test_a_layer_may_print_what_it_takes(remat, capfd):
 
 
 def stored(name, remat):
-    functions, shapes = functions_of(MIDDLE[name], remat)
-    return layer_of(functions[1], shapes).residuals
+    return layer_of(functions_of(MIDDLE[name], remat)[1]).residuals
 
 
 def test_what_is_made_again_needs_parameters_alone():
@@ -158,13 +154,12 @@ def test_what_is_made_again_needs_parameters_alone():
         return jnp.zeros_like(x) + w
 
     layer = jpipe.Layer(lambda key, x: jnp.ones((), x.dtype), lambda w, x: x * jnp.sin(like(x, w)))
-    functions, shapes = functions_of(layer, "none")
-    function = functions[1]
-    found = trace_layer(function, function.shapes(shapes))
+    function = functions_of(layer, "none")[1]
+    found = trace_layer(function)
     assert len(found.remake.jaxpr.invars) == 1
     run = lambda w, x: function.forward(Arguments([w], [], jax.random.key(0), None), [x]).outputs[0]
     w, x, dy = jnp.float32(2), jnp.asarray(BATCH["inputs"]), jnp.asarray(BATCH["inputs"] + 1)
-    local, arguments = layer_of(function, shapes), Arguments([w], [], jax.random.key(0), None)
+    local, arguments = layer_of(function), Arguments([w], [], jax.random.key(0), None)
     gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
 

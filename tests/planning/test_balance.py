@@ -40,6 +40,6 @@ def test_what_is_measured_and_where_is_cut(balance, measure, counts):
 
 
 def test_what_a_measure_makes_equal():
-    cost = Cost(1.0, 2.0, 3.0, parameter_bytes=10, state_bytes=5, residual_bytes=7)
+    cost = Cost(1.0, 5.0, parameter_bytes=10, state_bytes=5, residual_bytes=7)
     found = {name: measure.of(cost) for name, measure in MEASURES.items()}
     assert found == {"flops": 6.0, "time": 6.0, "size": 4 * 10 + 5 + 7}

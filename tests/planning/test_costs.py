@@ -110,7 +110,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("stage", 1)])
 def test_time_is_what_a_clock_shows(clock, remat, again, traced):
-    """Measured, not traced, whoever calls; forward, input's gradient and weights' gradient are told apart."""
+    """Measured, not traced, whoever calls; the backward is the input's gradient and the weights'."""
     short, long = clock.layer(1, 2, 4), clock.layer(2, 8, 9)
     layers = [lambda x: x, short, short, long, short]
     sizes = {"num_stages": 2, "num_microbatches": 2, "balance": "time", "remat": remat}
@@ -119,8 +119,8 @@ def test_time_is_what_a_clock_shows(clock, remat, again, traced):
         jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     else:
         pipe.init(jax.random.key(0), BATCH)
-    found = [(cost.forward, cost.backward, cost.weight_gradient) for cost in pipe.planner.known_plan().costs]
-    assert found == [(0, 0, 0), *[(1, 2 + again, 4)] * 2, (2, 8 + 2 * again, 9), (1, 2 + again, 4)]
+    found = [(cost.forward, cost.backward) for cost in pipe.planner.known_plan().costs]
+    assert found == [(0, 0), *[(1, 2 + 4 + again)] * 2, (2, 8 + 9 + 2 * again), (1, 2 + 4 + again)]
     assert pipe.partition.layer_costs == tuple(map(sum, found))
     assert pipe.partition.cuts == (3,), "the long layer is on the second stage"
 
@@ -211,8 +211,8 @@ def test_a_cost_is_kept_in_its_parts(remat, again):
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, remat=remat)
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
     found, size = pipe.planner.known_plan().costs[2], 2 * 4 * 16 * 16
-    parts = found.forward, found.backward, found.weight_gradient
-    for part, products in zip(parts, (1, 1 + again, 1), strict=True):
+    parts = found.forward, found.backward
+    for part, products in zip(parts, (1, 2 + again), strict=True):
         assert products * size <= part < products * size + 0.15 * size * (1 + again)
     assert found.total == sum(parts) == pipe.partition.layer_costs[2]
     assert (found.parameter_bytes, found.state_bytes) == (16 * 16 * 4, 0)

@@ -17,13 +17,12 @@ from jax.sharding import AxisType
 import jpipe
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
-from jpipe.mesh.splits import WHOLE
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import partition_layer, trace_layer
-from jpipe.planning.costs import TracedGroup, layer_costs
+from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
+from jpipe.planning.costs import layer_costs
 from jpipe.planning.flops import Flops, count_flops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -62,11 +61,11 @@ EXAMPLES = {  # as wide as such models are: then products and convolutions decid
 }
 
 
-def compilers_layer(layer: TracedGroup) -> float:
+def compilers_layer(layer: TracedLayer) -> float:
     """What a layer takes forward and backward, and forward once more if its stage keeps inputs only: as they run."""
-    function, arguments, traced = layer
-    local = partition_layer(traced, function.shardings(arguments, WHOLE))
-    activation, residuals, outputs = list(local.activation), list(local.residuals), list(local.outputs)
+    function, arguments, local = layer.function, layer.function.arguments, partition_layer(layer)
+    activation, residuals = jax.tree.leaves(function.group.takes), local.residuals
+    outputs = function.differentiated(local.forward.results.outputs)
     again = compilers(function.forward, arguments, activation) if function.remat.keep_inputs else 0.0
     backward = compilers(local.backward, arguments, residuals, outputs)
     return again + compilers(local.forward, arguments, activation) + backward
@@ -80,9 +79,8 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     model = trace_model(as_layers(make()), lambda b: b["inputs"], batch)
     layers = []
     for g, group in enumerate(model.groups):
-        function = LayerFunction(group, key_shape(), MODES[remat], loss_fn if g == model.last else None)
-        arguments = function.shapes(batch)
-        layers.append(TracedGroup(function, arguments, trace_layer(function, arguments)))
+        loss = loss_fn if g == model.last else None
+        layers.append(trace_layer(LayerFunction(group, key_shape(), MODES[remat], batch, loss)))
     found = layer_costs(model, layers, "flops", as_mesh(None, 2))
     assert not any(cost.unknown for cost in found)
     firsts, expected = [group.indices[0] for group in model.groups], list(map(compilers_layer, layers))

@@ -162,6 +162,7 @@ def test_from_counts():
     assert found.objective == "counts"
     assert found.imbalance == 9 / 5
     assert found.variance == pytest.approx(14)
+    assert found.ranges == ["0", "1-3", "4-5"]
 
 
 @pytest.mark.parametrize(
@@ -206,17 +207,3 @@ def test_bad_arguments(arguments, error, message):
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         partition([1] * 5, 2, **options)
-
-
-@pytest.mark.parametrize(
-    ("counts", "error", "message"),
-    [
-        ([], ValueError, "counts is empty; give the number of layers of each stage"),
-        ([3, 0], ValueError, "counts[1]=0; every stage needs at least one layer"),
-        ([1, 1], ValueError, "counts=[1, 1] sum to 2; they must sum to the 3 layers"),
-        ([1.0, 2.0], TypeError, "counts[0]=1.0 is no integer"),
-    ],
-)
-def test_bad_counts(counts, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        partition_from_counts(counts, [1, 2, 3])

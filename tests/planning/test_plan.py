@@ -24,7 +24,7 @@ def plan(found):
     micro = found.for_training(BATCH)
     model, loss = found.model(micro), found.loss(micro)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return make_plan(found.request, model, loss, lambda: found.groups(micro, key))
+    return make_plan(found.request, model, loss, lambda: found.layers(micro, key))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def planned(**options):
 
 
 def costs(of_layers):
-    return [Cost(t / 3, t / 3, t / 3, 0, 0, 0) for t in of_layers]
+    return [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in of_layers]
 
 
 def named(name, **sizes):

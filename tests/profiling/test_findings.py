@@ -33,8 +33,8 @@ def planned(**options):
 
 
 def costs(of_layers, scale=1.0, residual_bytes=0):
-    """A third of a layer's time is its forward, a third of the rest for each kind of gradient."""
-    return [Cost(scale * t / 3, scale * t / 3, scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
+    """A third of a layer's time is its forward, the rest its backward."""
+    return [Cost(scale * t / 3, 2 * scale * t / 3, 0, 0, residual_bytes) for t in of_layers]
 
 
 def findings_of(pipe, of_layers, *, idle=0.0, update=0.0, contention=1.0, kept=1.0, others=None, noise=0.0):
@@ -81,8 +81,7 @@ def test_layers_to_move(schedule):
     assert found.change == {"balance": [4, 4]}
     assert found.promise == pytest.approx((2 * 3 * 20 + 18) / (2 * 3 * 26 + 18))
     assert found.text == (
-        "stage 1 takes 1.50 times the mean of the stages: move 2 layers from stage 1 to stage 0 (balance=[4, 4]), "
-        "step -21 %"
+        "stage 1 takes 1.50 times the mean of the stages: balance=[4, 4] instead of [2, 6], step -21 %"
     )
 
 
@@ -90,7 +89,7 @@ def test_layers_to_move_among_chunks():
     pipe = planned(balance=[1, 3, 1, 3], num_chunks=2, schedule="interleaved")
     (found,) = with_change(findings_of(pipe, [1.0] * LAYERS))
     assert found.change == {"balance": [2, 2, 2, 2]}
-    assert "stage 1 takes 1.50 times the mean of the stages: cut anew" in found.text
+    assert "stage 1 takes 1.50 times the mean of the stages: balance=[2, 2, 2, 2] instead of [1, 3, 1, 3]" in found.text
 
 
 def test_a_layer_that_no_cut_makes_lighter():

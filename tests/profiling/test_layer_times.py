@@ -23,13 +23,13 @@ def planned(**options):
 def test_sums_over_stages_and_their_chunks():
     planner = planned().planner
     assert by_stage(planner, [1.0, 2.0, 3.0, 4.0]).tolist() == [1.0, 9.0]
-    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], [(0, 2), (2, 4)]).tolist() == [3.0, 7.0]
+    assert by_stage(planner, [1.0, 2.0, 3.0, 4.0], jpipe.partition([1.0] * 4, 2)).tolist() == [3.0, 7.0]
     chunks = planned(schedule="interleaved", num_chunks=2, balance="even").planner
     assert by_stage(chunks, [1.0, 2.0, 3.0, 4.0]).tolist() == [4.0, 6.0]
 
 
 def test_the_part_of_a_backward_that_is_recomputed():
-    cost = lambda backward: Cost(1.0, backward / 2, backward / 2, 0, 0, 0)
+    cost = lambda backward: Cost(1.0, backward, 0, 0, 0)
     times = LayerTimes([cost(4.0)] * 4, [cost(b) for b in (3.0, 2.0, 2.0, 8.0)])
     assert recomputed(planned().planner, times) == pytest.approx([0.25, 0.0])  # never less than nothing
 

@@ -8,7 +8,7 @@ import optax
 
 import jpipe
 from jpipe.terminal import progress
-from jpipe.terminal.first_calls import Call
+from jpipe.terminal.first_calls import compiles, first_call
 from terminals import lines_on
 
 BATCH = np.ones((8, 4), np.float32)
@@ -69,10 +69,10 @@ def test_nothing_compiles_under_a_jit_of_the_users(terminal, soon, tasks):
 def test_without_a_terminal_nothing_waits_for_the_first_step(monkeypatch):
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
-    with Call("the step", BATCH) as call:
+    with first_call("the step", BATCH) as done:
         jax.jit(lambda x: (progress.is_shown(), x)[1])(BATCH)
-        call.begin("a test")
-        assert call.done(BATCH) is BATCH
+        compiles("a test")
+        assert done(BATCH) is BATCH
     assert not waited
 
 

@@ -63,7 +63,7 @@ def test_what_mirrors_the_parameters_lies_as_they_do_and_the_rest_by_its_shape(m
     rows = StageTree({name: leaf(2, 7) for name in params}, params.layout)
     state = {"mu": params, "rows": rows, "count": leaf(), "vector": leaf(2), "stat": leaf(2, 5)}
     found = state_shardings(state, params)
-    assert dict(found["mu"]) == dict(params.layout.shardings)
+    assert dict(found["mu"]) == {name: shape.sharding for name, shape in params.layout.shapes.items()}
     assert {sharding.spec for sharding in jax.tree.leaves(found["rows"])} == {PartitionSpec("stage")}
     assert found["stat"].spec == PartitionSpec("stage")
     assert found["count"].spec == found["vector"].spec == PartitionSpec()
