@@ -46,23 +46,29 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     """
     inputs, outputs = set(jaxpr.jaxpr.invars), jaxpr.jaxpr.outvars
     shapes = [shape.shape for shape in shapes_of(outputs)]
-    orders = {i: tuple(range(len(shapes[i]))) for i in results if len(shapes[i]) > 1}
-    chosen = [i for i in orders if outputs[i] not in inputs]
-    if mesh.devices.flat[0].platform == "tpu" and chosen:
-        orders.update(zip(chosen, _compiled_orders(jaxpr, chosen, mesh), strict=True))
-    return [orders.get(i) for i in results]
+    chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
+    if mesh.devices.flat[0].platform != "tpu" or not chosen:
+        return [_row_major_order(shapes[i]) for i in results]
+    orders = _compiled_orders(jaxpr, chosen, mesh)
+    found = dict(zip(chosen, orders, strict=True)) if orders else {}
+    return [found.get(i, _row_major_order(shapes[i])) for i in results]
 
 
-def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order]:
+def _row_major_order(shape: Sequence[int]) -> Order | None:
+    return tuple(range(len(shape))) if len(shape) > 1 else None
+
+
+def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order] | None:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    everything = PartitionSpec()
-    everywhere = NamedSharding(mesh, everything)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    run = jaxpr_as_fun(jaxpr)
     shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
 
     def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        found = jaxpr_as_fun(jaxpr)(*arguments)
+        found = run(*arguments)
         return [found[i] for i in results], found
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
+        everything = PartitionSpec()
         on_devices = jax.shard_map(chosen, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False)
         return orders_chosen(on_devices, shapes, ([everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)))

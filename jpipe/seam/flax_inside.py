@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flax import nnx
+
+from jpipe.terminal.notices import warn_once
 
 
 def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
@@ -26,4 +28,7 @@ def unsharded_creation() -> AbstractContextManager[object]:
     By `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
+    if not hasattr(nnx, "use_eager_sharding"):
+        warn_once("this version of Flax has no nnx.use_eager_sharding; make modules where no mesh is set")
+        return nullcontext()
     return nnx.use_eager_sharding(False)

@@ -14,13 +14,18 @@ from functools import cache
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import layout
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.terminal.notices import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
+
+try:
+    from jax.experimental import layout
+except ImportError:
+    layout = None
 
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
@@ -146,19 +151,29 @@ def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> Abstra
     By its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
     kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
     """
-    return mesh.update_axis_types(dict(types))
+    if hasattr(mesh, "update_axis_types"):
+        return mesh.update_axis_types(dict(types))
+    old = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple((old | dict(types)).values()))
 
 
 # --- orders of dimensions in memory -----------------------------------------------------------------------------------
+
+_NO_LAYOUTS = (
+    "this version of JAX has no jax.experimental.layout, so that compilers choose how arrays lie in memory: steps on "
+    "TPUs may take up to a third longer"
+)
 
 
 def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
     """The array, with its dimensions in this order in memory, the outermost first.
 
     By `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it two
-    loops may disagree, and whole buffers are copied in every tick: steps on TPUs may take up to a third longer (other
-    compilers don't choose).
+    loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
     """
+    if layout is None:
+        warn_once(_NO_LAYOUTS)
+        return array
     return layout.with_layout_constraint(array, layout.Layout(tuple(order)))
 
 
@@ -166,16 +181,19 @@ def orders_chosen(
     function: Callable[..., PyTree],
     arguments: Sequence[Leaf],
     shardings: tuple[list[NamedSharding], list[NamedSharding]],
-) -> list[tuple[int, ...]]:
-    """The orders of dimensions that the compiler chooses for the first of two lists of results.
+) -> list[tuple[int, ...]] | None:
+    """The orders of dimensions that the compiler chooses for the first of two lists of results, if it says so.
 
-    By `jax.experimental.layout`, as `held_to`.
+    As `held_to`: None where there is no `jax.experimental.layout`.
 
     Args:
       function: -> (results whose orders are chosen, other results).
       arguments: what it takes, or shapes.
       shardings: of both lists of results.
     """
+    if layout is None:
+        warn_once(_NO_LAYOUTS)
+        return None
     chosen, others = shardings
     formats = [layout.Format(layout.Layout.AUTO, sharding) for sharding in chosen]
     compiled = jax.jit(function, out_shardings=(formats, others)).lower(*arguments).compile()

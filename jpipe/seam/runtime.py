@@ -5,6 +5,7 @@ As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and w
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,14 @@ def before_threads_end(function: Callable[[], object]) -> None:
     By `threading._register_atexit`, as `concurrent.futures` of the standard library does. `atexit`, which is public,
     comes after Python has stopped the threads that orbax writes with: a checkpoint that nobody waited for is lost.
     """
-    threading._register_atexit(function)  # pyright: ignore[reportAttributeAccessIssue]
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        warn_once(
+            "this version of Python doesn't let a checkpoint be finished at the program's end; use the Checkpointer in "
+            "a `with` block, or call its close()"
+        )
+        register = atexit.register
+    register(function)
 
 
 # --- words of errors --------------------------------------------------------------------------------------------------

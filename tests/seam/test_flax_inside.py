@@ -1,4 +1,4 @@
-"""What the seam to Flax relies on, in this version of Flax."""
+"""What the seam to Flax relies on, in this version of Flax, and what happens without it."""
 
 import flax
 import jax
@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
+from jpipe.terminal.notices import warn_once
 
 
 class Seen(nnx.Variable):
@@ -27,3 +28,12 @@ def test_variables_are_made_off_the_mesh():
     with jax.set_mesh(mesh), unsharded_creation():
         made = nnx.Param(make(jax.random.key(0), (4,)))
     np.testing.assert_array_equal(made.get_value(), np.ones(4))
+
+
+def test_without_the_switch(monkeypatch):
+    monkeypatch.delattr(nnx, "use_eager_sharding")
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no nnx\.use_eager_sharding"), unsharded_creation():
+        pass
+    with unsharded_creation():  # a second warning would be an error
+        pass

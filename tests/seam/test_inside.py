@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cases import assert_equal
 from jpipe.seam import inside
+from jpipe.terminal.notices import warn_once
 
 CHANGED = f"JAX {jax.__version__} has changed this: see the docstring of"
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -125,11 +126,13 @@ def test_with_named_axes():
     assert shapes.shape == (2, *X.shape), f"{CHANGED} with_named_axes"
 
 
-def test_with_axis_types():
+def test_with_axis_types(monkeypatch):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]).abstract_mesh
     found = inside.with_axis_types(mesh, {"b": AxisType.Manual})
     assert found.axis_types == (AxisType.Auto, AxisType.Manual), f"{CHANGED} with_axis_types"
     assert dict(found.shape) == {"a": 2, "b": 2}
+    monkeypatch.delattr(AbstractMesh, "update_axis_types")
+    assert inside.with_axis_types(mesh, {"b": AxisType.Manual}).axis_types == found.axis_types
 
 
 def test_held_to():
@@ -142,7 +145,16 @@ def test_held_to():
 def test_orders_chosen():
     everywhere = NamedSharding(Mesh(jax.devices()[:1], ("a",)), PartitionSpec())
     found = inside.orders_chosen(lambda x: ([x.T, x + 1], [x]), [X], ([everywhere] * 2, [everywhere]))
-    assert [sorted(order) for order in found] == [[0, 1]] * 2, f"{CHANGED} orders_chosen"
+    assert found is not None and [sorted(order) for order in found] == [[0, 1]] * 2, f"{CHANGED} orders_chosen"
+
+
+def test_without_layouts(monkeypatch):
+    """It goes on, and says once what that costs."""
+    monkeypatch.setattr(inside, "layout", None)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no jax\.experimental\.layout, so that compilers choose"):
+        assert inside.held_to(X, (1, 0)) is X
+    assert inside.orders_chosen(lambda x: ([x], []), [X], ([], [])) is None  # a second warning would be an error
 
 
 def test_what_an_equation_has():

@@ -1,10 +1,11 @@
-"""What the seam to running programs relies on, in this version of JAX and Python."""
+"""What the seam to running programs relies on, in this version of JAX and Python, and what happens without it."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -89,6 +90,16 @@ before_threads_end(lambda: print(pool.submit(lambda: "a thread ran").result()))
 def test_threads_run_at_the_end():
     found = run(AT_EXIT)
     assert found.stdout == "a thread ran\n", f"Python {sys.version} ends threads otherwise: {found.stderr}"
+
+
+def test_an_end_without_threads(monkeypatch):
+    called = []
+    monkeypatch.delattr(threading, "_register_atexit")
+    monkeypatch.setattr(runtime.atexit, "register", called.append)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"use the Checkpointer in a `with` block"):
+        runtime.before_threads_end(print)
+    assert called == [print]
 
 
 def test_a_call_that_lacks_an_argument():
