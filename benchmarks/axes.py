@@ -14,6 +14,7 @@ A CPU's compiler makes no asynchronous pairs, estimates no cycles, and reduces i
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import jax
 from axes_models import ROWS, SMALL, Row, Sizes
 from axes_programs import BLOCKS, MICROBATCHES, Case, lower_pipeline, lower_plain
 from axes_traffic import PLACES, Counts, Program, per_step, total
-from common import console, mib, on_cpu, settings, show, tpu_devices
+from common import console, on_cpu, settings, show, tpu_devices
 
 from tpu_program import compile_with_text
 
@@ -32,23 +33,7 @@ CHIPS = {
     "v6e": {8: "v6e:2x4", 32: "v6e:4x8"},
 }
 COLLECTIVES = ("where", "kind", "arrays", "MiB each", "MiB sent", "plain JAX", "jpipe", "beside work")
-SUMMARY = (
-    "row",
-    "forward, MiB",
-    "jpipe",
-    "backward, MiB",
-    "jpipe",
-    "step, MiB",
-    "jpipe",
-    "of plain",
-    "F, Mcycles",
-    "jpipe",
-    "B, Mcycles",
-    "jpipe",
-    "temporaries, MiB",
-    "jpipe",
-    "at most plain",
-)
+SUMMARY = ("row", "F, MiB", "B, MiB", "step, MiB", "of plain", "F, Mcycles", "B, Mcycles", "held, MiB", "at most plain")
 SLACK = 1.01
 """How much more counts as no more: a compiler pads what it scatters."""
 
@@ -79,10 +64,16 @@ class Side:
 
 def compare(case: Case) -> tuple[Side, Side]:
     """(plain JAX, jpipe), one compiled after the other."""
+    plain, ours = programs(case)
+    return side(plain, lower_plain(case)), side(ours, lower_pipeline(case))
+
+
+def programs(case: Case) -> tuple[Program, Program]:
+    """How the loops of the two are known."""
     row, turns = case.row, case.row.axes.get("context", 1)
-    layer = None if row.tied else "NnxBlock" if row.library == "nnx" else "LinenBlock"
+    layer = None if row.tied else "NnxBlock.1" if row.library == "nnx" else "LinenBlock.1"
     plain = Program(None, 1 + row.tied, turns, case.plain_mesh, ends=row.tied)
-    return side(plain, lower_plain(case)), side(Program(layer, 2, turns, case.mesh), lower_pipeline(case))
+    return plain, Program(layer, 2, turns, case.mesh)
 
 
 def side(program: Program, lowered: Any) -> Side:
@@ -116,15 +107,22 @@ def collective_rows(plain: Side, ours: Side) -> list[tuple[str, ...]]:
 
 def summary_row(name: str, plain: Side, ours: Side) -> tuple[str, ...]:
     """The row of the last table."""
-    sides, size = (plain, ours), lambda n: f"{n / 2**20:,.2f}"
-    sent = [size(total(side.sent, place)) for place in ("forward", "backward") for side in sides]
-    cycles = [
-        f"{side.cycles[p] / 1e6:.3f}" if side.cycles[p] else "" for p in ("forward", "backward") for side in sides
-    ]
-    held = [mib(side.temporaries) for side in sides]
-    ratio = f"{ours.step / plain.step:.2f}" if plain.step else "-"
-    verdict = "yes" if is_at_most(plain, ours) else "no"
-    return name, *sent, *(size(side.step) for side in sides), ratio, *cycles, *held, verdict
+
+    def pair(number: Callable[[Side], float], unit: float, digits: int) -> str:
+        """Plain JAX's and jpipe's; empty without either."""
+        both = number(plain), number(ours)
+        return " | ".join(f"{n / unit:,.{digits}f}" for n in both) if any(both) else ""
+
+    layer = ("forward", "backward")
+    return (
+        name,
+        *(pair(lambda side, place=place: total(side.sent, place), 2**20, 2) for place in layer),
+        pair(lambda side: side.step, 2**20, 2),
+        f"{ours.step / plain.step:.2f}" if plain.step else "-",
+        *(pair(lambda side, place=place: side.cycles[place], 1e6, 3) for place in layer),
+        pair(lambda side: side.temporaries, 2**20, 0),
+        "yes" if is_at_most(plain, ours) else "no",
+    )
 
 
 def fitted(row: Row, small: bool) -> Row:
@@ -170,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         found[row.name] = {"plain": plain.as_json(), "jpipe": ours.as_json(), "at_most": is_at_most(plain, ours)}
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
-    caption = settings(device, str(sizes), "columns by twos, plain JAX and jpipe; bytes that a device sends")
+    caption = settings(device, str(sizes), "plain JAX | jpipe, bytes that a device sends")
     show("What a layer sends", SUMMARY, summary, caption)
 
 

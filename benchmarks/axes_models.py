@@ -7,6 +7,7 @@ about how arrays lie: `PartitionSpec`s of weights, constraints of activations, a
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -47,7 +48,7 @@ class Sizes:
         return self.width // self.heads
 
 
-SMALL = Sizes(width=64, heads=8, kv_heads=4, hidden=96, seq=16, vocab=64, experts=8)
+SMALL = Sizes(width=64, heads=8, kv_heads=4, hidden=96, seq=16, vocab=64, experts=8, dtype="float32")
 """For simulated devices."""
 
 Weights = dict[str, Any]
@@ -68,6 +69,7 @@ class Row:
       library: of the module that jpipe is given: "linen" or "nnx".
       kv_heads: if there are fewer than devices: that many a device.
       tied: whether the row is a table that is embedding and head, and the blocks have no weights.
+      between: how activations are constrained to lie between blocks.
     """
 
     name: str
@@ -78,6 +80,15 @@ class Row:
     library: str = "linen"
     kv_heads: float | None = None
     tied: bool = False
+    between: tuple[str | None, ...] | None = None
+
+    def block(self, sizes: Sizes, weights: Weights, x: Any) -> Any:
+        """The block, with its activations constrained at both ends."""
+        return self.end(self.apply(sizes, weights, self.end(x)))
+
+    def end(self, x: Any) -> Any:
+        """Activations as they are constrained to lie between blocks."""
+        return x if self.between is None else shard(x, *self.between)
 
     @property
     def examples_over(self) -> int:
@@ -120,7 +131,7 @@ class LinenBlock(nn.Module):
         self.weights = {name: make(name, shape, spec) for name, (shape, spec) in self.row.specs(self.sizes).items()}
 
     def __call__(self, x):
-        return self.row.apply(self.sizes, self.weights, x)
+        return self.row.block(self.sizes, self.weights, x)
 
 
 class NnxBlock(nnx.Module):
@@ -134,7 +145,7 @@ class NnxBlock(nnx.Module):
 
     def __call__(self, x):
         weights = {name: getattr(self, name)[...] for name in self.row.specs(self.sizes)}
-        return self.row.apply(self.sizes, weights, x)
+        return self.row.block(self.sizes, weights, x)
 
 
 class Table(LinenBlock):
@@ -207,11 +218,6 @@ def dense_specs(sizes: Sizes, fsdp: str | None = None, many: str | None = "model
         **{name: (shape, P(fsdp, many)) for name, shape in into.items()},
         **{name: (shape, P(many, *[None] * (len(shape) - 2), fsdp)) for name, shape in out.items()},
     }
-
-
-def with_constraint(apply: Callable, *spec: Any) -> Callable:
-    """A block that has its activations lie so at its ends."""
-    return lambda sizes, weights, x: shard(apply(sizes, weights, shard(x, *spec)), *spec)
 
 
 # --- keys and values of fewer heads than devices ----------------------------------------------------------------------
@@ -351,19 +357,20 @@ def _attend_round(q: Any, k: Any, v: Any) -> Any:
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
-FSDP = with_constraint(dense, "fsdp")
+MODEL, OVER_MODEL, OVER_FSDP = {"model": 4}, (None, "model", None), ("fsdp",)
+by_fsdp = partial(dense_specs, fsdp="fsdp", many=None)
 ROWS = (
-    Row("dense", dense, dense_specs, {"model": 4}),
-    Row("dense-nnx", dense, dense_specs, {"model": 4}, library="nnx"),
-    Row("sequence", with_constraint(dense, None, "model", None), dense_specs, {"model": 4}),
-    Row("sequence-nnx", with_constraint(dense, None, "model", None), dense_specs, {"model": 4}, library="nnx"),
+    Row("dense", dense, dense_specs, MODEL),
+    Row("dense-nnx", dense, dense_specs, MODEL, library="nnx"),
+    Row("sequence", dense, dense_specs, MODEL, between=OVER_MODEL),
+    Row("sequence-nnx", dense, dense_specs, MODEL, library="nnx", between=OVER_MODEL),
     Row("kv-heads", flat_heads, flat_specs, {"model": 16}, kv_heads=0.5),
     Row("kv-heads-whole", dense, whole_kv_specs, {"model": 16}, kv_heads=0.5),
     Row("table", dense, table_specs, {"fsdp": 2, "tp": 2}, tied=True),
-    Row("fsdp-step", FSDP, lambda sizes: dense_specs(sizes, "fsdp", None), {"fsdp": 4}),
-    Row("fsdp-use", FSDP, lambda sizes: dense_specs(sizes, "fsdp", None), {"fsdp": 4}, gather="use"),
-    Row("fsdp-model", FSDP, lambda sizes: dense_specs(sizes, "fsdp"), {"fsdp": 2, "model": 2}, gather="use"),
+    Row("fsdp-step", dense, by_fsdp, {"fsdp": 4}, between=OVER_FSDP),
+    Row("fsdp-use", dense, by_fsdp, {"fsdp": 4}, gather="use", between=OVER_FSDP),
+    Row("fsdp-model", dense, partial(dense_specs, fsdp="fsdp"), {"fsdp": 2, "model": 2}, "use", between=OVER_FSDP),
     Row("experts", experts_by_einsum, expert_specs, {"expert": 4}),
     Row("experts-exchange", experts_by_exchange, expert_specs, {"expert": 4}),
-    Row("ring", with_constraint(ring, None, "context", None), lambda s: dense_specs(s, None, None), {"context": 4}),
+    Row("ring", ring, partial(dense_specs, many=None), {"context": 4}, between=(None, "context", None)),
 )

@@ -63,22 +63,17 @@ def loss_fn(outputs: Any, batch: Any) -> Any:
     return 0.5 * jnp.mean(outputs * outputs)
 
 
-def identity(x: Any) -> Any:
-    """A layer for the ends, which do in jpipe what blocks don't: take the inputs, and give the loss."""
-    return x
-
-
 # --- jpipe ------------------------------------------------------------------------------------------------------------
 
 
 def make_pipeline(case: Case) -> jpipe.Pipeline:
-    """The row's blocks between two ends, in two stages."""
+    """The row's blocks between two ends, which take the inputs and give the loss, in two stages."""
     count, row = STAGES * BLOCKS, case.row
     if row.tied:
         table = jpipe.Shared(row.layer(case.sizes))
         layers = [table, *[jnp.tanh] * count, table.using("attend")]
     else:
-        layers = [identity, *[row.layer(case.sizes) for _ in range(count)], identity]
+        layers = [row.end, *[row.layer(case.sizes) for _ in range(count)], jnp.copy]
     return jpipe.Pipeline(
         layers,
         loss_fn,
@@ -127,7 +122,7 @@ def plain_loss(case: Case, weights: Any, batch: Any) -> Any:
         leave = jax.checkpoint(lambda w, x, batch: loss_fn(logits(sizes, w, x), batch))
         x = jax.lax.fori_loop(0, BLOCKS, lambda _, x: jnp.tanh(x), enter(weights, batch["inputs"]))
         return leave(weights, x, batch)
-    run = jax.checkpoint(lambda x, w: row.apply(sizes, w, x), prevent_cse=False)
+    run = jax.checkpoint(lambda x, w: row.block(sizes, w, x), prevent_cse=False)
     return loss_fn(jax.lax.scan(lambda x, w: (run(x, w), None), batch["inputs"], weights)[0], batch)
 
 

@@ -4,11 +4,14 @@ Bytes are those that a device sends on a ring of p devices. Of n bytes (the larg
 an all-reduce sends 2 n (p - 1) / p, an all-gather, a reduce-scatter and an all-to-all n (p - 1) / p, a permute n.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from collectives import Collective, axes_of, read
 from tpu_program import Loop
 from tpu_program import read as read_loops
@@ -48,8 +51,8 @@ class Program:
     """How the loops of a program are known.
 
     Attributes:
-      layer: the name of a layer's scope in jpipe, such as "LinenBlock"; None in plain JAX, where blocks have none, and
-        for all layers.
+      layer: the name of a layer's scope in jpipe, such as "LinenBlock.1"; None in plain JAX, where blocks have none,
+        and for all layers.
       depth: how many loops with "F" or "B" in their scope are around a layer: jpipe's action and its layers, 2; 1 in
         plain JAX, where ends have none.
       turns: how often the loops inside of a layer turn.
@@ -78,7 +81,7 @@ class Program:
         return ("micro-batch" if scopes else "step"), 1
 
     def _is_layer(self, scope: str) -> bool:
-        return any(part.partition(".")[0] == self.layer for part in scope.split("/"))
+        return self.layer in scope.split("/")
 
     def sent(self, text: str) -> Counts:
         """What a compiled program sends, but along `stage`."""

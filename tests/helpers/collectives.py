@@ -288,9 +288,8 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         devices = np.arange(np.prod(sizes)).reshape(sizes)
         devices = devices.transpose(order) if order else devices
         return tuple(tuple(int(i) for i in group) for group in devices.reshape(shape))
-    named = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))? *\{([^{}]*)\}", line
-    )
+    order = r"(?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?"
+    named = re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} *\{{([^{{}}]*)\}}", line)
     if named:
         axes, order, over = named.groups()
         return _in_order(_groups_by_axes(axes, over), order)
