@@ -48,7 +48,7 @@ class Sizes:
         return self.width // self.heads
 
 
-SMALL = Sizes(width=64, heads=8, kv_heads=4, hidden=96, seq=16, vocab=64, experts=8, dtype="float32")
+SMALL = Sizes(width=64, heads=8, kv_heads=4, hidden=96, seq=16, vocab=64, experts=8)
 """For simulated devices."""
 
 Weights = dict[str, Any]

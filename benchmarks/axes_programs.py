@@ -120,7 +120,7 @@ def plain_loss(case: Case, weights: Any, batch: Any) -> Any:
     if row.tied:
         enter = jax.checkpoint(lambda w, tokens: look_up(sizes, w, tokens))
         leave = jax.checkpoint(lambda w, x, batch: loss_fn(logits(sizes, w, x), batch))
-        x = jax.lax.fori_loop(0, BLOCKS, lambda _, x: jnp.tanh(x), enter(weights, batch["inputs"]))
+        x = jax.lax.fori_loop(0, STAGES * BLOCKS, lambda _, x: jnp.tanh(x), enter(weights, batch["inputs"]))
         return leave(weights, x, batch)
     run = jax.checkpoint(lambda x, w: row.block(sizes, w, x), prevent_cse=False)
     return loss_fn(jax.lax.scan(lambda x, w: (run(x, w), None), batch["inputs"], weights)[0], batch)

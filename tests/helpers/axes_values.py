@@ -49,15 +49,15 @@ def plain(case: Case, weights: dict[str, Any], batch: Any) -> tuple[Any, dict[st
 
 def jpipes(case: Case, weights: dict[str, Any], batch: Any) -> tuple[Any, dict[str, Any]]:
     """The same by jpipe."""
-    pipe, count = make_pipeline(case), 1 if case.row.tied else STAGES * BLOCKS
+    pipe, count = make_pipeline(case), STAGES * BLOCKS
     trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), batch)))
-    known = range(count) if case.row.tied else range(1, 1 + count)
+    known = (0, len(trees) - 1) if case.row.tied else range(1, 1 + count)
     for i in known:
         own = weights if case.row.tied else {name: weight[i - 1] for name, weight in weights.items()}
         trees[i] = jax.tree.map_with_path(lambda path, _, own=own: own[_name(path, own)], trees[i])
     alive("value_and_grad")
     (loss, _), gradients = pipe.value_and_grad(pipe.from_layer_variables(trees, batch), batch)
-    found = jax.device_get(pipe.layer_variables(gradients))
+    found = jax.device_get(pipe.layer_variables({"params": gradients}))
     by_block = [{_name(p, weights): a for p, a in jax.tree_util.tree_leaves_with_path(found[i])} for i in known]
     if case.row.tied:
         return loss, by_block[0]
