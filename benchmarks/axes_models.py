@@ -262,13 +262,16 @@ def table_specs(sizes: Sizes) -> Specs:
 # --- mixtures of experts ----------------------------------------------------------------------------------------------
 
 
-def expert_specs(sizes: Sizes) -> Specs:
+OVER_EXPERT = P(None, "expert", None)
+
+
+def expert_specs(sizes: Sizes, axis: str = "expert") -> Specs:
     e, d, f = sizes.experts, sizes.width, sizes.hidden
     return {
         "before": ((d,), P()),
         "router": ((d, e), P()),
-        "up": ((e, d, f), P("expert")),
-        "down": ((e, f, d), P("expert")),
+        "up": ((e, d, f), P(axis)),
+        "down": ((e, f, d), P(axis)),
     }
 
 
@@ -296,24 +299,27 @@ def experts_by_einsum(sizes: Sizes, weights: Weights, x: Any) -> Any:
     return x + jnp.einsum("ecd,sec,s->sd", given, at, gate).reshape(x.shape)
 
 
-def experts_by_exchange(sizes: Sizes, weights: Weights, x: Any) -> Any:
-    """Each device routes its part of the sequence; two exchanges take tokens to their experts and back."""
+def experts_by_exchange(sizes: Sizes, weights: Weights, x: Any, *, over: P = OVER_EXPERT) -> Any:
+    """Each device routes its part of `x`; two exchanges take tokens to their experts and back.
+
+    The one mesh axis that `over` names splits the experts too.
+    """
+    (axis,) = [name for name in over if name]
     w = as_computed(sizes, weights)
 
     def run(router: Any, up: Any, down: Any, h: Any) -> Any:
         flat = h.reshape(-1, sizes.width)
         at, gate = routed(sizes, {"router": router}, flat)
         taken = jnp.einsum("sd,sec->ecd", flat, at)
-        taken = jax.lax.all_to_all(taken, "expert", 0, 1, tiled=True)  # [experts / p, p * places, width]
+        taken = jax.lax.all_to_all(taken, axis, 0, 1, tiled=True)  # [experts / p, p * places, width]
         counts = jnp.full((taken.shape[0],), taken.shape[1], jnp.int32)
         given = jax.nn.silu(jax.lax.ragged_dot(taken.reshape(-1, sizes.width), up, counts))
         given = jax.lax.ragged_dot(given, down, counts).reshape(taken.shape)
-        given = jax.lax.all_to_all(given, "expert", 1, 0, tiled=True)
+        given = jax.lax.all_to_all(given, axis, 1, 0, tiled=True)
         return jnp.einsum("ecd,sec,s->sd", given, at, gate).reshape(h.shape)
 
-    over = P(None, "expert", None)
-    specs = {"in_specs": (P(), P("expert"), P("expert"), over), "out_specs": over}
-    moved = jax.shard_map(run, axis_names={"expert"}, check_vma=False, **specs)
+    specs = {"in_specs": (P(), P(axis), P(axis), over), "out_specs": over}
+    moved = jax.shard_map(run, axis_names={axis}, check_vma=False, **specs)
     return x + moved(w["router"], w["up"], w["down"], rms(x, w["before"]))
 
 
@@ -371,6 +377,14 @@ ROWS = (
     Row("fsdp-use", dense, by_fsdp, {"fsdp": 4}, gather="use", between=OVER_FSDP),
     Row("fsdp-model", dense, partial(dense_specs, fsdp="fsdp"), {"fsdp": 2, "model": 2}, "use", between=OVER_FSDP),
     Row("experts", experts_by_einsum, expert_specs, {"expert": 4}),
-    Row("experts-exchange", experts_by_exchange, expert_specs, {"expert": 4}),
+    Row("experts-exchange", experts_by_exchange, expert_specs, {"expert": 4}, between=tuple(OVER_EXPERT)),
+    Row(
+        "experts-fsdp",
+        partial(experts_by_exchange, over=P("fsdp")),
+        partial(expert_specs, axis="fsdp"),
+        {"fsdp": 4},
+        gather="use",
+        between=OVER_FSDP,
+    ),
     Row("ring", ring, partial(dense_specs, many=None), {"context": 4}, between=(None, "context", None)),
 )

@@ -94,12 +94,12 @@ class Program:
         return found
 
     def cycles(self, text: str) -> dict[str, float]:
-        """The TPU compiler's estimate for one layer's forward and backward, without what it waits for transfers."""
-        found = dict.fromkeys(_SCOPES.values(), 0.0)
+        """By place, the TPU compiler's estimate each time that it is run once, without what it waits for transfers."""
+        found = dict.fromkeys(PLACES, 0.0)
 
         def visit(loop: Loop, scopes: tuple[str, ...]) -> None:
             place = self.place(scopes, "")
-            if place and place[0] in found:
+            if place:
                 found[place[0]] += place[1] * loop.own
             for inner in loop.inner:
                 visit(inner, (*scopes, inner.scope))

@@ -17,7 +17,7 @@ from timed import Worker
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import axes
 from axes_models import ROWS
-from axes_traffic import Program, Sent, per_step, total
+from axes_traffic import PLACES, Program, Sent, per_step, total
 
 TURNS = 3  # of a loop inside of a layer
 QUICK = ["experts"]
@@ -88,7 +88,7 @@ def test_totals(counted):
 
 
 def test_alike_collectives_are_one_row(counted):
-    side = axes.Side(counted, {"forward": 0.0, "backward": 0.0}, 0)
+    side = axes.Side(counted, dict.fromkeys(PLACES, 0.0), 0)
     rows = axes.collective_rows(side, side)
     assert len(rows) == 7
     assert all(row[5] == row[6] for row in rows)
