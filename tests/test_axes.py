@@ -112,5 +112,4 @@ def test_values_and_gradients_of_one_row_are_plain_jax(worker, name):
 @pytest.mark.parametrize("name", ["dense", "fsdp-step", "fsdp-use", "fsdp-model"])
 def test_no_more_is_sent_than_in_plain_jax(worker, name):
     found = result_of(worker, "compiled", name)
-    plain, ours = (sum(sent["moved"] * sent["count"] for sent in found[side]["sent"]) for side in ("plain", "jpipe"))
-    assert 0 < ours <= axes.SLACK * plain
+    assert 0 < found["jpipe"]["step"] <= axes.SLACK * found["plain"]["step"]
