@@ -97,6 +97,33 @@ dimensions={0}, to_apply=%add
 }
 """
 
+HIDDEN = """
+HloModule jit_h, is_scheduled=true, num_partitions=4
+
+%all-reduce-scatter.2 (x: bf16[8,4]) -> bf16[2,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %all-reduce.3 = bf16[8,4]{1,0} all-reduce(%x), channel_id=10, replica_groups={{0,1,2,3}}, to_apply=%add
+  %id = u32[] partition-id()
+  ROOT %slice = bf16[2,4]{1,0} dynamic-slice(%all-reduce.3, %id), dynamic_slice_sizes={2,4}
+}
+
+%body (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %v = bf16[8,4]{1,0} get-tuple-element(%p), index=1
+  %first-start = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) collective-permute-start(%v), source_target_pairs={{0,1},{1,0}}
+  %fusion.1 = bf16[2,4]{1,0} fusion(%v), kind=kCustom, calls=%all-reduce-scatter.2
+  %second-start = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) collective-permute-start(%v), source_target_pairs={{0,1},{1,0}}
+  %first-done = bf16[8,4]{1,0} collective-permute-done(%first-start)
+  %second-done = bf16[8,4]{1,0} collective-permute-done(%second-start)
+  ROOT %t = (s32[], bf16[8,4]{1,0}) tuple(%p, %second-done)
+}
+
+ENTRY %main (a: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %a = (s32[], bf16[8,4]{1,0}) parameter(0)
+  ROOT %while = (s32[], bf16[8,4]{1,0}) while(%a), condition=%c, body=%body, metadata={op_name="jit(h)/F/while"}
+}
+"""
+
 
 def mesh(shape, names):
     return SimpleNamespace(devices=np.arange(np.prod(shape)).reshape(shape), axis_names=names)
@@ -153,6 +180,23 @@ def test_bytes(text, name, count):
     assert named(text, name).bytes == count
 
 
+def test_types_and_the_scopes_of_loops():
+    assert named(CPU, "all-reduce.9").types == ("f32[2,8]", "s32[]")
+    assert named(TPU, "collective-permute-start").types == ("bf16[4,16]",)
+    assert {c.scopes for c in read(HIDDEN)} == {("jit(h)/F/while",)}
+    assert named(CPU, "all-reduce.6").scopes == ("", "")
+
+
+def test_work_between_start_and_end():
+    assert named(HIDDEN, "first-start").beside_work
+    assert not named(HIDDEN, "second-start").beside_work
+    assert not named(HIDDEN, "all-reduce.3").beside_work
+
+
+def test_a_fusion_of_a_reduction_and_a_slice_is_a_scatter():
+    assert named(HIDDEN, "all-reduce.3").kind == "reduce-scatter"
+
+
 def test_axes():
     two = mesh((2, 2), ("stage", "data"))
     assert axes_of(named(CPU, "all-reduce.6"), two) == ("data",)
@@ -178,6 +222,10 @@ def test_groups_by_the_names_of_axes():
     """As XLA writes them since meshes have names."""
     form = "replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_0'}"
     assert named(CPU.replace("replica_groups=[2,2]<=[4]", form), "all-reduce.6").groups == ((0, 2), (1, 3))
+    turned = "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}"
+    assert named(CPU.replace("replica_groups=[2,2]<=[4]", turned), "all-reduce.6").groups == ((0, 1), (2, 3))
+    listed = "replica_groups=mesh['a'=2,'b'=2], device_ids=(0,3,1,2) {'b'}"
+    assert named(CPU.replace("replica_groups=[2,2]<=[4]", listed), "all-reduce.6").groups == ((0, 3), (1, 2))
 
 
 def test_groups_written_in_another_way_are_refused():

@@ -27,6 +27,7 @@ _START = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ")
 _CALL = re.compile(r"(\w+)=(?:\{([^{}]*)\}|(%?[\w.-]+))")
 _CALLING = ("body", "condition", "calls", "to_apply", "branch_computations", "called_computations")
 _CALLING += ("true_computation", "false_computation")
+_WORK = r" (?:fusion|convolution|dot|while|custom-call)\("
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Collective:
       loops: the names of the `while` instructions around it, outermost first.
       groups: the devices that work together, each a tuple of partition numbers; of a permute (source, target).
       op_name: what it was made from, such as "jit(f)/shard_map/while/body/ppermute"; empty if unknown.
+      types: of the arrays that it gives, such as "bf16[1,2048,4096]"; several where the compiler joined some into one.
+      scopes: what the loops around it were made from, outermost first.
+      beside_work: whether work is scheduled between its start and its end.
     """
 
     kind: str
@@ -48,6 +52,9 @@ class Collective:
     loops: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     op_name: str
+    types: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+    beside_work: bool = False
 
     def __str__(self) -> str:
         where = f"in {len(self.loops)} loops" if self.loops else "outside of loops"
@@ -55,9 +62,12 @@ class Collective:
 
 
 def read(text: str) -> list[Collective]:
-    """The collectives of a compiled program, from `compiled.as_text()`; of a pair -start, -done the first."""
+    """The collectives of a compiled program, from `compiled.as_text()`; of a pair -start, -done the first.
+
+    A TPU's fusion of an all-reduce with the slice that a device keeps of it is called a reduce-scatter here too.
+    """
     computations = _computations(text)
-    loops = _loops(computations)
+    loops, scopes, beside = _loops(computations), _scopes(computations), _beside_work(computations)
     devices = re.search(r"num_partitions=(\d+)", text)
     everyone = tuple(range(int(devices.group(1)))) if devices else ()
     found = []
@@ -67,16 +77,20 @@ def read(text: str) -> list[Collective]:
             match = re.search(rf" ({'|'.join(KINDS)})(-start)?\(", line)
             start = _START.match(line)
             if match and start:
-                size = max(_result_bytes(types[start.group(1)], match), _operand_bytes(line[match.end() :], types))
+                result = _result_type(types[start.group(1)], match)
+                size = max(_size(result), _operand_bytes(line[match.end() :], types))
                 op_name = re.search(r'op_name="([^"]*)"', line)
                 found.append(
                     Collective(
-                        kind=match.group(1),
+                        kind="reduce-scatter" if name.startswith("all-reduce-scatter") else match.group(1),
                         name=start.group(1),
                         bytes=size,
                         loops=loops(name),
                         groups=_groups(line) or (everyone,),
                         op_name=op_name.group(1) if op_name else "",
+                        types=tuple(re.findall(r"\w+\[[\d,]*\]", result)),
+                        scopes=tuple(scopes.get(loop, "") for loop in loops(name)),
+                        beside_work=start.group(1) in beside or name in beside,
                     )
                 )
     return found
@@ -163,6 +177,29 @@ def _loops(computations: dict[str, list[str]]) -> Any:
     return around
 
 
+def _scopes(computations: dict[str, list[str]]) -> dict[str, str]:
+    """The name of each `while` -> what it was made from."""
+    loops = [line for lines in computations.values() for line in lines if " while(" in line]
+    found = [(_START.match(line), re.search(r'op_name="([^"]*)"', line)) for line in loops]
+    return {start.group(1): name.group(1) for start, name in found if start and name}
+
+
+def _beside_work(computations: dict[str, list[str]]) -> set[str]:
+    """The starts between which and their ends work is scheduled, and the computations that such a start calls."""
+    found: set[str] = set()
+    for lines in computations.values():
+        open_starts: dict[str, list[str]] = {}  # a start that hasn't ended -> it and what it calls
+        for line in lines:
+            start, end = _START.match(line), re.search(r" [\w-]*-done\(%?([\w.-]+)\)|async-collective-done", line)
+            if re.search(_WORK, line):
+                found.update(name for names in open_starts.values() for name in names)
+            if end:
+                open_starts.pop(end.group(1) or "", None)
+            elif start and re.search(rf" (?:{'|'.join(KINDS)}|async)-start\(", line):
+                open_starts[start.group(1)] = [start.group(1), *[name for name, _ in _called(line)]]
+    return found
+
+
 def _called(line: str) -> Iterator[tuple[str, str | None]]:
     """(computation that the line calls, the loop's name if it is a loop's)."""
     start = _START.match(line)
@@ -190,12 +227,12 @@ def _type_at(text: str) -> str:
     raise ValueError(f"a type without an end: {text[:80]}")
 
 
-def _result_bytes(kind: str, match: re.Match) -> int:
-    """Bytes of what an instruction gives; a start's tuple of (operand, result, ...) counts with its result."""
+def _result_type(kind: str, match: re.Match) -> str:
+    """The type of what an instruction gives; of a start's tuple of (operand, result, ...) that of its result."""
     if match.group(2) and match.group(1) != "all-reduce":
         elements = _elements(kind)
         kind = elements[1] if len(elements) > 1 else kind
-    return _size(kind)
+    return kind
 
 
 def _elements(kind: str) -> list[str]:
@@ -251,12 +288,36 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
         devices = np.arange(np.prod(sizes)).reshape(sizes)
         devices = devices.transpose(order) if order else devices
         return tuple(tuple(int(i) for i in group) for group in devices.reshape(shape))
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^{}]*)\}", line)
+    order = r"(?:, device_ids=\(([^()]*(?:\([\d,]*\))?)\))?"
+    named = re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} *\{{([^{{}}]*)\}}", line)
     if named:
-        return _groups_by_axes(*named.groups())
+        axes, order, over = named.groups()
+        return _in_order(_groups_by_axes(axes, over), order)
     if "replica_groups=" in line or "source_target_pairs=" in line:
         raise ValueError(f"groups of devices written in an unknown way: {line.strip()[:300]}")
     return ()
+
+
+def _in_order(groups: tuple[tuple[int, ...], ...], order: str | None) -> tuple[tuple[int, ...], ...]:
+    """Groups of places in a mesh as groups of devices.
+
+    Args:
+      groups: of places.
+      order: the devices at these places, such as "[2,2]T(1,0)" or "0,2,1,3"; None if they are in order.
+
+    >>> _in_order(((0, 1), (2, 3)), "[2,2]T(1,0)")
+    ((0, 2), (1, 3))
+    """
+    if order is None:
+        return groups
+    iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", order.strip())
+    if iota:
+        sizes, axes = (_numbers(part or "") for part in iota.groups())
+        devices = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+        devices = (devices.transpose(axes) if axes else devices).reshape(-1)
+    else:
+        devices = np.asarray(_numbers(order))
+    return tuple(tuple(int(devices[i]) for i in group) for group in groups)
 
 
 def _groups_by_axes(axes: str, over: str) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,115 @@
+"""`benchmarks/axes.py`: that it counts what is sent, and that its rows compute the same in jpipe and in plain JAX.
+
+The rows that jpipe computes are compared with plain JAX in float64 on eight simulated devices, each with a time limit.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from timed import Worker
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import axes
+from axes_models import ROWS
+from axes_traffic import PLACES, Program, Sent, per_step, total
+
+TURNS = 3  # of a loop inside of a layer
+QUICK = ["experts"]
+"""The row whose values are compared in every run of the tests."""
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(limit=300) as worker:
+        yield worker
+
+
+def result_of(worker, function, name):
+    result = worker.call("axes_values", function, name)
+    if result.outcome != "ok":
+        pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
+    return result.value
+
+
+def written_by_hand(x):
+    """A step of two micro-batches and two layers; `x` `[8, 8]` is one device's."""
+    turn = lambda x, _: (jnp.sin(lax.ppermute(x, "model", [(i, (i + 1) % 4) for i in range(4)])), None)
+    forward = lambda x, _: (lax.scan(turn, jnp.cos(lax.psum(x, "model")), length=TURNS)[0], None)
+
+    def backward(x, _):
+        wide = jnp.sin(lax.all_gather(x, "model", axis=0, tiled=True))
+        x = jnp.cos(lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True))
+        return lax.all_to_all(x, "model", 0, 1, tiled=True).reshape(x.shape), None
+
+    def microbatch(x, _):
+        with jax.named_scope("F"):
+            x = lax.scan(forward, x, length=2)[0]
+        with jax.named_scope("B"):
+            x = lax.scan(backward, x, length=2)[0]
+        return jnp.tanh(lax.psum(x, "model")), None
+
+    return lax.psum(jnp.cos(lax.scan(microbatch, x, length=2)[0]), "data")
+
+
+@pytest.fixture(scope="module")
+def counted():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
+    run = jax.shard_map(written_by_hand, mesh=mesh, check_vma=False, **specs)
+    compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)).compile()
+    return Program(None, 1, TURNS, mesh).sent(compiled.as_text())
+
+
+def test_every_collective_is_counted_where_it_stands(counted):
+    n = 8 * 8 * 4  # bytes that a device has
+    found = {(sent.place, sent.kind): (sent.bytes, sent.moved, count) for sent, count in counted.items()}
+    assert found == {
+        ("forward", "all-reduce"): (n, 2 * n * 3 / 4, 1),
+        ("forward", "collective-permute"): (n, n, TURNS),
+        ("backward", "all-gather"): (4 * n, 4 * n * 3 / 4, 1),
+        ("backward", "reduce-scatter"): (4 * n, 4 * n * 3 / 4, 1),
+        ("backward", "all-to-all"): (n, n * 3 / 4, 1),
+        ("micro-batch", "all-reduce"): (n, 2 * n * 3 / 4, 1),
+        ("step", "all-reduce"): (n, 2 * n * 1 / 2, 1),
+    }
+
+
+def test_totals(counted):
+    n = 8 * 8 * 4
+    assert total(counted, "forward") == 1.5 * n + TURNS * n
+    assert total(counted, "backward") == 6 * n + 0.75 * n
+    assert per_step(counted, blocks=2, microbatches=2) == 2 * (2 * (4.5 + 6.75) * n + 1.5 * n) + n
+
+
+def test_alike_collectives_are_one_row(counted):
+    side = axes.Side(counted, dict.fromkeys(PLACES, 0.0), 0)
+    rows = axes.collective_rows(side, side)
+    assert len(rows) == 7
+    assert all(row[5] == row[6] for row in rows)
+    assert axes.is_at_most(side, side)
+    more = counted + type(counted)([Sent("forward", "all-gather", "f32[8]", 1024, 768.0, True)])
+    assert not axes.is_at_most(side, axes.Side(more, side.cycles, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.name not in QUICK])
+def test_values_and_gradients_are_plain_jax(worker, name):
+    assert result_of(worker, "check", name) > 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_values_and_gradients_of_one_row_are_plain_jax(worker, name):
+    assert result_of(worker, "check", name) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "fsdp-step", "fsdp-use", "fsdp-model"])
+def test_no_more_is_sent_than_in_plain_jax(worker, name):
+    found = result_of(worker, "compiled", name)
+    assert 0 < found["jpipe"]["step"] <= axes.SLACK * found["plain"]["step"]
