@@ -22,7 +22,7 @@ from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVa
 from jpipe.layers.connections import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_variable_sets
-from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import lacks_an_argument
@@ -139,8 +139,8 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     weights = [splits.at_work(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     given = [replicated(splits.axes), *weights, *group.takes_at, *examples]
-    found = jaxpr_per_device(jaxpr, splits.axes, given, [settled] * len(jaxpr.jaxpr.outvars)).shardings
-    return found[: len(jax.tree.leaves(group.gives))]
+    found = results_by_rules(jaxpr, splits.axes, given)
+    return list(map(settled, found[: len(jax.tree.leaves(group.gives))]))
 
 
 def trace_init(

@@ -10,7 +10,8 @@ their parts of the sequence:
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-So a plan costs at most what the rules alone would. Costs are in bytes that a device sends; what it computes and writes
+At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
+tried to sum once, before both. Costs are in bytes that a device sends; what it computes and writes
 counts too, as the bytes that could be sent meanwhile, or it would be cheapest to compute everything on every device.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -78,8 +80,18 @@ class Planner:
           arguments: how its arguments lie.
           wanted: for each result, from how it lies by itself how it has to lie.
         """
-        planning = _Planning(self, flat, arguments)
-        return planning.plan(wanted, lambda at: planning.cheapest(at, wanted))
+        settled: dict[int, Sharding] = {}
+
+        def planned(settled: dict[int, Sharding]) -> Plan:
+            planning = _Planning(self, flat, arguments, settled)
+            return planning.plan(wanted, lambda at: planning.cheapest(at, wanted))
+
+        best = planned(settled)
+        for value, sharding in _summed_twice(best):
+            other = planned(settled | {value: sharding})
+            if other.cost < best.cost:
+                best, settled = other, settled | {value: sharding}
+        return best
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> Plan:
         """The plan that follows from the rules alone, which don't look ahead; arguments as those of `plan`."""
@@ -156,15 +168,30 @@ def _itemsize(dtype: np.dtype) -> int:
     return getattr(dtype, "itemsize", 8)  # of random keys that of their two words
 
 
+def _summed_twice(plan: Plan) -> list[tuple[int, Sharding]]:
+    """The partial values that one equation takes as a sum and another one as they are; and how the sum lies then."""
+    sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
+    taken = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
+    partial = {value for value, sharding in taken if PARTIAL in sharding}
+    return [(value, sharding) for value, sharding in sums.items() if value in partial and PARTIAL not in sharding]
+
+
 class _Planning:
     """A plan in the making.
 
     Attributes:
+      settled: values that are summed before any equation reads them, and how they lie then.
       forms: how the values lie that the equations so far have made.
     """
 
-    def __init__(self, planner: Planner, flat: FlatJaxpr, arguments: Sequence[Sharding]):
-        self.planner, self.flat, self.axes = planner, flat, planner.axes
+    def __init__(
+        self,
+        planner: Planner,
+        flat: FlatJaxpr,
+        arguments: Sequence[Sharding],
+        settled: Mapping[int, Sharding] = MappingProxyType({}),
+    ):
+        self.planner, self.flat, self.axes, self.settled = planner, flat, planner.axes, settled
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
@@ -176,11 +203,12 @@ class _Planning:
         equations: list[PlannedEquation] = []
         cost = 0.0
         for at, flat in enumerate(self.flat.equations):
+            first, before = self._settle(at, self.forms)
             way = choose(at)
             conversions, more = self._take(at, way, self.forms)
-            equations.append(PlannedEquation(flat, tuple(conversions), way))
-            cost += more
-        results = self._results(wanted, self.forms)
+            equations.append(PlannedEquation(flat, (*first, *conversions), way))
+            cost += before + more
+        results = [choose(self.forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
         conversions, more = self._convert(self.flat.results, results, self.forms)
         fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
         return Plan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
@@ -193,6 +221,11 @@ class _Planning:
         if key not in self._ways:
             self._ways[key] = self.planner.way(equation, key[1])
         return self._ways[key]
+
+    def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], float]:
+        """The conversions of an equation's operands that are to be sums before anything reads them, and their cost."""
+        values = [value for value in self.flat.equations[at].reads if value in self.settled]
+        return self._convert(values, [self.settled[value] for value in values], forms)
 
     def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
         """The conversions that a way needs, and its cost with them; `forms` has then what was made."""
@@ -226,9 +259,6 @@ class _Planning:
             self._bytes[key] = sum(bytes_sent(self.axes, *key[:2], hop) for hop in hops(self.axes, now, wanted))
         return self._bytes[key]
 
-    def _results(self, wanted: Sequence[Wanted], forms: Forms) -> list[Sharding]:
-        return [choose(forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
-
     def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
         """Of the ways of an equation the one by which the fewest bytes are sent, there and after it."""
         first = self.way(at)
@@ -261,7 +291,8 @@ class _Planning:
         forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
+            cost += self._settle(later, forms)[1]
             cost += self._take(later, self.way(later, forms=forms), forms)[1]
-        if end == len(self.flat.equations):
-            cost += self._convert(self.flat.results, self._results(wanted, forms), forms)[1]
-        return cost
+        made = [(value, choose) for value, choose in zip(self.flat.results, wanted, strict=True) if value in forms]
+        results = [choose(forms[value][0]) for value, choose in made]
+        return cost + self._convert([value for value, _ in made], results, forms)[1]

@@ -138,11 +138,20 @@ def jaxpr_per_device(
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
     if not axes and all(axis_type == AxisType.Manual for axis_type in here.axis_types):
         return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
-    plan = Planner(axes, CONTROL_FLOW | USER_SHARDINGS).plan(flatten(jaxpr), shardings, wanted)
+    plan = _planner(axes).plan(flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
         return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results))
+
+
+def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
+    """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
+    return _planner(axes).results_at(flatten(jaxpr), shardings)
+
+
+def _planner(axes: Axes) -> Planner:
+    return Planner(axes, CONTROL_FLOW | USER_SHARDINGS)
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
