@@ -359,6 +359,59 @@ def _swapped(a):
     return jax.lax.ppermute(a, "model", [(0, 1), (1, 0)])
 
 
+def over_all_axes(mesh, inside):
+    """A layer that is manual over every axis of the mesh, `stage` too, as `jax.shard_map` is by default."""
+    specs = {"in_specs": (PartitionSpec("fsdp"), PartitionSpec(None, "tp")), "out_specs": PartitionSpec("fsdp", "tp")}
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = nn.with_partitioning(nn.initializers.normal(0.3), (None, "tp"))
+            w = self.param("w", kernel, (8, 8), x.dtype)
+            if mesh is None:
+                return x + inside(x, w, lambda y, _: y)
+            run = lambda x, w: inside(x, w, jax.lax.psum)
+            return x + jax.shard_map(run, mesh=mesh, check_vma=False, **specs)(x, w)
+
+    return Layer()
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_program_of_single_devices_that_is_manual_over_stages_too(make_mesh, sums):
+    """A regression: the transpose summed over `stage`, and the first step waited for other stages for ever."""
+
+    def inside(x, w, add):
+        y = jnp.tanh(x @ w)
+        return y + add(y.sum(), ("fsdp", "tp")) / 64 if sums else y
+
+    mesh, results = make_mesh((2, 2, 2), ("stage", "fsdp", "tp")), []
+    x = np.random.default_rng(0).standard_normal((8, 8))
+    with jax.enable_x64(True):
+        for own in (mesh, None):
+            pipe = jpipe.Pipeline(
+                [over_all_axes(own, inside) for _ in range(4)],
+                lambda y, _: jnp.mean(jnp.square(y)),
+                num_stages=2,
+                num_microbatches=2,
+                mesh=own,
+            )
+            variables = pipe.init(jax.random.key(0), x)
+            (loss, _), grads = pipe.value_and_grad(variables, x)
+            results.append(jax.device_get((loss, pipe.layer_variables({"params": grads}), pipe.apply(variables, x))))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_program_of_single_devices_can_not_tell_stages_apart(make_mesh):
+    mesh = make_mesh((2, 2, 2), ("stage", "fsdp", "tp"))
+    inside = lambda x, w, _: x @ w * jax.lax.axis_index("stage").astype(x.dtype)
+    layers = [nn.Dense(8), over_all_axes(mesh, inside), nn.Dense(8)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, mesh=mesh)
+    message = r"layer 1 \(Layer\): jax.shard_map holds axis_index over the axes \('stage',\), .*axis_names="
+    with pytest.raises(ValueError, match=message):
+        pipe.init(jax.random.key(0), np.ones((8, 8), np.float32))
+
+
 @pytest.mark.parametrize(
     "balance", [*[pytest.param(name, marks=pytest.mark.slow) for name in ("even", "size")], "flops"]
 )

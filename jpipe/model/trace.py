@@ -131,7 +131,10 @@ def _trace_layer(
         raise ValueError(_mismatch(place, variables, error)) from error
     specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))
     group = LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, [], needs_key)
-    return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
+    try:
+        return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
+    except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:

@@ -77,6 +77,18 @@ def test_a_sum_is_taken_once_for_a_norm_and_the_residual_connection_around_it():
     assert sum(count for _, _, count in sent(plan)) == 2 * (P - 1) / P * size
 
 
+def test_a_sum_with_a_linear_reader_and_another_is_taken_before_both():
+    """As in the transpose of a norm: dh times the norm's weight stays partial; dh times x, split, doesn't."""
+    x, size = (2048, 512), 2048 * 512 * 2
+
+    def transposed(dy, w, scale, x):
+        dh = dy @ w
+        return jnp.tanh(dh * scale), dh * x
+
+    plan = plan_of(transposed, [COLUMNS, ROWS, WHOLE, ROWS], x, (512, 512), (512,), x, wanted=lambda _: ROWS)
+    assert sent(plan) == [("reduce_scatter", x, (P - 1) / P * size)]
+
+
 def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
     """Gathering two small weights sends less than adding up a large activation, but each device would do all."""
     x, w = (65536, 512), (512, 512)

@@ -1,5 +1,6 @@
 """`per_device` alone, in a `jax.shard_map`: as the plain function, with no more collectives than the compiler adds."""
 
+import math
 import re
 
 import jax
@@ -105,19 +106,20 @@ def back(p, x, cotangent):
     ("function", "in_specs", "out_specs", "num_sums"),
     [(block, (SPECS, P()), P(), 2), (back, (SPECS, P(), P()), (SPECS, P()), 3)],
 )
-def test_a_block_is_summed_as_often_and_as_wide_as_by_the_compiler(make_mesh, function, in_specs, out_specs, num_sums):
+def test_a_block_sends_no_more_than_by_the_compiler_and_as_narrow(make_mesh, function, in_specs, out_specs, num_sums):
     """A regression: sums over a tensor axis were taken twice, in float32 for the norm and again beside it."""
     mesh, narrow = make_mesh((4,), ("model",)), lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     arguments = [{name: narrow(*shape) for name, shape in SHAPES.items()}, *[narrow(2, 8, 16)] * (len(in_specs) - 1)]
-    own = on_mesh(function, mesh, in_specs, out_specs).lower(*arguments)
-    sums = re.findall(r'"stablehlo\.all_reduce"[\s\S]*?-> tensor<(\S+)>', own.as_text())
-    assert [s for s in sums if s != "16xbf16"] == ["2x8x16xbf16"] * num_sums, "besides two weights of a norm"
+    text = on_mesh(function, mesh, in_specs, out_specs).lower(*arguments).as_text()
+    kinds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 4}  # sent, in 3 / 4 of the elements that are given
+    found = re.findall(rf'"stablehlo\.({"|".join(kinds)})"[\s\S]*?-> tensor<(\S+)x(\w+)>', text)
+    assert {dtype for *_, dtype in found} == {"bf16"}
+    sizes = [(kind, list(map(int, shape.split("x")))) for kind, shape, _ in found]
+    large = [(kind, math.prod(shape)) for kind, shape in sizes if len(shape) > 1]  # but gradients of norms' weights
+    assert sum(kinds[kind] * count for kind, count in large) == num_sums * 2 * (2 * 8 * 16)
     specs = jax.tree.map(lambda s: NamedSharding(mesh, s), (in_specs, out_specs))
     compilers = jax.jit(function, in_shardings=specs[0], out_shardings=specs[1]).lower(*arguments)
-    of_both = [read(lowered.compile().as_text()) for lowered in (own, compilers)]
-    assert {c.kind for found in of_both for c in found} == {"all-reduce"}
-    assert len(of_both[0]) == len(of_both[1]) == num_sums
-    assert sum(c.bytes for c in of_both[0]) <= sum(c.bytes for c in of_both[1])
+    assert [c.kind for c in read(compilers.compile().as_text())] == ["all-reduce"] * num_sums
 
 
 def test_wrong_specs_are_named(make_mesh):
