@@ -142,17 +142,6 @@ def _sources(
     return tuple(found[key] for key in keys), firsts["made again"], firsts["residual"]
 
 
-def _first_leaves(sources: Sequence[_Source], where: str) -> tuple[int, ...]:
-    """The indices of the leaves of the vjp that come from there, each value once, in the order of their numbers."""
-    first = {source.number: i for i, source in reversed(list(enumerate(sources))) if source.where == where}
-    return tuple(first[number] for number in sorted(first))
-
-
-def _inputs_of(closed: ClosedJaxpr, result: int) -> list[bool]:
-    """Which inputs of a jaxpr have to be there to compute one of its results."""
-    return uses(closed, [i == result for i in range(len(closed.jaxpr.outvars))])
-
-
 # --- as one device runs it --------------------------------------------------------------------------------------------
 
 
