@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps
 from jpipe.types import Batch, PyTree
 
+if TYPE_CHECKING:
+    from jpipe.profiling.communication import Communication
+
 Variables = dict[str, StageTree]
 
 saving.register()
@@ -72,18 +75,15 @@ class Pipeline:
         and "fsdp", weights over any of them, as their Flax metadata says. Default: the first K devices.
       inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
         array.
-      merge: rules by collection for state other than parameters: "mean" or "sum" over micro-batches, the "last" one's,
-        or "moments" for running means and variances; see `jpipe.model.merging`. Default: "moments" for "batch_stats",
-        else the mean of floating-point leaves and the last value of others.
+      merge: rules by collection for state other than parameters (`jpipe.model.merging`): "mean", "sum", "last" or
+        "moments". Default: "moments" for "batch_stats", else the mean of floats and the last value of others.
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
-      gather: when parameters that are split over data axes are gathered: once a "step", or at each "use", forward and
-        backward, so that only one layer's are whole at a time.
+      gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
       cast: when parameters are cast to the type that a layer computes in: once a "step", which on TPUs keeps a narrow
         copy of all of them, or at each "use", which takes more time.
       unroll: as in `jax.lax.scan`, whether a virtual stage's layers are compiled one by one, each place with arrays of
-        its own, rather than once for all that are alike, as a loop. Variables lie otherwise then: they go to a pipeline
-        without by `layer_variables` and `from_layer_variables`.
+        its own, rather than once for all that are alike, as a loop. Variables lie otherwise then.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -185,9 +185,7 @@ class Pipeline:
         return rows.data_shard(self.mesh)
 
     def place(self, batch: Batch) -> Batch:
-        """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from the rows of this process.
-
-        Returns at once, so that the next batch can be placed while a step runs.
+        """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from this process's rows, at once.
 
         Args:
           batch: pytree of arrays `[B / count, ...]` on the host: the rows of `data_shard`. Each process places as many.
@@ -203,8 +201,7 @@ class Pipeline:
         """New variables, each stage's made on its own devices.
 
         Args:
-          key: a random key.
-          batch: a batch `[B, ...]` (values don't matter), as for training.
+          key, batch: a random key; a batch `[B, ...]` (values don't matter), as for training.
 
         Returns:
           The variables by collection, `{"params": ..., "batch_stats": ...}`.
@@ -237,8 +234,8 @@ class Pipeline:
         """The inverse of `layer_variables`, under this pipeline's layout.
 
         Args:
-          trees: one item a layer, as `layer_variables` returns them (of any pipeline of the same layers); no tracers.
-            On the host, or on devices of this mesh, of which this process may have some only.
+          trees: one item a layer, as `layer_variables` of any pipeline of the same layers returns them, on the host or
+            on devices of this mesh; no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self.plan if batch is None else self.planner.plan_for(batch)
@@ -259,16 +256,15 @@ class Pipeline:
     def value_and_grad(
         self, variables: Variables, batch: Batch, key: jax.Array | None = None
     ) -> tuple[tuple[jax.Array, Variables], StageTree]:
-        """Loss and gradients of the whole batch, as `jax.value_and_grad(..., has_aux=True)`.
+        """Loss and gradients of the whole batch `[B, ...]`, as `jax.value_and_grad(..., has_aux=True)`.
 
         Args:
           variables: the variables by collection.
-          batch: pytree of arrays `[B, ...]`.
+          batch: pytree of arrays.
           key: a random key, if a layer draws random numbers (dropout).
 
         Returns:
-          `((loss, updates), grads)`: a scalar, the new collections other than "params", and gradients laid out and
-          typed like `variables["params"]`.
+          `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
         self._check_training(variables, batch, key)
         self.agreement.check(batch, "train", key)
@@ -282,8 +278,7 @@ class Pipeline:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
 
         Args:
-          variables: the variables by collection.
-          batch: a batch as for training, or the bare inputs.
+          variables, batch: the variables by collection; a batch as for training, or the bare inputs.
         """
         checks.check_is_variables(variables)
         request, seen = self.planner.request, self.planner.plan_for(batch).traced
@@ -310,6 +305,12 @@ class Pipeline:
             return done(self._jit_evaluate(*arguments))
 
     # --- training ---
+
+    def communication(self, batch: Batch) -> Communication:
+        """What devices send each other in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
+        from jpipe.profiling.communication import communication
+
+        return communication(self.planner, batch, repr(self))
 
     def create_state(
         self, key: jax.Array, batch: Batch, tx: optax.GradientTransformation, variables: Variables | None = None
@@ -342,8 +343,7 @@ class Pipeline:
         `jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch).compile()`.
 
         Args:
-          batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
-          tx: any optax transformation.
+          batch, tx: a batch `[B, ...]`, or its ShapeDtypeStructs; any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
         plan = self.planner.plan_for(batch)

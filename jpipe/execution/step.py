@@ -13,6 +13,7 @@ from typing import TypeVar
 import jax
 
 from jpipe.execution.layer_ranges import LayerRanges, make_ranges
+from jpipe.execution.unsplit import warn_of_unsplit
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.memory_order import result_orders
 from jpipe.memory.boundaries import Boundaries, make_boundaries
@@ -121,6 +122,7 @@ def build_step(
         return tuple(made[g] for g in model.traced_as) if made else ()
 
     layers = [partition_layer(layer, splits) for layer in trained]
+    warn_of_unsplit(trained, layers)
     kept = [layer.forward for layer in layers]
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)
     virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]

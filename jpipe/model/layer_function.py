@@ -7,7 +7,6 @@ here. It is one layer, on whole arrays, that is differentiated: never the loop o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +19,9 @@ from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, same_shapes
 from jpipe.model.loss import LossFn, loss_sums
 from jpipe.model.remat import Remat
+from jpipe.partitioner.choice import Wanted, always
 from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding, replicated
 from jpipe.types import Batch, Leaf, PyTree, Shapes
-
-Wanted = Callable[[Sharding], Sharding]
-"""How a result lies by itself -> how it has to lie."""
 
 
 class Arguments(NamedTuple):
@@ -145,7 +142,7 @@ class LayerFunction:
             activation=takes_at,
             outputs=None if self.loss_fn is not None else gives_at,
             cotangents=[replicated(axes)] if self.loss_fn is not None else of_floats(group.gives, gives_at),
-            gradients=list(map(_always, moved)),
+            gradients=list(map(always, moved)),
         )
 
 
@@ -176,13 +173,8 @@ class LayerShardings:
         as_they_lie: Wanted = lambda sharding: sharding
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
-            return [*[as_they_lie] * len(results.outputs), *map(_always, state)]
-        return list(map(_always, [*self.outputs, *state]))
-
-
-def _always(sharding: Sharding) -> Wanted:
-    """However a result lies by itself, it has to lie like this."""
-    return lambda _: sharding
+            return [*[as_they_lie] * len(results.outputs), *map(always, state)]
+        return list(map(always, [*self.outputs, *state]))
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:

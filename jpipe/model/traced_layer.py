@@ -20,10 +20,11 @@ from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_rou
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
-from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.choice import always
+from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, settled
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -154,12 +155,14 @@ class DeviceForward:
       results: the shapes of the device's parts of the results.
       results_at: how all that `jaxpr` gives lies.
       residuals_at: indices among `jaxpr`'s results of the residuals.
+      unsplit: the equations that every device carries out whole though an operand was split.
     """
 
     jaxpr: ClosedJaxpr
     results: Results
     results_at: list[Sharding]
     residuals_at: tuple[int, ...]
+    unsplit: list[JaxprEqn]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
@@ -179,6 +182,7 @@ class DeviceLayer:
       transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
+      unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
 
     forward: DeviceForward
@@ -186,6 +190,7 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
+    unsplit: list[JaxprEqn]
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -223,6 +228,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
+        unsplit=remake.unsplit + backward.unsplit,
     )
 
 
@@ -231,11 +237,13 @@ def _partition_forward(
 ) -> DeviceForward:
     """A forward as one device runs it, of whose leaves of the vjp those in `stored` are residuals."""
     count = len(jax.tree.leaves(results))
-    # Leaves of the vjp lie as they come; only partial sums are added up (`settled`).
-    wanted = [*shardings.results(results), *[settled] * (len(jaxpr.out_avals) - count)]
-    local = jaxpr_per_device(jaxpr, axes, [*shardings.arguments, *shardings.activation], wanted)
+    given = [*shardings.arguments, *shardings.activation]
+    # Leaves of the vjp lie as the rules alone say, partial sums added up: what a plan of the forward splits, so that
+    # less is sent, might have to be gathered in the backward.
+    leaves = [always(settled(s)) for s in results_by_rules(jaxpr, axes, given)[count:]]
+    local = jaxpr_per_device(jaxpr, axes, given, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
-    return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored))
+    return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)
 
 
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:

@@ -40,7 +40,7 @@ from jpipe.partitioner.shardings import (
     part_shape,
     replicated,
 )
-from jpipe.partitioner.way import Axes, Conversion, Plan, PlannedEquation, Way
+from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -54,13 +54,18 @@ HORIZON = 200
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
-Handler = Callable[["Planner", JaxprEqn, Sequence[Sharding]], Way]
-"""(planner, equation of whole arrays, how its operands lie) -> how it is carried out."""
+Handler = Callable[["Chooser", JaxprEqn, Sequence[Sharding]], Way]
+"""(chooser, equation of whole arrays, how its operands lie) -> how it is carried out."""
 Forms = dict[int, tuple[Sharding, ...]]
 """By number of a value the shardings in which a device has it; the rules go by the first."""
 
 
-class Planner:
+def always(sharding: Sharding) -> Wanted:
+    """However a result lies by itself, it has to lie like this."""
+    return lambda _: sharding
+
+
+class Chooser:
     """Makes plans for jaxprs.
 
     Attributes:
@@ -72,7 +77,7 @@ class Planner:
         self.axes = axes
         self.handlers = handlers
 
-    def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> Plan:
+    def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """A plan by which few bytes are sent.
 
         Args:
@@ -82,9 +87,9 @@ class Planner:
         """
         settled: dict[int, Sharding] = {}
 
-        def planned(settled: dict[int, Sharding]) -> Plan:
-            planning = _Planning(self, flat, arguments, settled)
-            return planning.plan(wanted, lambda at: planning.cheapest(at, wanted))
+        def planned(settled: dict[int, Sharding]) -> DevicePlan:
+            choosing = _Choosing(self, flat, arguments, settled)
+            return choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
 
         best = planned(settled)
         for value, sharding in _summed_twice(best):
@@ -93,10 +98,10 @@ class Planner:
                 best, settled = other, settled | {value: sharding}
         return best
 
-    def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> Plan:
+    def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """The plan that follows from the rules alone, which don't look ahead; arguments as those of `plan`."""
-        planning = _Planning(self, flat, arguments)
-        return planning.plan(wanted, planning.way)
+        choosing = _Choosing(self, flat, arguments)
+        return choosing.plan(wanted, choosing.way)
 
     def results_at(self, flat: FlatJaxpr, arguments: Sequence[Sharding]) -> list[Sharding]:
         """How the results of a jaxpr lie by themselves, as the rules say."""
@@ -168,7 +173,7 @@ def _itemsize(dtype: np.dtype) -> int:
     return getattr(dtype, "itemsize", 8)  # of random keys that of their two words
 
 
-def _summed_twice(plan: Plan) -> list[tuple[int, Sharding]]:
+def _summed_twice(plan: DevicePlan) -> list[tuple[int, Sharding]]:
     """The partial values that one equation takes as a sum and another one as they are; and how the sum lies then."""
     sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
     taken = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
@@ -176,7 +181,7 @@ def _summed_twice(plan: Plan) -> list[tuple[int, Sharding]]:
     return [(value, sharding) for value, sharding in sums.items() if value in partial and PARTIAL not in sharding]
 
 
-class _Planning:
+class _Choosing:
     """A plan in the making.
 
     Attributes:
@@ -186,19 +191,19 @@ class _Planning:
 
     def __init__(
         self,
-        planner: Planner,
+        chooser: Chooser,
         flat: FlatJaxpr,
         arguments: Sequence[Sharding],
         settled: Mapping[int, Sharding] = MappingProxyType({}),
     ):
-        self.planner, self.flat, self.axes, self.settled = planner, flat, planner.axes, settled
+        self.chooser, self.flat, self.axes, self.settled = chooser, flat, chooser.axes, settled
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
         self._ways: dict[tuple[int, tuple[Sharding, ...]], Way] = {}
         self._bytes: dict[tuple[Shape, int, Sharding, Sharding], float] = {}
 
-    def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> Plan:
+    def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
         """The plan that has the chosen way of each equation, in order; `wanted` says how the results have to lie."""
         equations: list[PlannedEquation] = []
         cost = 0.0
@@ -211,7 +216,7 @@ class _Planning:
         results = [choose(self.forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
         conversions, more = self._convert(self.flat.results, results, self.forms)
         fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
-        return Plan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
+        return DevicePlan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
 
     def way(self, at: int, lying: Sequence[Sharding] = (), forms: Forms | None = None) -> Way:
         """The way that the rules say for an equation, whose operands lie as they are at hand if not otherwise."""
@@ -219,7 +224,7 @@ class _Planning:
         forms = self.forms if forms is None else forms
         key = at, tuple(lying) or tuple(forms[value][0] for value in reads)
         if key not in self._ways:
-            self._ways[key] = self.planner.way(equation, key[1])
+            self._ways[key] = self.chooser.way(equation, key[1])
         return self._ways[key]
 
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], float]:

@@ -1,6 +1,6 @@
 """Loops and branches on the parts of arrays that a device has; the handlers of equations that hold jaxprs.
 
-A handler takes the planner, an equation of whole arrays and how its operands lie, and returns how it is carried out.
+A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jax_tools.jaxprs import uses
-from jpipe.partitioner.choice import Handler, Planner, Wanted
+from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.flat_jaxpr import FlatJaxpr, flatten
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
 from jpipe.partitioner.way import Axes, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
-
-
-def always(sharding: Sharding) -> Wanted:
-    """However a result lies by itself, it has to lie like this."""
-    return lambda _: sharding
 
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
@@ -33,7 +28,7 @@ def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Shard
 
 
 def _loop_shardings(
-    planner: Planner,
+    chooser: Chooser,
     body: FlatJaxpr,
     consts: Sequence[Sharding],
     carry: Sequence[Sharding],
@@ -56,7 +51,7 @@ def _loop_shardings(
     and slices are never partial: a body may use them often.
 
     Args:
-      planner: of the equation around it.
+      chooser: of the equation around it.
       body: (constants, carry, slices) -> (carry, ...).
       consts: how the constants lie.
       carry: how the carry lies before the loop.
@@ -66,15 +61,15 @@ def _loop_shardings(
     carry = list(carry)
     shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
-        results = planner.results_at(body, [*consts, *carry, *slices])
+        results = chooser.results_at(body, [*consts, *carry, *slices])
         known = enumerate(zip(carry, results, shapes, strict=False))
-        new = [a if i in fixed else _combined(a, b, shape, planner.axes) for i, (a, b, shape) in known]
+        new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in known]
         if new == carry:
             return carry, results
         carry = new
 
 
-def _scan(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A loop over the first dimension, which is gathered; other dimensions stay split.
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
@@ -84,9 +79,9 @@ def _scan(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     first_slice = num_consts + num_carry
     shardings = list(map(settled, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
-    carry, results = _loop_shardings(planner, body, consts, shardings[num_consts:first_slice], slices, ())
+    carry, results = _loop_shardings(chooser, body, consts, shardings[num_consts:first_slice], slices, ())
     of_each = results[num_carry:]
-    plan = planner.plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
+    plan = chooser.plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -113,12 +108,12 @@ def _of_stacked(slices: Sharding) -> Sharding:
     return tuple(Shard(s.dim + 1, s.outer) if isinstance(s, Shard) else s for s in slices)
 
 
-def _while(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """A loop whose condition looks at replicated values alone.
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
-    p, whole = equation.params, replicated(planner.axes)
+    p, whole = equation.params, replicated(chooser.axes)
     num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
     fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
@@ -126,13 +121,13 @@ def _while(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
     body, cond = flatten(p["body_jaxpr"]), flatten(p["cond_jaxpr"])
-    carry, _ = _loop_shardings(planner, body, consts, carry, [], fixed)
-    test = planner.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
-    plan = planner.plan(body, [*consts, *carry], list(map(always, carry)))
+    carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
+    test = chooser.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
+    plan = chooser.plan(body, [*consts, *carry], list(map(always, carry)))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         tested, given = parts[:num_tested], parts[num_tested:first_carry]
-        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], planner.axes, [*consts, *carry])
+        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], chooser.axes, [*consts, *carry])
 
         def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             going, old = state
@@ -149,21 +144,21 @@ def _while(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     return Way(operands, tuple(carry), run, test.cost + plan.cost, ((test, 1.0), (plan, 1.0)))
 
 
-def _cond(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """Branches on a replicated index; where they leave a result lying differently, it is brought together.
 
     Operands: the index of the branch, the operands of all branches.
     """
-    branches, whole = list(map(flatten, equation.params["branches"])), replicated(planner.axes)
+    branches, whole = list(map(flatten, equation.params["branches"])), replicated(chooser.axes)
     shardings = list(map(settled, lying[1:]))
-    results, *others = [planner.results_at(branch, shardings) for branch in branches]
+    results, *others = [chooser.results_at(branch, shardings) for branch in branches]
     for found in others:
         pairs = zip(results, found, equation.outvars, strict=True)
-        results = [_combined(a, b, aval_of(v).shape, planner.axes) for a, b, v in pairs]
-    plans = [planner.plan(branch, shardings, list(map(always, results))) for branch in branches]
+        results = [_combined(a, b, aval_of(v).shape, chooser.axes) for a, b, v in pairs]
+    plans = [chooser.plan(branch, shardings, list(map(always, results))) for branch in branches]
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
-        which = _agreed(index, planner.axes, [*shardings, *results])
+        which = _agreed(index, chooser.axes, [*shardings, *results])
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
     cost = max(plan.cost for plan in plans)

@@ -104,15 +104,22 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
 
 
 def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
-    """The bytes that a device sends in a step, as on a ring of the p devices along the axis.
+    """The bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
+    kind = collective_of(axes, hop)
+    return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, axes[hop.i].size) if kind else 0.0
 
-    Of a part of n bytes: (p - 1) / p n to exchange or to scatter a sum, twice that for a sum that all have, (p - 1) n
-    for all parts.
+
+def ring_bytes(kind: str, part: float, size: int) -> float:
+    """The bytes that a device sends in a collective, on a ring.
+
+    Args:
+      kind: the collective.
+      part: the bytes of the part that a device puts in: n.
+      size: the number of devices: p. To exchange, or to scatter a sum, (p - 1) / p n are sent, twice that for a sum
+        that all have, (p - 1) n for all parts, n in a permutation.
     """
-    kind, size = collective_of(axes, hop), axes[hop.i].size
-    part = math.prod(part_shape(shape, hop.now, axes)) * itemsize
-    factor = {"all_to_all": 1 / size, "reduce_scatter": 1 / size, "all_reduce": 2 / size, "all_gather": 1.0}
-    return factor[kind] * (size - 1) * part if kind else 0.0
+    each = {"all_reduce": 2 / size, "reduce_scatter": 1 / size, "all_to_all": 1 / size, "all_gather": 1.0}
+    return part if kind == "permute" else each[kind] * (size - 1) * part
 
 
 def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:

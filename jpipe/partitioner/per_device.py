@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpipe.jax_tools.tracing import replay
-from jpipe.partitioner.choice import Planner, Wanted
+from jpipe.partitioner.choice import Chooser, Wanted
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import (
@@ -33,7 +33,7 @@ from jpipe.partitioner.shardings import (
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, shapes_of
 from jpipe.types import PyTree
 
 Specs = PyTree
@@ -114,10 +114,12 @@ class PerDeviceJaxpr(NamedTuple):
     Attributes:
       jaxpr: from the device's parts of the arguments to its parts of the results.
       shardings: for each result how it lies.
+      unsplit: the equations that every device carries out whole though an operand was split.
     """
 
     jaxpr: ClosedJaxpr
     shardings: list[Sharding]
+    unsplit: list[JaxprEqn]
 
 
 def jaxpr_per_device(
@@ -137,21 +139,21 @@ def jaxpr_per_device(
     here = jax.sharding.get_abstract_mesh()
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
     if not axes and all(axis_type == AxisType.Manual for axis_type in here.axis_types):
-        return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars))
-    plan = _planner(axes).plan(flatten(jaxpr), shardings, wanted)
+        return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars), [])
+    plan = _chooser(axes).plan(flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
-        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results))
+        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results), plan.unsplit)
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
     """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
-    return _planner(axes).results_at(flatten(jaxpr), shardings)
+    return _chooser(axes).results_at(flatten(jaxpr), shardings)
 
 
-def _planner(axes: Axes) -> Planner:
-    return Planner(axes, CONTROL_FLOW | USER_SHARDINGS)
+def _chooser(axes: Axes) -> Chooser:
+    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS)
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:

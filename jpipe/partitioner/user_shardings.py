@@ -1,6 +1,6 @@
 """What users' functions say of devices themselves: sharding constraints, and functions of single devices (`shard_map`).
 
-A handler takes the planner, an equation of whole arrays and how its operands lie, and returns how it is carried out.
+A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.choice import Handler, Planner
-from jpipe.partitioner.control_flow import always
+from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import (
@@ -35,12 +34,12 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
 
-def _constraint(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """`jax.lax.with_sharding_constraint`, as far as it doesn't concern the data axes: along these nothing changes."""
-    (now,), axes = lying, planner.axes
+    (now,), axes = lying, chooser.axes
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
-        return _as_it_is(planner, equation, lying)
+        return _as_it_is(chooser, equation, lying)
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
     wanted = list(now)
     for i, axis in enumerate(axes):
@@ -51,19 +50,19 @@ def _constraint(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding])
         wanted[i] = Shard(dims[0]) if dims else REPLICATED
         if not is_possible(shape, tuple(wanted), axes):
             wanted[i] = REPLICATED if along == PARTIAL else along
-    return _as_it_is(planner, equation, [tuple(wanted)])
+    return _as_it_is(chooser, equation, [tuple(wanted)])
 
 
-def _as_it_is(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """Each result is an operand, and lies as it."""
     return Way(tuple(lying), tuple(lying), lambda *parts: parts)
 
 
-def _shard_map(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
     """`jax.shard_map`: a user's function of single devices, whose operands lie as its specs say.
 
     Over the axes that it is manual over, its jaxpr runs as it is. Along the others it sees whole arrays, and is carried
-    out as the rest is, by a planner for these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
+    out as the rest is, by a chooser for these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
     it isn't manual over `model`:
 
                           expert      model                     what its jaxpr is of
@@ -78,14 +77,14 @@ def _shard_map(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) 
     Raises:
       ValueError: it names an axis of those where a device would see which of several it is.
     """
-    p, axes = equation.params, planner.axes
+    p, axes = equation.params, chooser.axes
     known = {name for axis in axes for name in axis.names}
     alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in known}
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     given = [pick(settled(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
-    inner = Planner(pick(axes), {**planner.handlers, **_of_single_devices(alike)})
+    inner = Chooser(pick(axes), {**chooser.handlers, **_of_single_devices(alike)})
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     gives = inner.results_at(body, arguments)
     found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
@@ -132,7 +131,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
     def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
-    def psum(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A user's own sum over devices, whatever it says of varying types."""
         p, names = equation.params, equation.params["axes"]
         count = math.prod(alike[name] for name in names if name in alike)
@@ -142,15 +141,15 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
         add = lambda x: lax.psum(x, others(names), **options) if others(names) else x
         return run_on_each(lying, lambda x: add(x) * jnp.asarray(count, x.dtype) if count > 1 else add(x))
 
-    def extreme(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A maximum or a minimum over devices."""
         names = equation.params["axes"]
         if not {*names} & alike.keys():
-            return planner.by_rule(equation, lying)
+            return chooser.by_rule(equation, lying)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
         return run_on_each(lying, lambda x: compare(x, others(names)) if others(names) else x)
 
-    def check(planner: Planner, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
+    def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """What tells devices apart, or gives something of each, can't be had along axes where all are alike."""
         names = equation.params["axis_name"]
         names = names if isinstance(names, tuple) else (names,)
@@ -158,7 +157,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
             return run_on_each(lying, partial(_permuted, equation))
-        return planner.by_rule(equation, lying)
+        return chooser.by_rule(equation, lying)
 
     return {
         **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),

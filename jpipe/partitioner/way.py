@@ -19,8 +19,10 @@ import jax
 
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
-from jpipe.partitioner.shardings import Axis, Sharding, replicated
-from jpipe.seam.inside import scope_of
+from jpipe.partitioner.rules import RULES
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, replicated
+from jpipe.seam.inside import at_line_of, scope_of
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 Axes = tuple[Axis, ...]
 
@@ -41,7 +43,7 @@ class Way:
     results: tuple[Sharding, ...]
     run: Callable[..., Sequence[jax.Array]]
     cost: float = 0.0
-    plans: tuple[tuple[Plan, float], ...] = ()
+    plans: tuple[tuple[DevicePlan, float], ...] = ()
 
 
 class Conversion(NamedTuple):
@@ -65,9 +67,24 @@ class PlannedEquation(NamedTuple):
     conversions: tuple[Conversion, ...]
     way: Way
 
+    @property
+    def is_unsplit(self) -> bool:
+        """Whether along some axis every device does the same, though an operand was split and had to be gathered.
+
+        What has no rule counts also where an operand was a sum over devices.
+        """
+        has_rule = self.flat.equation.primitive.name in RULES
+        was_apart = lambda now: isinstance(now, Shard) or (now == PARTIAL and not has_rule)
+        along_axes = zip(*self.way.operands, *self.way.results, strict=True) if self.way.operands else ()
+        return any(
+            all(s == REPLICATED for s in along)
+            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions)
+            for i, along in enumerate(along_axes)
+        )
+
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class DevicePlan:
     """How a jaxpr is carried out.
 
     Attributes:
@@ -88,6 +105,12 @@ class Plan:
     results: tuple[Sharding, ...]
     cost: float
 
+    @property
+    def unsplit(self) -> list[JaxprEqn]:
+        """The equations that every device carries out whole though an operand was split, those within others first."""
+        within = [equation for planned in self.equations for plan, _ in planned.way.plans for equation in plan.unsplit]
+        return within + [planned.flat.equation for planned in self.equations if planned.is_unsplit]
+
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""
         at_hand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
@@ -98,10 +121,12 @@ class Plan:
                 at_hand[value, wanted] = convert(at_hand[value, now], self.axes, now, wanted)
             return [at_hand[pair] for pair in zip(values, at, strict=True)]
 
-        for (_, callers, reads, makes), conversions, way in self.equations:
+        for (equation, callers, reads, makes), conversions, way in self.equations:
             with ExitStack() as scopes:
                 for caller in callers:
                     scopes.enter_context(scope_of(caller))
-                results = way.run(*take(conversions, reads, way.operands))
+                with at_line_of(equation, callers):
+                    operands = take(conversions, reads, way.operands)
+                results = way.run(*operands)
             at_hand.update(zip(zip(makes, way.results, strict=True), results, strict=True))
         return take(self.conversions, self.flat.results, self.results)

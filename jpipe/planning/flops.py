@@ -54,10 +54,11 @@ def count_flops(closed: ClosedJaxpr) -> Flops:
 
 
 def _count(jaxpr: ClosedJaxpr | Jaxpr) -> Flops:
-    return sum(map(_count_equation, jaxpr.eqns), Flops())
+    return sum(map(flops_of, jaxpr.eqns), Flops())
 
 
-def _count_equation(equation: JaxprEqn) -> Flops:
+def flops_of(equation: JaxprEqn) -> Flops:
+    """What an equation takes."""
     name = equation.primitive.name
     if name in FREE:
         return Flops()

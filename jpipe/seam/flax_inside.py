@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import flax
 from flax import nnx
 
 from jpipe.terminal.notices import warn_once
+
+FOLDER = Path(flax.__file__).parent
+"""Where Flax's own files are."""
 
 
 def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:

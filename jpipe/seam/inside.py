@@ -8,9 +8,11 @@ test for each entry.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -18,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from jpipe.seam import flax_inside
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jpipe.terminal.notices import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
@@ -26,6 +29,11 @@ try:
     from jax.experimental import layout
 except ImportError:
     layout = None
+
+try:
+    from jax.extend import source_info_util
+except ImportError:
+    source_info_util = None
 
 Part = TypeVar("Part", Jaxpr, JaxprEqn)
 
@@ -86,11 +94,43 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 def scope_of(equation: JaxprEqn) -> AbstractContextManager[object]:
     """The context of the `jax.named_scope`s under which an equation was traced.
 
-    From its `source_info`. Without it the names of a layer's parts are missing in profiles, within loops and calls;
-    `jax.extend.source_info_util` isn't in every version.
+    From its `source_info`. Without it the names of a layer's parts are missing in profiles, within loops and calls.
     """
-    scope = str(equation.source_info.name_stack)
+    scope = "/".join(scopes_of(equation))
     return jax.named_scope(scope) if scope else nullcontext()
+
+
+def scopes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The names of the scopes of an equation within its jaxpr, outermost first; as `scope_of`."""
+    return tuple(filter(None, str(equation.source_info.name_stack).split("/")))
+
+
+def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
+    """The context in which all that is traced comes from the user's line that an equation, or else its caller, has.
+
+    By `jax.extend.source_info_util`, which has no page. Without it profiles and reports say of a collective that it
+    comes from jpipe, and not by which of the user's lines.
+    """
+    if source_info_util is None:
+        warn_once("this version of JAX has no jax.extend.source_info_util; collectives are shown without users' lines")
+        return nullcontext()
+    found = next((e for e in (equation, *reversed(callers)) if line_of(e)), equation)
+    return source_info_util.user_context(found.source_info.traceback)
+
+
+def line_of(equation: JaxprEqn) -> str:
+    """The user's line that an equation comes from, as "model.py:12"; empty if unknown.
+
+    By `source_info.traceback`, as `at_line_of`.
+    """
+    frames = getattr(equation.source_info.traceback, "frames", ())  # the innermost first
+    users = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
+    return next((f"{Path(frame.file_name).name}:{frame.line_num}" for frame in users), "")
+
+
+_FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]
+_LIBRARIES = tuple(str(folder) + os.sep for folder in _FOLDERS)
+"""What of a traceback isn't the user's: the folders of JAX, of Flax and of this package."""
 
 
 def carry_out(

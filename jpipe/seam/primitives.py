@@ -63,6 +63,12 @@ SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pv
 OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
 """Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
 
+COLLECTIVES = _read("""
+all_gather all_to_all pmax=all_reduce pmin=all_reduce ppermute=permute psum=all_reduce psum_invariant=all_reduce
+ragged_all_to_all=all_to_all reduce_scatter
+""")
+"""Over mesh axes: what devices send each other -> what that is called."""
+
 _WITHOUT_FLOATS = _read("""
 bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice
 empty empty2 empty_ref freeze gather get io_callback layout_constraint masked_load masked_swap mesh_cast name new_ref

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.partitioner.choice import Planner
+from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
 from jpipe.partitioner.flat_jaxpr import flatten
@@ -18,7 +18,7 @@ WHOLE, ROWS, COLUMNS = (REPLICATED,), (Shard(0),), (Shard(1),)
 
 def plan_of(function, lying, *shapes, wanted=settled, dtype=jnp.bfloat16):
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
-    return Planner(AXES, CONTROL_FLOW).plan(flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
+    return Chooser(AXES, CONTROL_FLOW).plan(flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
 
 
 def sent(plan):
@@ -100,7 +100,7 @@ def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
 def rules_alone(function, lying, *shapes):
     """What the rules say without looking ahead: how much is sent."""
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
-    return Planner(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [settled] * len(jaxpr.jaxpr.outvars)).cost
+    return Chooser(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [settled] * len(jaxpr.jaxpr.outvars)).cost
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,59 @@
+"""What a layer computes whole on every device of a stage, though an operand was split, and what share of it that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jpipe.model.traced_layer import DeviceLayer, TracedLayer
+from jpipe.planning.flops import count_flops, flops_of
+from jpipe.seam.inside import line_of
+from jpipe.terminal.notices import warn_once
+
+MUCH = 0.1
+"""The share of a layer's operations from which on it is worth a warning."""
+NOTHING = 1e6
+"""Floating-point operations of a layer for one micro-batch that take next to nothing: no warning."""
+
+
+class Unsplit(NamedTuple):
+    """An operation that every device of a stage does whole.
+
+    Attributes:
+      operation: the name of its primitive.
+      line: the user's line that it comes from, as "model.py:12"; empty if unknown.
+      share: of the layer's floating-point operations, forward and backward, on whole arrays.
+    """
+
+    operation: str
+    line: str
+    share: float
+
+
+def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[Unsplit]:
+    """The operations of a layer, forward and backward, that every device does whole, each line's together."""
+    total = _total(traced)
+    found: dict[tuple[str, str], float] = {}
+    for equation in [*layer.forward.unsplit, *layer.unsplit]:
+        key = equation.primitive.name, line_of(equation)
+        found[key] = found.get(key, 0.0) + flops_of(equation).flops / total
+    return [Unsplit(*key, share) for key, share in found.items()]
+
+
+def _total(traced: TracedLayer) -> float:
+    """A layer's floating-point operations, forward and backward, on whole arrays; at least one."""
+    return max(count_flops(traced.forward).flops + count_flops(traced.backward).flops, 1.0)
+
+
+def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
+    """Warns, once, of each kind of layer of which every device does much whole."""
+    for traced, layer in zip(trained, layers, strict=True):
+        found = unsplit_in(traced, layer)
+        if sum(one.share for one in found) > MUCH and _total(traced) > NOTHING:
+            worst = max(found, key=lambda one: one.share)
+            group = traced.function.group
+            warn_once(
+                f"layer {group.indices[0]} ({group.layer.name}): {worst.operation} ({worst.line or 'of no line'}) has "
+                "to see whole arrays, so that every device of a stage does it all, with others like it "
+                f"{sum(one.share for one in found):.0%} of the layer's operations; pipe.communication(batch) lists them"
+            )

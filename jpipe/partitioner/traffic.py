@@ -1,0 +1,71 @@
+"""What devices send each other in a program of single devices: its collectives, read from its jaxpr."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from jax.extend.core import jaxprs_in_params
+
+from jpipe.partitioner.conversions import ring_bytes
+from jpipe.partitioner.shardings import Shape
+from jpipe.seam.inside import line_of, scopes_of
+from jpipe.seam.jaxpr_types import Jaxpr, JaxprEqn, shapes_of
+from jpipe.seam.primitives import COLLECTIVES
+
+
+class Sent(NamedTuple):
+    """A collective.
+
+    Attributes:
+      collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
+      axes: the mesh axes whose devices it joins.
+      shape: of the part that a device puts in.
+      dtype: of that part.
+      bytes: that a device sends, each time.
+      loops: the lengths of the loops around it, outermost first, as far as they are known.
+      scope: the names of the scopes and loops around it, outermost first.
+      line: the user's line that made it, as "model.py:12"; empty if none did.
+    """
+
+    collective: str
+    axes: tuple[str, ...]
+    shape: Shape
+    dtype: str
+    bytes: float
+    loops: tuple[int, ...]
+    scope: tuple[str, ...]
+    line: str
+
+
+def sent_in(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
+    """The collectives of a jaxpr, and of those within it, in order.
+
+    Args:
+      jaxpr: a program that all devices run.
+      sizes: mesh axis -> how many devices it has.
+    """
+    return list(_sent(jaxpr, sizes, (), ()))
+
+
+def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops: tuple[int, ...]) -> Iterator[Sent]:
+    for equation in jaxpr.eqns:
+        name, here = equation.primitive.name, (*scope, *scopes_of(equation))
+        inner = (*loops, equation.params["length"]) if name == "scan" else loops
+        for within in jaxprs_in_params(equation.params):
+            yield from _sent(within, sizes, here, inner)
+        axes = tuple(axis for axis in _axes_of(equation) if sizes.get(axis, 1) > 1)
+        for leaf in shapes_of(equation.invars) if axes else ():
+            count = math.prod(sizes[axis] for axis in axes)
+            size = ring_bytes(COLLECTIVES[name], leaf.size * leaf.dtype.itemsize, count)
+            yield Sent(COLLECTIVES[name], axes, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
+
+
+def _axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that a collective is over; none of another equation."""
+    if equation.primitive.name not in COLLECTIVES:
+        return ()
+    params = equation.params
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
