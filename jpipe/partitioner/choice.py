@@ -268,7 +268,8 @@ class _Choosing:
         """Of the ways of an equation the one by which the fewest bytes are sent, there and after it."""
         first = self.way(at)
         flat = self.flat.equations[at]
-        if not self._convert(flat.reads, first.operands, dict(self.forms))[1]:
+        handled = flat.equation.primitive.name in self.chooser.handlers  # what users say, and loops, which plan anew
+        if handled or not self._convert(flat.reads, first.operands, dict(self.forms))[1]:
             return first
         ways = {(first.operands, first.results): first}
         for lying in self._hypotheses(flat, first):
