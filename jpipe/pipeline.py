@@ -21,7 +21,8 @@ from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
-from jpipe.mesh.splits import Splits, check_shard_over
+from jpipe.mesh.axes import BATCH_AXES
+from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
@@ -61,9 +62,9 @@ class Pipeline:
       layers: a sequence of layers: `flax.linen` modules, `nnx` modules or factories `lambda rngs: Block(rngs=rngs)`,
         `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A
         layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
-      loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, which are summed
-        over micro-batches and divided once (weights are taken as constants); or `(loss_sum, weight_sum, metrics)`, a
-        dict of scalars (means) or pairs `(sum, weight)`, which `train_step` gives divided.
+      loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, summed over
+        micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
+        pairs `(sum, weight)`, which `train_step` gives divided.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules.
@@ -71,19 +72,18 @@ class Pipeline:
       remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.model.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.
-      mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its axes called "replica", "data"
-        and "fsdp", weights over any of them, as their Flax metadata says. Default: the first K devices.
-      inputs: `batch -> what the first layer takes`. Default: `batch["inputs"]`, the first item of a tuple, or a bare
-        array.
+      mesh: a mesh with an axis `stage` of K devices. Micro-batches are split over its data axes, weights over any of
+        its axes, as their Flax metadata says. Default: the first K devices.
+      batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
+      inputs: batch -> what the first layer takes. Default: `batch["inputs"]`, the first of a tuple, or a bare array.
       merge: rules by collection for state other than parameters (`jpipe.model.merging`): "mean", "sum", "last" or
         "moments". Default: "moments" for "batch_stats", else the mean of floats and the last value of others.
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
-      cast: when parameters are cast to the type that a layer computes in: once a "step", which on TPUs keeps a narrow
-        copy of all of them, or at each "use", which takes more time.
-      unroll: as in `jax.lax.scan`, whether a virtual stage's layers are compiled one by one, each place with arrays of
-        its own, rather than once for all that are alike, as a loop. Variables lie otherwise then.
+      cast: when parameters are cast to a layer's own type: once a "step" (TPUs keep a narrow copy), or at each "use".
+      unroll: as in `jax.lax.scan`, whether a virtual stage's layers are compiled one by one, each with arrays of its
+        own, not once for all that are alike. Variables go to a pipeline without by `layer_variables`.
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -101,6 +101,7 @@ class Pipeline:
         remat: str | Policy = "layer",
         balance: str | Iterable[float] = "flops",
         mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = BATCH_AXES,
         inputs: Callable[[Batch], PyTree] | None = None,
         merge: Mapping[str, str] | None = None,
         shard_over: Sequence[str] = (),
@@ -108,8 +109,7 @@ class Pipeline:
         cast: str = "step",
         unroll: bool = False,
     ):
-        self._arguments = dict(locals())
-        del self._arguments["self"]
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
         for name, function in (("loss_fn", loss_fn), ("inputs", inputs)):
             if not callable(function):
@@ -129,7 +129,7 @@ class Pipeline:
             balance=as_balance(balance, len(layers), num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=Splits(self.mesh, check_shard_over(self.mesh, shard_over)),
+            splits=make_splits(self.mesh, batch_axes, shard_over),
             options=Options(gather, cast, unroll),
         )
         self.planner = Planner(request)
@@ -182,7 +182,7 @@ class Pipeline:
         (0, 1) where each process has devices along all of the mesh's data axes, as with one process. Those that differ
         only in their stages feed the same rows.
         """
-        return rows.data_shard(self.mesh)
+        return rows.data_shard(self.mesh, self.planner.request.splits.batch_axes)
 
     def place(self, batch: Batch) -> Batch:
         """A batch on the mesh, split over its data axes: global arrays `[B, ...]` from this process's rows, at once.
@@ -193,7 +193,7 @@ class Pipeline:
         Raises:
           ValueError: the mesh's data axes can't split B rows, or processes have no equal runs of them.
         """
-        return rows.place_rows(batch, self.mesh)
+        return rows.place_rows(batch, self.mesh, self.planner.request.splits.batch_axes)
 
     # --- variables ---
 

@@ -1,6 +1,9 @@
 """Meshes with other axes than `stage`, with Auto and Explicit axes: the gradients are the sequential model's."""
 
 import contextlib
+import copy
+import functools
+from dataclasses import replace
 
 import flax.linen as nn
 import jax
@@ -75,11 +78,161 @@ def test_data_axis(make_mesh, kind, shape, explicit, set_mesh, remat):
         check(model(kind), mesh, shape[0], 3, set_mesh=set_mesh, remat=remat)
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "replica", "other"])
+@pytest.mark.parametrize("axis", ["fsdp", "replica"])
 @pytest.mark.slow
 def test_axes_of_other_names(make_mesh, axis):
     with jax.enable_x64(True):
         check(model("linen"), make_mesh((2, 2), ("stage", axis)), 2, 3)
+
+
+class Experts(nn.Module):
+    """A sum over experts, whose weights metadata splits over `expert`, and at rest over `dp_replicate` too."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.normal(0.3), ("expert", None, "dp_replicate"))
+        w = self.param("w", init, (4, WIDTH, WIDTH), x.dtype)
+        return x + jnp.einsum("bsi,eij->bsj", jnp.tanh(x), w)
+
+
+@pytest.fixture(scope="module")
+def experts_model():
+    with jax.enable_x64(True):
+        embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, dtype=jnp.float64)
+        layers = [embed, Experts(), Experts(), Experts(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
+        return make_model(layers, weighted_cross_entropy, tokens())
+
+
+@pytest.mark.parametrize("gather", ["step", "use"])
+def test_batch_axes(make_mesh, experts_model, gather):
+    """Values are the sequential model's, and `dp_replicate` is a data axis: parts of batches, ZeRO-1, gathered."""
+    with jax.enable_x64(True):
+        mesh = make_mesh((2, 2, 2), ("stage", "dp_replicate", "expert"))
+        options = {"batch_axes": ("dp_replicate",), "shard_over": "dp_replicate", "gather": gather, "balance": "even"}
+        pipe, variables = check(experts_model, mesh, 2, 3, **options)
+        axes = {name for leaf in jax.tree.leaves(variables) for name in jax.tree.leaves(tuple(leaf.sharding.spec))}
+        assert axes == {"stage", "dp_replicate", "expert"}
+        placed = pipe.place(experts_model.batch)
+        for whole, leaf in zip(jax.tree.leaves(experts_model.batch), jax.tree.leaves(placed), strict=True):
+            assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {len(whole) // 2}
+        assert pipe.plan.traced.axes[0].names == ("dp_replicate",)
+        assert copy.copy(pipe).planner.request.splits == pipe.planner.request.splits
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_axes": ("data", "stage")}, ValueError, "names 'stage'"),
+        (
+            {"batch_axes": ("dp",)},
+            ValueError,
+            r"names 'dp', which the mesh \{'stage': 2, 'data': 2, 'expert': 2\} lacks",
+        ),
+        ({"batch_axes": ("expert", "expert")}, ValueError, "names 'expert' 2 times"),
+        ({"batch_axes": 2}, TypeError, "batch_axes=2 aren't names"),
+        (
+            {"batch_axes": "expert", "shard_over": "data"},
+            ValueError,
+            r"names 'data'; this mesh has the data axes \['expert'\]",
+        ),
+    ],
+)
+def test_wrong_batch_axes(make_mesh, options, error, message):
+    mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
+    with pytest.raises(error, match=message):
+        jpipe.Pipeline([nn.Dense(4)] * 2, lambda y, _: y.mean(), num_stages=2, num_microbatches=1, mesh=mesh, **options)
+
+
+def test_a_mesh_axis_that_nothing_is_split_over_is_named(make_mesh):
+    x, sizes = np.ones((4, 4), np.float32), {"num_stages": 2, "num_microbatches": 1, "balance": "even"}
+    make = lambda *layers, **options: jpipe.Pipeline(layers, lambda y, _: y.mean(), **sizes, **options)
+    mesh = make_mesh((2, 2), ("stage", "idle"))
+    with pytest.warns(UserWarning, match="nothing is split over the mesh axis 'idle': its 2 devices"):
+        make(nn.Dense(4), nn.Dense(4), mesh=mesh).init(jax.random.key(0), x)
+    mesh = make_mesh((2, 2), ("stage", "context"))
+    named = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(None, "context"))
+    make(nn.Dense(4), named, mesh=mesh).init(jax.random.key(0), x)
+    make(nn.Dense(4), nn.Dense(4), mesh=mesh, batch_axes="context").init(jax.random.key(0), x)
+
+
+class Logical(nn.Module):
+    """As `SplitBlock`, with names that only rules translate, of activations too."""
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(width, *names):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+            return nn.Dense(width, param_dtype=jnp.float64, kernel_init=init)
+
+        h = nn.with_logical_constraint(dense(2 * WIDTH, "embed", "mlp")(x), ("batch", None, "mlp"))
+        return x + dense(WIDTH, "mlp", "embed")(nn.tanh(h))
+
+
+def linear(rngs, names=None, **metadata):
+    init = nnx.initializers.lecun_normal()
+    init = nnx.with_partitioning(init, names, **metadata) if names else init
+    return nnx.Linear(WIDTH, WIDTH, kernel_init=init, param_dtype=jnp.float64, rngs=rngs)
+
+
+RULES = (
+    ("batch", ("pod", "dp")),
+    ("mlp", ("model", "stage")),
+    ("embed", "dp"),
+    ("heads", "model"),
+    ("layers", "stage"),
+)
+"""Of another mesh too: one with an axis `pod`."""
+
+
+def test_logical_axis_rules(make_mesh):
+    """Those in context when a pipeline sees its first batch hold for it from then on, whatever shapes come later."""
+    with jax.enable_x64(True):
+        named = functools.partial(linear, names=("embed", "mlp"))
+        own = functools.partial(named, sharding_rules=(("embed", "dp"),))
+        embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, dtype=jnp.float64)
+        layers = lambda *nnx: [
+            embed,
+            Logical(),
+            nnx[0],
+            Logical(),
+            nnx[1],
+            nn.Dense(VOCABULARY, param_dtype=jnp.float64),
+        ]
+        truth = make_model(layers(linear, linear), weighted_cross_entropy, tokens())
+        loss, outputs, grads = truth.truth
+        mesh = make_mesh((2, 2, 2), ("stage", "dp", "model"))
+        truth = replace(truth, layers=layers(named, own))
+        pipe = pipeline(truth, "1f1b", 2, 3, mesh=mesh, balance="even", batch_axes="dp")
+        with nn.logical_axis_rules(RULES):
+            variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        (found, _), gradients = pipe.value_and_grad(variables, truth.batch)
+        assert_close(found, loss, "loss")
+        assert_close(pipe.layer_variables({"params": gradients}), grads, "gradients")
+        assert_close(pipe.apply(variables, truth.batch), outputs, "outputs")
+        groups = [pipe.plan.traced.group_at(index) for index in range(6)]
+        split = lambda index: [tuple(spec) for spec in groups[index].specs["params"] if any(spec)]
+        assert split(1) == split(3) == [("dp", "model"), ("model", "dp")]
+        assert split(2) == split(4) == [("dp", "model")]
+        assert groups[1].constrained == {"dp", "model"}
+        smaller = jax.tree.map(lambda a: a[: len(a) // 2], truth.batch)
+        again = pipe.planner.model(pipe.planner.for_training(smaller))
+        assert again.group_at(1).specs == groups[1].specs
+        assert again.group_at(1).constrained == {"dp", "model"}
+
+
+def test_logical_names_without_rules_split_nothing(make_mesh):
+    kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "model"))
+    mesh, x = make_mesh((2, 2), ("stage", "model")), np.ones((4, 4), np.float32)
+    sizes = {"num_stages": 2, "num_microbatches": 1, "balance": "even", "mesh": mesh}
+    make = lambda kernel: jpipe.Pipeline([nn.Dense(4, kernel_init=kernel)] * 2, lambda y, _: y.mean(), **sizes)
+    with nn.logical_axis_rules((("embed", "model"),)):
+        found = make(kernel).init(jax.random.key(0), x)["params"]
+    assert "model" in {name for leaf in found.values() for name in leaf.sharding.spec}
+    with pytest.warns(UserWarning, match="nothing is split over the mesh axis 'model'.* with nn.logical_axis_rules"):
+        make(kernel).init(jax.random.key(0), x)
+    twice = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "embed"))
+    with pytest.raises(ValueError, match=r"layer 0 \(Dense\) names the logical axes \('embed', 'embed'\). Flax says"):
+        make(twice).init(jax.random.key(0), x)
 
 
 def test_stage_need_not_be_the_first_axis(make_mesh):
@@ -412,6 +565,7 @@ def test_a_program_of_single_devices_can_not_tell_stages_apart(make_mesh):
         pipe.init(jax.random.key(0), np.ones((8, 8), np.float32))
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")  # by the plain layers
 @pytest.mark.parametrize(
     "balance", [*[pytest.param(name, marks=pytest.mark.slow) for name in ("even", "size")], "flops"]
 )

@@ -281,7 +281,7 @@ def test_a_process_that_never_starts(tmp_path):
 
 def test_one_process_feeds_all_rows_and_places_them_likewise(make_mesh):
     mesh = make_mesh((2, 4), ("stage", "data"))
-    assert data_shard(mesh) == (0, 1)
+    assert data_shard(mesh, ("data",)) == (0, 1)
     pipe = jpipe.Pipeline([jax.nn.tanh] * 2, lambda y, _: y.mean(), num_stages=2, num_microbatches=2, mesh=mesh)
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     placed = pipe.place({"inputs": x})["inputs"]

@@ -79,6 +79,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
         "remat": _name(given.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
+        "batch_axes": str(given.splits.batch_axes),
         "shard_over, gather, cast, unroll": str(
             (given.splits.shard_over, options.gather, options.cast, options.unroll)
         ),
@@ -87,7 +88,8 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
     }
     for index in range(plan.traced.num_layers):
         group = plan.traced.group_at(index)
-        found[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}"
+        split = f", split by {_shortened(group.specs)}" if given.splits.axes else ""
+        found[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
     found |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"

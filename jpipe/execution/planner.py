@@ -10,6 +10,8 @@ Each is a value made from those before it. Only two things on the way use a devi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import jax
@@ -17,7 +19,8 @@ import jax
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
 from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.mesh.axes import num_shards
+from jpipe.layers.flax import logical_rules
+from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
@@ -50,6 +53,7 @@ class Planner:
     def __init__(self, request: Request):
         self.request = request
         self.plan: Plan | None = None
+        self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss = cache(self._model), cache(self._loss)
         self.layers, self.step = cache(self._layers), cache(self._step)
 
@@ -58,15 +62,21 @@ class Planner:
         for kept in (self.model, self.loss, self.layers, self.step):
             kept.cache_clear()
 
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The context in which layers are traced: `shapes_only`, under the logical axis rules of the first batch."""
+        with shapes_only(self.request.mesh), self._rules():
+            yield
+
     # --- batch -> micro-batch ---
 
     def for_training(self, batch: Batch) -> MicroBatch:
         """The micro-batches of a training batch `[B, ...]`, as shapes; the errors are those of `cut_for_training`."""
-        return cut_for_training(batch, self.request.schedule.num_microbatches, num_shards(self.request.mesh))
+        return cut_for_training(batch, self.request.schedule.num_microbatches, self.request.splits.num_shards)
 
     def for_evaluation(self, batch: Batch, *, bare: bool = False) -> MicroBatch:
         """The micro-batches of an evaluation batch of any size, or of its bare inputs."""
-        num_microbatches, shards = self.request.schedule.num_microbatches, num_shards(self.request.mesh)
+        num_microbatches, shards = self.request.schedule.num_microbatches, self.request.splits.num_shards
         return cut_for_evaluation(batch, num_microbatches, shards, bare=bare)
 
     # --- micro-batch -> model ---
@@ -74,7 +84,7 @@ class Planner:
     def _model(self, micro: MicroBatch) -> Model:
         given = self.request
         read = (lambda inputs: inputs) if micro.bare else given.read_inputs
-        with shapes_only(given.mesh), task(f"tracing {len(given.layers)} layers"):
+        with self.tracing(), task(f"tracing {len(given.layers)} layers"):
             model = trace_model(given.layers, read, micro.shapes, given.splits)
         if self.plan is not None:
             self.plan.check_model(model)
@@ -82,13 +92,13 @@ class Planner:
 
     def _loss(self, micro: MicroBatch) -> TracedLoss:
         outputs = self.model(micro).outputs
-        with shapes_only(self.request.mesh):
+        with self.tracing():
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, found = self._functions(micro, key, with_loss=True), []
         with (
-            shapes_only(self.request.mesh),
+            self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
@@ -129,9 +139,11 @@ class Planner:
         return self.plan
 
     def plan_for(self, batch: Batch) -> Plan:
-        """The plan; made from this batch's shapes if it is the first one."""
+        """The plan; made from this batch's shapes, under Flax's logical axis rules of now, if it is the first one."""
         check_context(self.request.mesh)
         if self.plan is None:
+            self.clear_cache()  # what was traced before an error may have been traced under other rules
+            self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
             micro = self.for_training(batch)
             with task(f"planning {len(self.request.layers)} layers"):
                 model, loss = self.model(micro), self.loss(micro)
@@ -151,7 +163,7 @@ class Planner:
 
     def _step(self, micro: MicroBatch, layers: tuple[TracedLayer, ...]) -> Step:
         functions = [layer.function for layer in layers]
-        with shapes_only(self.request.mesh):
+        with self.tracing():
             return build_step(self.known_plan(), self.model(micro), self.request.schedule, functions, layers)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
@@ -160,5 +172,5 @@ class Planner:
         sizes = {"num_stages": given.schedule.num_stages, "num_chunks": given.schedule.num_chunks}
         schedule = make_schedule("forward", **sizes, num_microbatches=micro.count)
         functions = self._functions(micro, None, with_loss)
-        with shapes_only(given.mesh):
+        with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,6 +42,21 @@ NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
     "`deterministic` or `train`, which jpipe gives it"
 )
+
+
+def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[object]]:
+    """The logical axis rules that are in context now (`nn.logical_axis_rules`), as a context that sets them later.
+
+    Only these mesh axes stay in them: rules may name some that a mesh lacks, or `stage`, but constraints may not.
+    """
+
+    def kept(found: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+        if found is None or isinstance(found, str):
+            return found if found in axes else None
+        return tuple(name for name in found if name in axes)
+
+    rules = tuple((name, kept(found)) for name, found in nn.get_logical_axis_rules())
+    return lambda: nn.logical_axis_rules(rules)
 
 
 def parts_of(layer: object) -> list[object]:
@@ -140,8 +156,12 @@ class LinenLayer:
         return _unboxed(as_collections(item))
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
-        """The axes that `nn.with_partitioning` and its like name."""
-        return {name: _leaf_specs(nn.get_partition_spec(tree)) for name, tree in variables.items()}
+        """The axes that `nn.with_partitioning` names, or rules for what `nn.with_logical_partitioning` names.
+
+        The rules are a box's own, or those in context; a logical name without a rule splits nothing.
+        """
+        is_box = lambda x: isinstance(x, meta.AxisMetadata)
+        return {name: list(map(_box_spec, jax.tree.leaves(tree, is_leaf=is_box))) for name, tree in variables.items()}
 
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The module bound to its variables, or its method with them."""
@@ -183,6 +203,17 @@ def _unboxed(variables: LayerVariables) -> LayerVariables:
         return x.unbox() if isinstance(x, meta.AxisMetadata) else x
 
     return jax.tree.map(unbox, variables, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))
+
+
+def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
+    """The mesh axes that a linen variable's metadata box names, of which it may have none."""
+    if not isinstance(x, nn.LogicallyPartitioned):
+        return nn.get_partition_spec(x) or PartitionSpec()
+    try:
+        found = nn.logical_to_mesh_axes(x.names, x.rules)  # pyright: ignore[reportPrivateImportUsage]
+    except ValueError as error:
+        raise LayerError(f"names the logical axes {x.names}. Flax says: {error}") from error
+    return found or PartitionSpec()
 
 
 def _leaf_specs(tree: PyTree) -> list[PartitionSpec]:
@@ -308,8 +339,12 @@ class NnxLayer:
         return as_collections(item)
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
-        """The axes that `nnx.with_partitioning` and its like name."""
-        return {name: _leaf_specs(tree) for name, tree in _collections(nnx.get_partition_spec(self.template)).items()}
+        """The axes that `nnx.with_partitioning` names, translated by the rules in context and the variable's own."""
+        try:
+            specs = _collections(nnx.get_partition_spec(self.template))
+        except ValueError as error:
+            raise LayerError(f"names axes that its rules can't translate. Flax says: {error}") from error
+        return {name: _leaf_specs(tree) for name, tree in specs.items()}
 
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The module itself, in evaluation mode, or its method."""

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
-from jpipe.mesh.axes import AXIS, batch_axes, is_batch_axis
+from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import gather_axes, scatter_axes, split_by
 from jpipe.model.groups import Model
 from jpipe.partitioner.shardings import names_in
@@ -42,12 +42,14 @@ class Layout:
       treedefs: for each set, the structure of a layer's tree.
       users: for each set and instance, the indices of the layers that use it.
       mesh: the devices.
+      batch_axes: the mesh's data axes.
     """
 
     storage: Storage
     treedefs: tuple[Structure, ...]
     users: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
+    batch_axes: tuple[str, ...]
 
     @property
     def num_stages(self) -> int:
@@ -75,18 +77,18 @@ class Layout:
           dtype_of: a buffer's dtype -> that of its array here.
           at_work: with the shapes that `gathered` gives.
         """
-        at = (lambda spec: split_by(spec, lambda name: not is_batch_axis(name))) if at_work else (lambda spec: spec)
+        at = (lambda spec: split_by(spec, lambda name: name not in self.batch_axes)) if at_work else (lambda spec: spec)
         shape = lambda buffer: NamedSharding(self.mesh, at(buffer.spec)).shard_shape(buffer.shape)
         return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:
         """A device's buffers with the data axes gathered."""
-        return {n: gather_axes(buffers[n], known.spec) for n, known in self.storage.named_buffers}
+        return {n: gather_axes(buffers[n], known.spec, self.batch_axes) for n, known in self.storage.named_buffers}
 
     def gathered_leaves(self, variable_set: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`gathered` of the leaves of one layer, whose variables are of this set."""
         specs = self.storage.record_types[variable_set].specs
-        return [gather_axes(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        return [gather_axes(leaf, spec, self.batch_axes) for leaf, spec in zip(leaves, specs, strict=True)]
 
     def reduced(self, buffers: Buffers) -> Buffers:
         """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
@@ -94,8 +96,8 @@ class Layout:
 
     def _reduced(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
         scattered = {name for entry in spec for name in names_in(entry)}
-        whole = tuple(n for n in batch_axes(self.mesh) if self.mesh.shape[n] > 1 and n not in scattered)
-        array = scatter_axes(array, spec)
+        whole = tuple(n for n in self.batch_axes if self.mesh.shape[n] > 1 and n not in scattered)
+        array = scatter_axes(array, spec, self.batch_axes)
         return jax.lax.psum(array, whole) if whole else array
 
     def on_devices(self, tree: StageTree) -> StageTree:
@@ -145,7 +147,13 @@ class StageTree(dict):
 
 
 def make_layouts(
-    model: Model, bounds: Sequence[tuple[int, int]], placement: Placement, mesh: Mesh, *, apart: bool = False
+    model: Model,
+    bounds: Sequence[tuple[int, int]],
+    placement: Placement,
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    *,
+    apart: bool = False,
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 
@@ -156,6 +164,7 @@ def make_layouts(
       bounds: for each virtual stage, its first layer and one past its last.
       placement: on which stage each virtual stage is.
       mesh: with K devices along `stage`.
+      batch_axes: its data axes.
       apart: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
     """
     stage_of = [placement.stage_of(s) for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
@@ -174,7 +183,7 @@ def make_layouts(
             tags=each_apart(leaves) if apart else None,
         )
         users = tuple(known.users for known in sets)
-        layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)
+        layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh, batch_axes)
     return layouts
 
 

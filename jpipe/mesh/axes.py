@@ -1,13 +1,14 @@
 """What the axes of a mesh are for.
 
-At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: `replica`,
-`data` and `fsdp` (the data axes) split the examples of a micro-batch, and any of them split weights as the layers'
-metadata asks. What a device does with its parts of arrays is decided by `jpipe.partitioner`.
+At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: the data
+axes (`replica`, `data` and `fsdp`, unless the user names others) split the examples of a micro-batch, and any of them
+split weights as the layers' metadata asks. What a device does with its parts of arrays is decided by
+`jpipe.partitioner`. A mesh and its data axes together are `jpipe.mesh.splits.Splits`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -16,26 +17,43 @@ from jpipe.partitioner.shardings import Axis
 AXIS = "stage"
 """The mesh axis of pipeline stages."""
 BATCH_AXES = ("replica", "data", "fsdp")
-"""The data axes: a micro-batch is split over those of them that the mesh has, in this order."""
+"""The data axes of users who name none: a micro-batch is split over those of them that the mesh has, in this order."""
 
 
-def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly."""
-    return tuple(name for name in BATCH_AXES if name in mesh.axis_names)
+def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
+    """The user's `batch_axes` (a name or several names), as the mesh's data axes in the order in which they are given.
+
+    Raises:
+      TypeError: they are no names in an order.
+      ValueError: `stage`, an axis twice, or, but for the default's, one that the mesh lacks.
+    """
+    given = (names,) if isinstance(names, str) else names
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"batch_axes={names!r} aren't names of mesh axes; pass a tuple, such as ('data', 'fsdp')")
+    given, others = tuple(given), [name for name in mesh.axis_names if name != AXIS]
+    if AXIS in given:
+        raise ValueError(
+            f"batch_axes={names!r} names {AXIS!r}, along which devices have other layers, not other examples; name "
+            f"other axes of the mesh, which has {others}"
+        )
+    for name in given:
+        if given.count(name) > 1:
+            raise ValueError(f"batch_axes={names!r} names {name!r} {given.count(name)} times; name it once")
+        if name not in mesh.axis_names and given != BATCH_AXES:
+            raise ValueError(
+                f"batch_axes={names!r} names {name!r}, which the mesh {dict(mesh.shape)} lacks; name some of its axes "
+                f"{others}, or leave batch_axes out"
+            )
+    return tuple(name for name in given if name in mesh.axis_names)
 
 
-def num_shards(mesh: Mesh) -> int:
-    """The number of parts that a micro-batch is split into."""
-    return math.prod(mesh.shape[name] for name in batch_axes(mesh))
-
-
-def stage_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
+def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str]) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over while it computes: the data axes as one, and each of the others.
 
     Mesh axes of one device are left out.
     """
     longer = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
-    data, others = longer(batch_axes(mesh)), longer(n for n in mesh.axis_names if n not in (AXIS, *BATCH_AXES))
+    data, others = longer(batch_axes), longer(n for n in mesh.axis_names if n not in (AXIS, *batch_axes))
     first = [Axis(data, tuple(mesh.shape[n] for n in data), is_data=True)] if data else []
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
 
@@ -43,8 +61,3 @@ def stage_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
 def rest_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over at rest: each mesh axis but `stage` and those of one device."""
     return tuple(Axis((n,), (mesh.shape[n],)) for n in mesh.axis_names if n != AXIS and mesh.shape[n] > 1)
-
-
-def is_batch_axis(name: str) -> bool:
-    """Whether a mesh axis of this name is a data axis."""
-    return name in BATCH_AXES

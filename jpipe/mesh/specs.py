@@ -1,14 +1,13 @@
-"""PartitionSpecs of arrays at rest: parts of them, and gathering along data axes."""
+"""PartitionSpecs of arrays at rest: parts of them, and gathering along some axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.mesh.axes import is_batch_axis
 from jpipe.partitioner.shardings import names_in
 
 
@@ -25,17 +24,17 @@ def split_by(spec: PartitionSpec, over: Callable[[str], bool]) -> PartitionSpec:
     return spec_of([list(filter(over, names_in(entry))) for entry in spec])
 
 
-def gather_axes(part: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A device's part of an array that is split by `spec`, gathered along the data axes; the others still split it."""
-    for dim, entry in enumerate(split_by(spec, is_batch_axis)):
+def gather_axes(part: jax.Array, spec: PartitionSpec, over: Collection[str]) -> jax.Array:
+    """A device's part of an array that is split by `spec`, gathered along the axes `over`; others still split it."""
+    for dim, entry in enumerate(split_by(spec, lambda name: name in over)):
         if entry is not None:
             part = lax.all_gather(part, entry, axis=dim, tiled=True)
     return part
 
 
-def scatter_axes(part: jax.Array, spec: PartitionSpec) -> jax.Array:
+def scatter_axes(part: jax.Array, spec: PartitionSpec, over: Collection[str]) -> jax.Array:
     """The inverse of `gather_axes` for partial sums: adds them up, and each device keeps its own part of the sum."""
-    for dim, entry in enumerate(split_by(spec, is_batch_axis)):
+    for dim, entry in enumerate(split_by(spec, lambda name: name in over)):
         if entry is not None:
             part = lax.psum_scatter(part, entry, scatter_dimension=dim, tiled=True)
     return part

@@ -8,14 +8,14 @@ is gathered along the data axes and remains split over the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpipe.mesh.axes import AXIS, is_batch_axis, rest_axes, stage_axes
+from jpipe.mesh.axes import AXIS, check_batch_axes, rest_axes, stage_axes
 from jpipe.mesh.specs import spec_of, split_by
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
 from jpipe.types import Shapes
@@ -30,16 +30,23 @@ class Splits:
 
     Attributes:
       mesh: all devices; one without axes stands for one device a stage, where nothing is split.
+      batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
     """
 
     mesh: Mesh | AbstractMesh
+    batch_axes: tuple[str, ...]
     shard_over: tuple[str, ...] = ()
+
+    @property
+    def num_shards(self) -> int:
+        """The number of parts that a micro-batch is split into."""
+        return self._devices(self.batch_axes)
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that arrays are split over at work: the data axes jointly, and each of the others (`stage_axes`)."""
-        return stage_axes(self.mesh)
+        return stage_axes(self.mesh, self.batch_axes)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -82,20 +89,19 @@ class Splits:
                 found[collection].append(self._split_over(more, leaf.shape, spec))
         return found
 
-    def check_names(self, asked: Mapping[str, set[str]]) -> None:
+    def check_names(self, asked: Mapping[str, set[str]], constrained: Collection[str]) -> None:
         """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
 
         An axis that the mesh lacks is else left out, so that a model can be tried without it.
 
         Args:
           asked: for each layer, the axes that its metadata names.
+          constrained: the axes that layers name in constraints and the like.
 
         Raises:
           ValueError: naming both.
         """
-        sizes = self.mesh.shape
-        unused = [n for n, size in sizes.items() if n != AXIS and not is_batch_axis(n) and size > 1]
-        unused = [name for name in unused if not any(name in names for names in asked.values())]
+        sizes, unused = self.mesh.shape, self.idle({*constrained}.union(*asked.values()))
         unknown = [(layer, name) for layer, names in asked.items() for name in sorted(names - {*sizes})]
         if unused and unknown:
             raise ValueError(
@@ -103,10 +109,15 @@ class Splits:
                 f"{dict(sizes)} lacks, and no layer asks for its axis {unused[0]!r}; call both the same"
             )
 
+    def idle(self, names: Collection[str]) -> list[str]:
+        """The mesh axes of several devices that split no examples, and that aren't among `names`."""
+        known = (AXIS, *self.batch_axes, *names)
+        return [name for name, size in self.mesh.shape.items() if size > 1 and name not in known]
+
     def _on_this_mesh(self, spec: PartitionSpec, *, keep_data: bool) -> PartitionSpec:
         """A spec without `stage` and the axes that the mesh lacks or that have one device, or without data axes too."""
         sizes = self.mesh.shape
-        stays = lambda name: name != AXIS and sizes.get(name, 1) > 1 and (keep_data or not is_batch_axis(name))
+        stays = lambda name: name != AXIS and sizes.get(name, 1) > 1 and (keep_data or name not in self.batch_axes)
         return split_by(spec, stays)
 
     def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
@@ -146,19 +157,26 @@ class Splits:
         return spec_of(entries)
 
 
-WHOLE = Splits(AbstractMesh((), ()))
+WHOLE = Splits(AbstractMesh((), ()), ())
 """One device a stage: nothing is split."""
 
 
-def check_shard_over(mesh: Mesh, names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The user's `shard_over` (None, a name or several names), as a tuple of mesh axes.
+def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None) -> Splits:
+    """What the user asks for, checked.
+
+    Args:
+      mesh: all devices.
+      batch_axes: the axes that split examples, a name or several names.
+      shard_over: None, a name or several names.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or that isn't a data axis.
+      TypeError, ValueError: as `check_batch_axes`; or `shard_over` names an axis that isn't one of the data axes.
     """
-    names = (names,) if isinstance(names, str) else tuple(names or ())
+    data = check_batch_axes(mesh, batch_axes)
+    names = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
     for name in names:
-        if name not in mesh.axis_names or not is_batch_axis(name):
-            known = [n for n in mesh.axis_names if is_batch_axis(n)]
-            raise ValueError(f"shard_over={names!r} names {name!r}; this mesh has the data axes {known}")
-    return names
+        if name not in data:
+            raise ValueError(
+                f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
+            )
+    return Splits(mesh, data, names)

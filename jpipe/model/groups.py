@@ -37,6 +37,7 @@ class LayerGroup:
       takes_at: how the leaves of `takes` lie on the devices of a stage.
       gives_at: how those of `gives` lie.
       needs_key: whether they draw random numbers in training.
+      constrained: the mesh axes that sharding constraints and `shard_map`s in them name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
     """
 
@@ -49,6 +50,7 @@ class LayerGroup:
     takes_at: list[Sharding]
     gives_at: list[Sharding]
     needs_key: bool
+    constrained: frozenset[str] = frozenset()
     variable_set: int | None = None
 
     @property

@@ -12,6 +12,7 @@ from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
+from jpipe.partitioner.user_shardings import named_axes
 from jpipe.terminal.notices import warn_user
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
@@ -44,11 +45,13 @@ class TracedLoss:
       of_batch: the type of a whole batch's loss.
       metrics: the names of its metrics, in the order of `loss_sums`.
       weight_follows_outputs: whether it returned a pair whose second part depends on floating-point outputs.
+      constrained: the mesh axes that sharding constraints and `shard_map`s in it name.
     """
 
     of_batch: jax.ShapeDtypeStruct
     metrics: tuple[str, ...]
     weight_follows_outputs: bool
+    constrained: frozenset[str]
 
     def warn_of_moving_weight(self) -> None:
         """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
@@ -94,7 +97,7 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     of_outputs = zip(needed, jax.tree.leaves(outputs), strict=False)
     follows = len(parts) == 2 and any(need and is_float(leaf) for need, leaf in of_outputs)
     of_batch = jax.ShapeDtypeStruct((), accumulator_dtype(parts[0].dtype))
-    return TracedLoss(of_batch, tuple(sorted(metrics)), follows)
+    return TracedLoss(of_batch, tuple(sorted(metrics)), follows, named_axes(jaxpr))
 
 
 def _is_scalar(value: Leaf) -> bool:

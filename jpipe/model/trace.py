@@ -24,6 +24,7 @@ from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_variable_sets
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
+from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import lacks_an_argument
 from jpipe.types import Batch, PyTree, Shapes
@@ -66,7 +67,8 @@ def trace_model(
         else:
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-    splits.check_names({f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups})
+    asked = {f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups}
+    splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 
 
@@ -125,12 +127,13 @@ def _trace_layer(
                 "parameters can be shared"
             )
         jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
+        asked = layer.partition_specs(variables)
     except LayerError as error:
         raise ValueError(f"{place} {error}") from error
     except Exception as error:
         raise ValueError(_mismatch(place, variables, error)) from error
-    specs = splits.at_rest(str(place), variables, layer.partition_specs(variables))
-    group = LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, [], needs_key)
+    specs, named = splits.at_rest(str(place), variables, asked), named_axes(jaxpr)
+    group = LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, [], needs_key, named)
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.choice import Chooser, Handler, always
@@ -30,7 +31,7 @@ from jpipe.partitioner.shardings import (
 )
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import called_by
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
 
@@ -182,6 +183,23 @@ def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
     source = jnp.asarray([sources.get(i, -1) for i in range(lax.axis_size(axes))])[lax.axis_index(axes)]
     found = lax.dynamic_index_in_dim(lax.all_gather(x, axes), jnp.maximum(source, 0), keepdims=False)
     return jnp.where(source >= 0, found, jnp.zeros_like(found))
+
+
+def named_axes(closed: ClosedJaxpr) -> frozenset[str]:
+    """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
+    return frozenset(_named(closed.jaxpr))
+
+
+def _named(jaxpr: Jaxpr) -> set[str]:
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        p, name = equation.params, equation.primitive.name
+        specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
+        if name == "sharding_constraint":
+            specs = (getattr(p["sharding"], "spec", None) or (),)
+        found.update(axis for spec in specs for entry in spec for axis in names_in(entry))
+        found.update(*map(_named, jaxprs_in_params(p)))
+    return found
 
 
 USER_SHARDINGS: dict[str, Handler] = {

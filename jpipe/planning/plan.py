@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
+
 from jpipe.layers.base import describe
 from jpipe.memory.layout import Layout, make_layouts
 from jpipe.model.groups import Model, same_type, unrolled
@@ -110,11 +112,13 @@ def make_plan(
       ValueError: the request has a rule for a collection that no layer has.
 
     Warns:
-      UserWarning: the loss's weight depends on the model's outputs; a layer alone costs more than the share of a stage,
-        and the model more than next to nothing; or it has a part whose FLOPs can't be counted.
+      UserWarning: the loss's weight depends on the model's outputs; nothing is split over a mesh axis; a layer alone
+        costs more than the share of a stage, and the model more than next to nothing; or it has a part whose FLOPs
+        can't be counted.
     """
     check_collections(request.merge, model.groups)
     loss.warn_of_moving_weight()
+    _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
     costs = layer_costs(model, trace_layers(), measure.unit, request.mesh) if measure else []
     measured = [measure.of(cost) for cost in costs] if measure else None
@@ -129,6 +133,7 @@ def make_plan(
         cuts.bounds,
         request.schedule.placement,
         request.mesh,
+        request.splits.batch_axes,
         apart=request.options.unroll,
     )
     return Plan(request, model, loss, cuts, tuple(costs), layouts)
@@ -136,6 +141,18 @@ def make_plan(
 
 def _cut(request: Request, costs: Sequence[float]) -> Partition:
     return cut_layers(request.balance, costs, request.schedule.num_stages, request.schedule.num_chunks)
+
+
+def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss) -> None:
+    """Names the axes of the mesh along which all devices of a stage hold and compute the same."""
+    specs = [spec for group in model.groups for own in group.specs.values() for spec in own]
+    named = loss.constrained.union(jax.tree.leaves(list(map(tuple, specs))), *(g.constrained for g in model.groups))
+    for name in request.splits.idle(named):
+        warn_user(
+            f"nothing is split over the mesh axis {name!r}: its {request.mesh.shape[name]} devices compute the same. "
+            "Name it in batch_axes=, in layers' metadata (nn.with_partitioning; nn.with_logical_partitioning with "
+            "nn.logical_axis_rules around the pipeline's first batch) or in a constraint, or leave it out"
+        )
 
 
 def _warn_of_unknown(model: Model, costs: Sequence[Cost]) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from jpipe.execution.batches import batch_size
 from jpipe.execution.planner import Planner
-from jpipe.mesh.axes import num_shards
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
 from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed, stage_of_layers
@@ -134,7 +133,7 @@ def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> 
     """The schedule with another M, if it is one that has a name, and both it and a batch of this size allow M."""
     given = planner.request.schedule
     count = int(num_microbatches)
-    if count != num_microbatches or count < 1 or size % (count * num_shards(planner.request.mesh)):
+    if count != num_microbatches or count < 1 or size % (count * planner.request.splits.num_shards):
         return None
     sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
     try:

@@ -12,8 +12,6 @@ import numpy as np
 from jpipe.execution.batches import cut
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.mesh.axes import num_shards
-from jpipe.mesh.on_stages import shapes_only
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import TracedLayer, trace_layer
@@ -51,7 +49,7 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     model, layers = _layers(planner, batch, planner.request.schedule.num_microbatches)
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
-        with shapes_only(planner.request.mesh):
+        with planner.tracing():
             variants.append((model, list(map(_without_remat, layers))))
     tried = {}
     for num_microbatches in others:
@@ -66,7 +64,7 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
-    micro = cut(batch, num_microbatches * num_shards(planner.request.mesh))
+    micro = cut(batch, num_microbatches * planner.request.splits.num_shards)
     return planner.model(micro), planner.layers(micro, key_shape())
 
 

@@ -8,6 +8,7 @@ tree, on the device where it lies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
         device_of=range(layout.num_stages),
         specs=specs,
     )
-    return Layout(storage, tuple(map(jax.tree.structure, trees)), layout.users, layout.mesh)
+    return replace(layout, storage=storage, treedefs=tuple(map(jax.tree.structure, trees)))
 
 
 def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes, specs: PyTree) -> list[PartitionSpec]:

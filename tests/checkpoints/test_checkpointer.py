@@ -24,6 +24,7 @@ from jpipe.memory.layout import StageTree
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",  # of what orbax didn't read to the end
     "ignore:Sharding info not provided",  # orbax alone
+    "ignore:nothing is split over the mesh axis 'model'",
 )
 SAVED_STEP, STEPS = 2, 4
 AXES = ("stage", "data", "model")

@@ -57,6 +57,12 @@ def test_what_differs_is_named(changed, names):
     assert {name for name in here.keys() | other.keys() if here.get(name) != other.get(name)} == names
 
 
+def test_which_axes_split_examples_is_compared(make_mesh):
+    mesh = make_mesh((2, 2, 1), ("stage", "data", "expert"))
+    here, other = found(mesh=mesh), found(mesh=mesh, batch_axes=("data", "expert"))
+    assert {name for name in here if here[name] != other[name]} == {"batch_axes"}
+
+
 def test_values_do_not_matter_for_initialisation():
     assert found(values=False) == found(2 * BATCH, values=False)
 

@@ -12,6 +12,7 @@ import jpipe
 from cases import NnxDrops, assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Context, LayerError
+from jpipe.layers.flax import logical_rules
 
 X = np.ones((2, 4), np.float32)
 
@@ -102,6 +103,49 @@ def test_partition_specs(key):
         "['bias']": PartitionSpec(),
         "['kernel']": PartitionSpec(None, "model"),
     }
+
+
+def test_partition_specs_by_logical_rules(key):
+    """Of linen, names without a rule split nothing; of nnx, they stand for themselves, as in Flax."""
+
+    def specs(layer):
+        layer = adapt(layer)
+        variables = jax.eval_shape(lambda k: layer.init(k, (X,), None), key)
+        return layer.partition_specs(variables)["params"]
+
+    ones, names = nn.initializers.ones, ("embed", "mlp")
+    linen = nn.Dense(4, use_bias=False, kernel_init=nn.with_logical_partitioning(ones, names))
+    own = nn.with_logical_partitioning(ones, names, rules=(("embed", "fsdp"),))
+    plain = nn.Dense(4, use_bias=False, kernel_init=nn.with_partitioning(ones, names))
+
+    def nnx_linear(rngs, **metadata):
+        return nnx.Linear(4, 4, use_bias=False, kernel_init=nnx.with_partitioning(ones, names, **metadata), rngs=rngs)
+
+    local = lambda rngs: nnx_linear(rngs, sharding_rules=(("embed", "fsdp"),))
+    bare = [linen, nn.Dense(4, use_bias=False, kernel_init=own), plain, lambda rngs: nnx_linear(rngs), local]
+    assert [tuple(*specs(layer)) for layer in bare] == [
+        (None, None),
+        ("fsdp", None),
+        names,
+        names,
+        ("fsdp", "mlp"),
+    ]
+    with nn.logical_axis_rules((("mlp", ("tp", "sp")), ("batch", "data"))):
+        later, fewer = logical_rules({"tp", "sp"}), logical_rules({"tp"})
+        assert [tuple(*specs(layer)) for layer in bare] == [
+            (None, ("tp", "sp")),
+            ("fsdp", None),
+            names,
+            ("embed", ("tp", "sp")),
+            ("fsdp", ("tp", "sp")),
+        ]
+    with later():
+        assert tuple(*specs(linen)) == (None, ("tp", "sp"))
+    with fewer():
+        assert specs(linen) == [PartitionSpec(None, ("tp",))]
+    assert tuple(*specs(linen)) == (None, None)
+    with nn.logical_axis_rules((("embed", "tp"),)), pytest.raises(LayerError, match="Flax says: Inconsistent"):
+        specs(local)
 
 
 def test_parameters_of_types_of_their_own_are_parameters():

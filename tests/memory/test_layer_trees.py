@@ -11,6 +11,7 @@ from cases import assert_equal, compilations, model, pipeline
 from jpipe.memory import layer_trees
 from jpipe.memory.layer_trees import from_layers, to_layers
 
+pytestmark = pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")
 AXES = ("stage", "data", "model")
 jit_to_layers = jax.jit(to_layers)
 

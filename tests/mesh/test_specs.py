@@ -26,8 +26,8 @@ def test_gather_axes_and_scatter_axes(make_mesh, spec):
     everywhere = PartitionSpec("data", "model")
 
     def run(part):
-        gathered = gather_axes(part, spec)
-        return gathered[None, None], scatter_axes(gathered, spec)
+        gathered = gather_axes(part, spec, ("data", "fsdp"))
+        return gathered[None, None], scatter_axes(gathered, spec, ("data", "fsdp"))
 
     mesh = make_mesh((2, 2), ("data", "model"))
     gathered, scattered = jax.jit(

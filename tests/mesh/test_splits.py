@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.mesh.splits import WHOLE, Splits, check_shard_over
-from jpipe.partitioner.shardings import REPLICATED, Shard
+from jpipe.mesh.axes import BATCH_AXES
+from jpipe.mesh.splits import WHOLE, Splits, make_splits
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
+
+DATA = ("data", "fsdp")
 
 
 def struct(*shape):
@@ -25,7 +28,7 @@ def at_rest(splits, leaf, *spec, collection="params"):
 
 
 def test_metadata_is_followed_as_far_as_the_mesh_goes(mesh):
-    splits = Splits(mesh)
+    splits = Splits(mesh, DATA)
     assert at_rest(splits, struct(8, 8)) == ()
     assert at_rest(splits, struct(8, 8), "model") == ("model",)
     assert at_rest(splits, struct(8, 8), ("fsdp", "model"), None) == (("fsdp", "model"),)
@@ -34,7 +37,7 @@ def test_metadata_is_followed_as_far_as_the_mesh_goes(mesh):
 
 
 def test_state_is_not_split_over_data_axes(mesh):
-    splits = Splits(mesh, ("fsdp",))
+    splits = Splits(mesh, DATA, ("fsdp",))
     assert at_rest(splits, struct(64, 64), ("data", "model"), collection="batch_stats") == ("model",)
 
 
@@ -51,7 +54,7 @@ def test_state_is_not_split_over_data_axes(mesh):
     ],
 )
 def test_shard_over(mesh, shape, spec, expected):
-    found = at_rest(Splits(mesh, ("fsdp",)), struct(*shape), *spec)
+    found = at_rest(Splits(mesh, DATA, ("fsdp",)), struct(*shape), *spec)
     assert found == expected
     NamedSharding(mesh, PartitionSpec(*found)).shard_shape(shape)  # JAX can split it so
 
@@ -66,11 +69,11 @@ def test_shard_over(mesh, shape, spec, expected):
 )
 def test_what_can_not_be_split_is_named(mesh, spec, message):
     with pytest.raises(ValueError, match=rf"layer asks for params\['leaf'\] of shape \(8, 3\).*{message}"):
-        at_rest(Splits(mesh), struct(8, 3), *spec)
+        at_rest(Splits(mesh, DATA), struct(8, 3), *spec)
 
 
 def test_at_work_and_examples(mesh):
-    splits = Splits(mesh)  # its axes at work: (data, fsdp) jointly, and model
+    splits = Splits(mesh, DATA)  # its axes at work: (data, fsdp) jointly, and model
     assert [axis.names for axis in splits.axes] == [("data", "fsdp"), ("model",)]
     assert splits.at_work(PartitionSpec("fsdp", "model")) == (REPLICATED, Shard(1))
     assert splits.at_work(PartitionSpec(("fsdp", "model"))) == (REPLICATED, Shard(0, 2))
@@ -79,9 +82,34 @@ def test_at_work_and_examples(mesh):
     assert WHOLE.axes == WHOLE.of_examples(8) == WHOLE.at_work(PartitionSpec("model")) == ()
 
 
-def test_check_shard_over(mesh):
-    assert check_shard_over(mesh, None) == ()
-    assert check_shard_over(mesh, "fsdp") == ("fsdp",)
-    assert check_shard_over(mesh, ["data", "fsdp"]) == ("data", "fsdp")
-    with pytest.raises(ValueError, match="names 'model'"):
-        check_shard_over(mesh, "model")
+def test_shards_are_of_the_data_axes(mesh):
+    assert Splits(mesh, DATA).num_shards == 4
+    assert Splits(mesh, ("expert",)).num_shards == WHOLE.num_shards == 1
+    named = Splits(mesh, ("model",))
+    assert named.axes[0] == Axis(("model",), (2,), is_data=True)
+    assert named.at_work(PartitionSpec(("fsdp", "model"))) == (REPLICATED, REPLICATED, Shard(0)), "gathered over model"
+    assert at_rest(named, struct(8, 8), ("data", "model"), collection="batch_stats") == ("data",)
+
+
+def test_make_splits(mesh):
+    assert make_splits(mesh, BATCH_AXES, None) == Splits(mesh, DATA)
+    assert make_splits(mesh, ("fsdp", "model"), "fsdp") == Splits(mesh, ("fsdp", "model"), ("fsdp",))
+    assert make_splits(mesh, BATCH_AXES, ["data", "fsdp"]).shard_over == DATA
+    for batch_axes, data in ((BATCH_AXES, r"\['data', 'fsdp'\]"), (("data",), r"\['data'\]")):
+        with pytest.raises(ValueError, match=rf"names 'model'; this mesh has the data axes {data} \(batch_axes=\)"):
+            make_splits(mesh, batch_axes, "model")
+
+
+def test_an_axis_that_nothing_is_split_over(mesh):
+    splits = Splits(mesh, DATA)
+    assert splits.idle(()) == ["model"], "neither the data axes nor one of one device"
+    assert splits.idle({"model"}) == WHOLE.idle(()) == []
+    assert Splits(mesh, ("data",)).idle({"model"}) == ["fsdp"]
+
+
+def test_an_axis_that_is_misspelt(mesh):
+    splits = Splits(mesh, DATA)
+    splits.check_names({"layer 0": {"model"}, "layer 1": {"modl"}}, ())
+    splits.check_names({"layer 0": {"modl"}}, {"model"})
+    with pytest.raises(ValueError, match=r"layer 0 asks .* 'modl'.*no layer asks for its axis 'model'"):
+        splits.check_names({"layer 0": {"modl"}}, ())

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.partitioner import per_device
 from jpipe.partitioner.shardings import Axis
-from jpipe.partitioner.user_shardings import _is_manual
+from jpipe.partitioner.user_shardings import _is_manual, named_axes
 from partitioned import array
 
 P = PartitionSpec
@@ -59,3 +59,18 @@ def test_a_part_of_joint_axes_is_refused():
     assert _is_manual(axis, {"data", "fsdp", "model"}) and not _is_manual(axis, {"model"})
     with pytest.raises(ValueError, match=r"manual over \['data'\], a part of the mesh axes"):
         _is_manual(axis, {"data"})
+
+
+def test_axes_that_are_named(make_mesh):
+    """In loops and calls too; of a `shard_map` those of its specs, whatever it is manual over."""
+    mesh = make_mesh((2, 2, 2), ("a", "b", "c"))
+
+    @jax.jit
+    def constrained(x):
+        return lax.with_sharding_constraint(x, P(P.UNCONSTRAINED, ("a",)))
+
+    loop = lambda x: lax.fori_loop(0, 2, lambda _, x: constrained(x), x)
+    each = jax.shard_map(jnp.sin, in_specs=P("c"), out_specs=P("c"), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        found = [named_axes(jax.make_jaxpr(run)(jnp.ones((4, 4)))) for run in (jnp.sin, loop, each)]
+    assert found == [set(), {"a"}, {"c"}]

@@ -171,6 +171,7 @@ def test_it_is_traced_and_replayed():
     assert_equal(replay(closed, shapes)(X), unheard_of.bind(X))
 
 
+@pytest.mark.filterwarnings("ignore:nothing is split over the mesh axis 'model'")
 @pytest.mark.parametrize(("remat", "axes"), [("none", {"data": 2}), ("layer", {}), ("full", {"model": 2})], ids=str)
 def test_a_layer_of_it(remat, axes):
     """As the same layer of what JAX has: on whole arrays, since nobody knows what it does to shards."""
