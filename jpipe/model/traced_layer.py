@@ -21,10 +21,11 @@ from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
 from jpipe.partitioner.choice import always
+from jpipe.partitioner.flat_jaxpr import FlatEquation
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, settled
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -162,7 +163,7 @@ class DeviceForward:
     results: Results
     results_at: list[Sharding]
     residuals_at: tuple[int, ...]
-    unsplit: list[JaxprEqn]
+    unsplit: list[FlatEquation]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
@@ -190,7 +191,7 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
-    unsplit: list[JaxprEqn]
+    unsplit: list[FlatEquation]
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]

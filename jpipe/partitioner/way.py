@@ -22,7 +22,6 @@ from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, replicated
 from jpipe.seam.inside import at_line_of, scope_of
-from jpipe.seam.jaxpr_types import JaxprEqn
 
 Axes = tuple[Axis, ...]
 
@@ -106,10 +105,10 @@ class DevicePlan:
     cost: float
 
     @property
-    def unsplit(self) -> list[JaxprEqn]:
+    def unsplit(self) -> list[FlatEquation]:
         """The equations that every device carries out whole though an operand was split, those within others first."""
-        within = [equation for planned in self.equations for plan, _ in planned.way.plans for equation in plan.unsplit]
-        return within + [planned.flat.equation for planned in self.equations if planned.is_unsplit]
+        within = [flat for planned in self.equations for plan, _ in planned.way.plans for flat in plan.unsplit]
+        return within + [planned.flat for planned in self.equations if planned.is_unsplit]
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""

@@ -118,12 +118,13 @@ def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> Abstract
     return source_info_util.user_context(found.source_info.traceback)
 
 
-def line_of(equation: JaxprEqn) -> str:
-    """The user's line that an equation comes from, as "model.py:12"; empty if unknown.
+def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
+    """The user's line that an equation, or else its caller, comes from, as "model.py:12"; empty if unknown.
 
     By `source_info.traceback`, as `at_line_of`.
     """
-    frames = getattr(equation.source_info.traceback, "frames", ())  # the innermost first
+    equations = (equation, *reversed(callers))
+    frames = (frame for e in equations for frame in getattr(e.source_info.traceback, "frames", ()))  # innermost first
     users = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
     return next((f"{Path(frame.file_name).name}:{frame.line_num}" for frame in users), "")
 

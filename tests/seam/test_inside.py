@@ -1,5 +1,7 @@
 """Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,3 +166,29 @@ def test_what_an_equation_has():
     assert isinstance(first.primitive, Primitive) and first.outvars[0] is second.invars[0]
     assert first.effects == frozenset() and isinstance(first.params, dict)
     assert second.invars[1].val == 2 and second.outvars[0].aval.shape == X.shape
+
+
+def test_lines():
+    """The user's, also of what is traced in the place of an equation."""
+
+    def users(x):
+        return jnp.sin(x)  # this line
+
+    equation = only(jax.make_jaxpr(users)(1.0))
+    here = [i + 1 for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.endswith("# this line")]
+    assert inside.line_of(equation) == f"test_inside.py:{here[0]}", f"{CHANGED} line_of"
+
+    def ours(x):
+        with inside.at_line_of(equation):
+            return jnp.cos(x)
+
+    assert inside.line_of(only(jax.make_jaxpr(ours)(1.0))) == inside.line_of(equation), f"{CHANGED} at_line_of"
+    assert inside.scopes_of(equation) == ()
+
+
+def test_without_lines(monkeypatch):
+    warn_once.cache_clear()
+    monkeypatch.setattr(inside, "source_info_util", None)
+    equation = only(jax.make_jaxpr(jnp.sin)(1.0))
+    with pytest.warns(UserWarning, match="collectives are shown without users' lines"), inside.at_line_of(equation):
+        pass
