@@ -34,9 +34,9 @@ def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[Unsplit]:
     """The operations of a layer, forward and backward, that every device does whole, each line's together."""
     total = _total(traced)
     found: dict[tuple[str, str], float] = {}
-    for equation, callers, *_ in [*layer.forward.unsplit, *layer.unsplit]:
+    for (equation, callers, *_), times in [*layer.forward.unsplit, *layer.unsplit]:
         key = equation.primitive.name, line_of(equation, callers)
-        found[key] = found.get(key, 0.0) + flops_of(equation).flops / total
+        found[key] = found.get(key, 0.0) + times * flops_of(equation).flops / total
     return [Unsplit(*key, share) for key, share in found.items()]
 
 

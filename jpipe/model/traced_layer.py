@@ -163,7 +163,7 @@ class DeviceForward:
     results: Results
     results_at: list[Sharding]
     residuals_at: tuple[int, ...]
-    unsplit: list[FlatEquation]
+    unsplit: list[tuple[FlatEquation, float]]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
@@ -191,7 +191,7 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
-    unsplit: list[FlatEquation]
+    unsplit: list[tuple[FlatEquation, float]]
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import jax
 import numpy as np
 
 from jpipe.partitioner.conversions import bytes_sent, hops
-from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
+from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.rule import RuleResult, aval_of
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import (
@@ -71,11 +71,17 @@ class Chooser:
     Attributes:
       axes: what arrays are split over.
       handlers: name of a primitive -> what plans its equations; for all others there are rules.
+      flat: a jaxpr -> it without calls.
+      way: a flat jaxpr, the number of an equation, how its operands lie -> how the rules carry it out, or its handler;
+        operands may be wanted otherwise.
+      results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
     """
 
     def __init__(self, axes: Axes, handlers: Mapping[str, Handler]):
         self.axes = axes
         self.handlers = handlers
+        # Each level of nested loops asks several times for what is in it.
+        self.flat, self.way, self.results_at = cache(flatten), cache(self._way), cache(self._results_at)
 
     def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """A plan by which few bytes are sent.
@@ -86,14 +92,12 @@ class Chooser:
           wanted: for each result, from how it lies by itself how it has to lie.
         """
         settled: dict[int, Sharding] = {}
-
-        def planned(settled: dict[int, Sharding]) -> DevicePlan:
-            choosing = _Choosing(self, flat, arguments, settled)
-            return choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
-
-        best = planned(settled)
+        choosing = _Choosing(self, flat, arguments)
+        ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
+        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: plan.cost)
         for value, sharding in _summed_twice(best):
-            other = planned(settled | {value: sharding})
+            choosing = _Choosing(self, flat, arguments, settled | {value: sharding})
+            other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, value, wanted))
             if other.cost < best.cost:
                 best, settled = other, settled | {value: sharding}
         return best
@@ -103,17 +107,16 @@ class Chooser:
         choosing = _Choosing(self, flat, arguments)
         return choosing.plan(wanted, choosing.way)
 
-    def results_at(self, flat: FlatJaxpr, arguments: Sequence[Sharding]) -> list[Sharding]:
-        """How the results of a jaxpr lie by themselves, as the rules say."""
+    def _results_at(self, flat: FlatJaxpr, arguments: tuple[Sharding, ...]) -> list[Sharding]:
         return list(self.by_rules(flat, arguments, [lambda sharding: sharding] * len(flat.results)).results)
 
-    def way(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """How an equation is carried out whose operands lie so; the way may want them otherwise."""
+    def _way(self, flat: FlatJaxpr, at: int, lying: tuple[Sharding, ...]) -> Way:
+        equation = flat.equations[at].equation
         handler = self.handlers.get(equation.primitive.name)
         return handler(self, equation, lying) if handler else self.by_rule(equation, lying)
 
     def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """As `way`, by the operation's rule."""
+        """How an equation is carried out by its operation's rule, whose operands lie so."""
         along_axes = self._apply_rule(equation, lying)
         operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
         results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))
@@ -129,7 +132,8 @@ class Chooser:
             return made
 
         given = [part_shape(aval_of(v).shape, s, self.axes) for v, s in zip(equation.invars, operands, strict=True)]
-        return Way(operands, results, run, _cost_of_work(equation, given, shapes))
+        sends = any(along.wrap for along in along_axes)
+        return Way(operands, results, run, _cost_of_work(equation, given, shapes), sends=sends)
 
     def _apply_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> list[RuleResult]:
         """How an equation is carried out along each axis; where there is no way, operands are whole."""
@@ -200,7 +204,6 @@ class _Choosing:
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
-        self._ways: dict[tuple[int, tuple[Sharding, ...]], Way] = {}
         self._bytes: dict[tuple[Shape, int, Sharding, Sharding], float] = {}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
@@ -220,12 +223,9 @@ class _Choosing:
 
     def way(self, at: int, lying: Sequence[Sharding] = (), forms: Forms | None = None) -> Way:
         """The way that the rules say for an equation, whose operands lie as they are at hand if not otherwise."""
-        equation, _, reads, _ = self.flat.equations[at]
         forms = self.forms if forms is None else forms
-        key = at, tuple(lying) or tuple(forms[value][0] for value in reads)
-        if key not in self._ways:
-            self._ways[key] = self.chooser.way(equation, key[1])
-        return self._ways[key]
+        as_they_are = tuple(forms[value][0] for value in self.flat.equations[at].reads)
+        return self.chooser.way(self.flat, at, tuple(lying) or as_they_are)
 
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], float]:
         """The conversions of an equation's operands that are to be sums before anything reads them, and their cost."""
@@ -276,6 +276,11 @@ class _Choosing:
             way = self.way(at, lying)
             ways.setdefault((way.operands, way.results), way)
         return min(ways.values(), key=lambda way: self._followed(at, way, wanted)) if len(ways) > 1 else first
+
+    def as_before_or_cheapest(self, plan: DevicePlan, value: int, wanted: Sequence[Wanted], at: int) -> Way:
+        """The cheapest way near the first equation that reads a value; elsewhere that of another plan."""
+        first = next(i for i, equation in enumerate(self.flat.equations) if value in equation.reads)
+        return self.cheapest(at, wanted) if first <= at < first + HORIZON else plan.equations[at].way
 
     def _hypotheses(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
         """How operands might lie: otherwise along one axis, where the rules convert one of them."""

@@ -13,10 +13,10 @@ from jax import lax
 
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.flat_jaxpr import FlatJaxpr, flatten
+from jpipe.partitioner.flat_jaxpr import FlatJaxpr
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
-from jpipe.partitioner.way import Axes, Way
+from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -61,7 +61,7 @@ def _loop_shardings(
     carry = list(carry)
     shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
-        results = chooser.results_at(body, [*consts, *carry, *slices])
+        results = chooser.results_at(body, (*consts, *carry, *slices))
         known = enumerate(zip(carry, results, shapes, strict=False))
         new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in known]
         if new == carry:
@@ -75,7 +75,7 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
     """
     p = equation.params
-    (num_consts, num_carry), body = scan_counts(equation), flatten(p["jaxpr"])
+    (num_consts, num_carry), body = scan_counts(equation), chooser.flat(p["jaxpr"])
     first_slice = num_consts + num_carry
     shardings = list(map(settled, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
@@ -120,14 +120,14 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     shardings = list(map(settled, lying))
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
-    body, cond = flatten(p["body_jaxpr"]), flatten(p["cond_jaxpr"])
+    body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
     carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
     test = chooser.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
     plan = chooser.plan(body, [*consts, *carry], list(map(always, carry)))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         tested, given = parts[:num_tested], parts[num_tested:first_carry]
-        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], chooser.axes, [*consts, *carry])
+        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], chooser.axes, [plan])
 
         def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             going, old = state
@@ -149,23 +149,27 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     Operands: the index of the branch, the operands of all branches.
     """
-    branches, whole = list(map(flatten, equation.params["branches"])), replicated(chooser.axes)
+    branches, whole = list(map(chooser.flat, equation.params["branches"])), replicated(chooser.axes)
     shardings = list(map(settled, lying[1:]))
-    results, *others = [chooser.results_at(branch, shardings) for branch in branches]
+    results, *others = [chooser.results_at(branch, tuple(shardings)) for branch in branches]
     for found in others:
         pairs = zip(results, found, equation.outvars, strict=True)
         results = [_combined(a, b, aval_of(v).shape, chooser.axes) for a, b, v in pairs]
     plans = [chooser.plan(branch, shardings, list(map(always, results))) for branch in branches]
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
-        which = _agreed(index, chooser.axes, [*shardings, *results])
+        if platforms := equation.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`: names, or None
+            of_platforms = {name: p.run for names, p in zip(platforms, plans, strict=True) for name in names or ()}
+            default = next((p.run for names, p in zip(platforms, plans, strict=True) if names is None), None)
+            return lax.platform_dependent(*parts, default=default, **of_platforms)
+        which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
     cost = max(plan.cost for plan in plans)
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 
-def _agreed(decision: jax.Array, axes: Axes, shardings: Sequence[Sharding]) -> jax.Array:
+def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax.Array:
     """A decision, such as whether a loop goes on, that is the same on all devices along the axes.
 
     Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
@@ -174,10 +178,9 @@ def _agreed(decision: jax.Array, axes: Axes, shardings: Sequence[Sharding]) -> j
     Args:
       decision: a replicated bool or integer.
       axes: what arrays are split over.
-      shardings: of the values that the decided jaxpr works on: if all are replicated, it has no collectives.
+      plans: of what is decided; if nothing is sent in them, devices need not agree.
     """
-    whole = replicated(axes)
-    if all(sharding == whole for sharding in shardings):
+    if not any(plan.sends for plan in plans):
         return decision
     names = tuple(name for axis in axes for name in axis.names)
     return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)

@@ -61,16 +61,17 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
 
 def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     """The steps from one sharding to another."""
-    # One axis after the other; what makes parts smaller comes first. On the way the blocks of axes that split the same
-    # dimension may cease to lie within one another, so that no device has its part in one slice of another's. From
-    # (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3 on the devices (0, 0), (0, 1), (1, 0), (1, 1):
+    # One axis after the other; what makes parts smaller comes first, gathers come last. On the way the blocks of axes
+    # that split the same dimension may cease to lie within one another, so that no device has its part in one slice of
+    # another's. From (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3 on the devices (0, 0), (0, 1),
+    # (1, 0), (1, 1):
     #
     #   now          0  2  1  3
     #   between      (Shard(0), Shard(0)): both axes cut at the middle, and of (0, 1) nothing would be left
     #   wanted       0  1  2  3
     #
     # Then it goes by way of whole arrays, along the axes that change.
-    order = sorted(range(len(axes)), key=lambda i: not isinstance(wanted[i], Shard))
+    order = sorted(range(len(axes)), key=lambda i: (not isinstance(wanted[i], Shard), isinstance(now[i], Shard)))
     path = _path(now, wanted, order)
     if any(blocks_of(hop.then, axes) is None for hop in path):
         between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))

@@ -119,7 +119,7 @@ class PerDeviceJaxpr(NamedTuple):
 
     jaxpr: ClosedJaxpr
     shardings: list[Sharding]
-    unsplit: list[FlatEquation]
+    unsplit: list[tuple[FlatEquation, float]]
 
 
 def jaxpr_per_device(
@@ -149,7 +149,7 @@ def jaxpr_per_device(
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
     """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
-    return _chooser(axes).results_at(flatten(jaxpr), shardings)
+    return _chooser(axes).results_at(flatten(jaxpr), tuple(shardings))
 
 
 def _chooser(axes: Axes) -> Chooser:

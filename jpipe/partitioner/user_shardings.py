@@ -19,8 +19,6 @@ from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
     Axis,
     Shard,
     Sharding,
@@ -42,16 +40,16 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
     if spec is None:
         return _as_it_is(chooser, equation, lying)
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
-    wanted = list(now)
-    for i, axis in enumerate(axes):
-        along = now[i]
-        if axis.is_data or (isinstance(along, Shard) and along.dim in free):
-            continue
-        dims = [dim for dim, entry in enumerate(spec) if axis.names[0] in names_in(entry)]
-        wanted[i] = Shard(dims[0]) if dims else REPLICATED
-        if not is_possible(shape, tuple(wanted), axes):
-            wanted[i] = REPLICATED if along == PARTIAL else along
-    return _as_it_is(chooser, equation, [tuple(wanted)])
+    keeps = [axis.is_data or (isinstance(s, Shard) and s.dim in free) for axis, s in zip(axes, now, strict=True)]
+    own = [name for axis, keep in zip(axes, keeps, strict=True) if not keep for name in axis.names]
+    by_spec = of_spec(PartitionSpec(*[tuple(n for n in names_in(entry) if n in own) for entry in spec]), axes)
+    wanted = tuple(a if keep else b for a, b, keep in zip(now, by_spec, keeps, strict=True))
+    if not is_possible(shape, wanted, axes):  # as far as it can be
+        wanted = settled(now)
+        for i, keep in enumerate(keeps):
+            changed = (*wanted[:i], by_spec[i], *wanted[i + 1 :])
+            wanted = changed if not keep and is_possible(shape, changed, axes) else wanted
+    return _as_it_is(chooser, equation, [wanted])
 
 
 def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
@@ -87,10 +85,10 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
     inner = Chooser(pick(axes), {**chooser.handlers, **_of_single_devices(alike)})
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
-    gives = inner.results_at(body, arguments)
+    gives = inner.results_at(body, tuple(arguments))
     found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
     plan = inner.plan(body, arguments, [always(pick(sharding)) for sharding in found])
-    return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),))
+    return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
 
 def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
@@ -148,7 +146,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
         if not {*names} & alike.keys():
             return chooser.by_rule(equation, lying)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(lying, lambda x: compare(x, others(names)) if others(names) else x)
+        return run_on_each(list(map(settled, lying)), lambda x: compare(x, others(names)) if others(names) else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """What tells devices apart, or gives something of each, can't be had along axes where all are alike."""

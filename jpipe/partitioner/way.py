@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 
-from jpipe.partitioner.conversions import convert
+from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, replicated
@@ -35,7 +35,8 @@ class Way:
       results: how its results lie then.
       run: a device's parts of the operands -> its parts of the results.
       cost: what it takes by itself, as bytes that are sent (`jpipe.partitioner.choice`).
-      plans: of the jaxprs that it holds, each with how often it is run.
+      plans: of the jaxprs that it holds, each with how often it is run (a `while` loop's body once).
+      sends: whether devices send each other something in it, besides what its plans say.
     """
 
     operands: tuple[Sharding, ...]
@@ -43,6 +44,7 @@ class Way:
     run: Callable[..., Sequence[jax.Array]]
     cost: float = 0.0
     plans: tuple[tuple[DevicePlan, float], ...] = ()
+    sends: bool = False
 
 
 class Conversion(NamedTuple):
@@ -105,10 +107,20 @@ class DevicePlan:
     cost: float
 
     @property
-    def unsplit(self) -> list[FlatEquation]:
-        """The equations that every device carries out whole though an operand was split, those within others first."""
-        within = [flat for planned in self.equations for plan, _ in planned.way.plans for flat in plan.unsplit]
-        return within + [planned.flat for planned in self.equations if planned.is_unsplit]
+    def unsplit(self) -> list[tuple[FlatEquation, float]]:
+        """The equations that every device carries out whole though an operand was split, and how often each runs."""
+        inner = [pair for planned in self.equations for pair in planned.way.plans]
+        within = [(flat, count * times) for plan, times in inner for flat, count in plan.unsplit]
+        return within + [(planned.flat, 1.0) for planned in self.equations if planned.is_unsplit]
+
+    @property
+    def sends(self) -> bool:
+        """Whether devices send each other anything in it."""
+        conversions = [*self.conversions, *[c for planned in self.equations for c in planned.conversions]]
+        if any(collective_of(self.axes, hop) for _, *pair in conversions for hop in hops(self.axes, *pair)):
+            return True
+        ways = [planned.way for planned in self.equations]
+        return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""

@@ -60,12 +60,14 @@ REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any r
 SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pvary"))
 """Over mesh axes: of one device they give what it has."""
 
-OVER_DEVICES = frozenset(_read("all_gather all_to_all axis_index ppermute reduce_scatter"))
+OVER_DEVICES = frozenset(
+    _read("all_gather all_gather_invariant all_to_all axis_index ppermute ragged_all_to_all reduce_scatter")
+)
 """Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
 
 COLLECTIVES = _read("""
-all_gather all_to_all pmax=all_reduce pmin=all_reduce ppermute=permute psum=all_reduce psum_invariant=all_reduce
-ragged_all_to_all=all_to_all reduce_scatter
+all_gather all_gather_invariant=all_gather all_to_all pmax=all_reduce pmin=all_reduce ppermute=permute
+psum=all_reduce psum_invariant=all_reduce ragged_all_to_all=all_to_all reduce_scatter
 """)
 """Over mesh axes: what devices send each other -> what that is called."""
 
@@ -73,8 +75,8 @@ _WITHOUT_FLOATS = _read("""
 bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice
 empty empty2 empty_ref freeze gather get io_callback layout_constraint masked_load masked_swap mesh_cast name new_ref
 num_programs optimization_barrier pbroadcast platform_index program_id pure_callback pvary random_clone random_unwrap
-random_wrap reshard scatter sharding_constraint stop_gradient swap all_gather_invariant all_gather_reduced preduced
-lu_pivots_to_permutation ragged_all_to_all
+random_wrap reshard scatter sharding_constraint stop_gradient swap all_gather_reduced preduced
+lu_pivots_to_permutation
 """)
 
 FREE = MOVES | OVER_DEVICES | frozenset(_WITHOUT_FLOATS)

@@ -2,9 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from jpipe.partitioner import per_device
+from jpipe.partitioner.choice import Chooser
+from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.flat_jaxpr import flatten
+from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from partitioned import array, case, compare, integers
 
 
@@ -54,3 +62,47 @@ def test_values_and_gradients(make_mesh, name):
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_however_arguments_lie(make_mesh, name):
     compare(make_mesh, CASES[name], 40, 40)
+
+
+def test_branches_by_platform(make_mesh):
+    """A regression: the branches of other platforms were lowered too."""
+    mesh = make_mesh((2,), ("model",))
+
+    def function(x):
+        return jax.lax.platform_dependent(x, tpu=lambda x: x * 0, cpu=jnp.sin, default=jnp.cos)
+
+    on_parts = per_device(function, mesh, PartitionSpec("model"), PartitionSpec("model"))
+    specs = {"in_specs": PartitionSpec("model"), "out_specs": PartitionSpec("model")}
+    x = np.arange(4, dtype=np.float32)
+    found = jax.jit(jax.shard_map(on_parts, mesh=mesh, check_vma=False, **specs))(x)
+    np.testing.assert_allclose(found, np.sin(x), rtol=1e-6)
+
+
+def test_nested_loops_are_planned_in_time():
+    """A regression: each level asked three times for what is in it; six levels took a minute."""
+    function = jnp.tanh
+    for _ in range(6):
+        function = lambda x, inner=function: jax.lax.scan(lambda c, _: (inner(c), None), x, length=2)[0]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: function(x).sum()))(np.ones((4, 4), np.float32))
+    asked = []
+
+    class Counting(Chooser):
+        def by_rule(self, equation, lying):
+            asked.append(equation)
+            return super().by_rule(equation, lying)
+
+    Counting((Axis(("model",), (2,)),), CONTROL_FLOW).plan(flatten(jaxpr), [(Shard(0),)], [lambda s: s])
+    assert len(asked) < 1000
+
+
+def test_devices_agree_where_branches_send():
+    """A regression: not where operands were replicated, though random bits are split over data axes."""
+
+    def function(x, key):
+        return jax.lax.cond(x.sum() > 0, lambda: jnp.sort(jax.random.normal(key, (8,))), lambda: jnp.zeros(8))
+
+    axes = (Axis(("data",), (2,), is_data=True),)
+    jaxpr = jax.make_jaxpr(function)(np.ones(4, np.float32), jax.random.key(0))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",), axis_types=(AxisType.Manual,))):
+        program = jaxpr_per_device(jaxpr, axes, [(REPLICATED,)] * 2, [lambda _: (REPLICATED,)])
+    assert "pmax" in str(program.jaxpr) and "all_gather" in str(program.jaxpr)

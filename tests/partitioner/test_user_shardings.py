@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.partitioner import per_device
-from jpipe.partitioner.shardings import Axis
-from jpipe.partitioner.user_shardings import _is_manual, named_axes
+from jpipe.partitioner.choice import Chooser
+from jpipe.partitioner.control_flow import CONTROL_FLOW
+from jpipe.partitioner.flat_jaxpr import flatten
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
+from jpipe.partitioner.user_shardings import USER_SHARDINGS, _is_manual, named_axes
 from partitioned import array
 
 P = PartitionSpec
@@ -74,3 +77,48 @@ def test_axes_that_are_named(make_mesh):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         found = [named_axes(jax.make_jaxpr(run)(jnp.ones((4, 4)))) for run in (jnp.sin, loop, each)]
     assert found == [set(), {"a"}, {"c"}]
+
+
+def chosen(function, lying, *shapes, names=("expert", "model")):
+    """The way of the only equation that a function has, besides how its results lie."""
+    jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
+    axes = tuple(Axis((name,), (2,)) for name in names)
+    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS).plan(flatten(jaxpr), lying, [lambda s: s])
+
+
+def test_a_constraint_of_one_dimension_over_two_axes(make_mesh):
+    """A regression: the second axis was left out, and what lay along one that comes later stood in the way."""
+    mesh = make_mesh((2, 2), ("expert", "model"))
+    constrain = lambda spec: lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    both = chosen(constrain(P(("expert", "model"))), [(REPLICATED, REPLICATED)], (8, 4))
+    assert both.results == ((Shard(0), Shard(0, 2)),)
+    one = chosen(constrain(P("expert")), [(REPLICATED, Shard(0))], (8, 4))
+    assert one.results == ((Shard(0), REPLICATED),)
+    as_far_as_possible = chosen(constrain(P("expert", "model")), [(REPLICATED, REPLICATED)], (8, 3))
+    assert as_far_as_possible.results == ((Shard(0), REPLICATED),)
+
+
+def test_a_maximum_over_devices_is_not_taken_of_partial_sums(make_mesh):
+    """A regression: it was, where it is also over an axis along which all devices have the same."""
+    mesh = make_mesh((2, 2, 2), ("stage", "expert", "model"))
+
+    def function(x, w):
+        inside = lambda x, w: lax.pmax(x @ w, ("stage", "expert"))
+        specs = {"in_specs": (P("expert"), P()), "out_specs": P()}
+        return jax.shard_map(inside, mesh=mesh, axis_names={"stage", "expert"}, check_vma=False, **specs)(x, w)
+
+    plan = chosen(function, [(REPLICATED, Shard(1)), (REPLICATED, Shard(0))], (8, 4), (4, 6))
+    ((inner, _),) = plan.equations[-1].way.plans
+    assert inner.equations[-1].flat.equation.primitive.name == "pmax"
+    assert inner.equations[-1].way.operands == ((REPLICATED,),)
+
+
+def test_a_gather_over_devices_that_are_alike_is_refused(make_mesh):
+    mesh = make_mesh((2, 2, 2), ("stage", "expert", "model"))
+
+    def function(x):
+        inside = lambda x: lax.all_gather(x, "stage")
+        return jax.shard_map(inside, mesh=mesh, in_specs=P("expert"), out_specs=P(None, "expert"), check_vma=False)(x)
+
+    with pytest.raises(ValueError, match=r"jax.shard_map holds all_gather over the axes \('stage',\), .*axis_names="):
+        chosen(function, [(REPLICATED, REPLICATED)], (8, 4))
