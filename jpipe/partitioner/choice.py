@@ -13,6 +13,7 @@ their parts of the sequence:
 At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
 tried to sum once, before both. Costs are in bytes that a device sends; what it computes and writes
 counts too, as the bytes that could be sent meanwhile, or it would be cheapest to compute everything on every device.
+As no rollout sees to the end, a plan is made by each of two lists of prices, and the cheaper by the first is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from types import MappingProxyType
 import jax
 import numpy as np
 
-from jpipe.partitioner.conversions import bytes_sent, hops
+from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.rule import RuleResult, aval_of
 from jpipe.partitioner.rules import RULES, part_params
@@ -40,15 +41,19 @@ from jpipe.partitioner.shardings import (
     part_shape,
     replicated,
 )
-from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
+from jpipe.partitioner.way import NOTHING, Axes, Conversion, Cost, DevicePlan, PlannedEquation, Way
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
-FLOPS_PER_BYTE = 1000.0
-"""Floating-point operations of products in the time in which a byte is sent: 765 on a TPU v5p (459 TFLOP/s, 600 GB/s),
-985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s)."""
-WRITTEN_PER_BYTE = 8.0
-"""Bytes that are written to memory in that time: 4.6 on a TPU v5p (2,765 GB/s), 4.1 on a v5e; some never are."""
+SENT, SCATTERED, FLOPS, WRITTEN = np.eye(4)
+"""What is counted: bytes that a device sends, in reduce-scatters and otherwise, what its products compute, and bytes
+that it writes."""
+PRICES = SENT + 1.2 * SCATTERED + FLOPS / 1000 + WRITTEN / 128
+"""What each is worth in bytes sent; the cheapest plan is taken. In the time of a byte 765 operations are done on a TPU
+v5p (459 TFLOP/s, 600 GB/s), 985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s), and 4.6 bytes written on a v5p
+(2,765 GB/s), but few of them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 144 more."""
+TRIED = (PRICES, SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8)
+"""Prices by which plans are made. By the second a sum is rather split than whole, as it is cheaper if it stays so."""
 HORIZON = 200
 """For how many equations an alternative is followed."""
 
@@ -65,21 +70,33 @@ def always(sharding: Sharding) -> Wanted:
     return lambda _: sharding
 
 
+def cheapest_plan(
+    axes: Axes,
+    handlers: Mapping[str, Handler],
+    flat: FlatJaxpr,
+    arguments: Sequence[Sharding],
+    wanted: Sequence[Wanted],
+) -> DevicePlan:
+    """The cheapest of the plans that are made by all of `TRIED`; arguments as those of `Chooser` and `Chooser.plan`."""
+    plans = [Chooser(axes, handlers, prices).plan(flat, arguments, wanted) for prices in TRIED]
+    return min(plans, key=lambda plan: PRICES @ plan.cost)
+
+
 class Chooser:
     """Makes plans for jaxprs.
 
     Attributes:
       axes: what arrays are split over.
       handlers: name of a primitive -> what plans its equations; for all others there are rules.
+      prices: what things cost, as `PRICES`.
       flat: a jaxpr -> it without calls.
       way: a flat jaxpr, the number of an equation, how its operands lie -> how the rules carry it out, or its handler;
         operands may be wanted otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
     """
 
-    def __init__(self, axes: Axes, handlers: Mapping[str, Handler]):
-        self.axes = axes
-        self.handlers = handlers
+    def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES):
+        self.axes, self.handlers, self.prices = axes, handlers, prices
         # Each level of nested loops asks several times for what is in it.
         self.flat, self.way, self.results_at = cache(flatten), cache(self._way), cache(self._results_at)
 
@@ -94,11 +111,11 @@ class Chooser:
         settled: dict[int, Sharding] = {}
         choosing = _Choosing(self, flat, arguments)
         ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
-        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: plan.cost)
+        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: self.prices @ plan.cost)
         for value, sharding in _summed_twice(best):
             choosing = _Choosing(self, flat, arguments, settled | {value: sharding})
             other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, value, wanted))
-            if other.cost < best.cost:
+            if self.prices @ other.cost < self.prices @ best.cost:
                 best, settled = other, settled | {value: sharding}
         return best
 
@@ -159,8 +176,8 @@ def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array)
     return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))
 
 
-def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> float:
-    """What a device computes and writes, as bytes that could be sent in that time."""
+def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> Cost:
+    """What a device computes and writes."""
     pairs = zip(equation.outvars, results, strict=True)
     written = sum(math.prod(shape) * _itemsize(aval_of(v).dtype) for v, shape in pairs)
     flops = 0.0
@@ -170,7 +187,7 @@ def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequen
     elif equation.primitive.name == "conv_general_dilated":
         given = equation.params["dimension_numbers"].rhs_spec[0]
         flops = 2.0 * math.prod(results[0]) * math.prod(operands[1]) / max(operands[1][given], 1)
-    return flops / FLOPS_PER_BYTE + written / WRITTEN_PER_BYTE
+    return flops * FLOPS + written * WRITTEN
 
 
 def _itemsize(dtype: np.dtype) -> int:
@@ -204,18 +221,18 @@ class _Choosing:
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
-        self._bytes: dict[tuple[Shape, int, Sharding, Sharding], float] = {}
+        self._sent: dict[tuple[Shape, int, Sharding, Sharding], Cost] = {}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
         """The plan that has the chosen way of each equation, in order; `wanted` says how the results have to lie."""
         equations: list[PlannedEquation] = []
-        cost = 0.0
+        cost = NOTHING
         for at, flat in enumerate(self.flat.equations):
             first, before = self._settle(at, self.forms)
             way = choose(at)
             conversions, more = self._take(at, way, self.forms)
             equations.append(PlannedEquation(flat, (*first, *conversions), way))
-            cost += before + more
+            cost = cost + before + more
         results = [choose(self.forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
         conversions, more = self._convert(self.flat.results, results, self.forms)
         fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
@@ -227,12 +244,12 @@ class _Choosing:
         as_they_are = tuple(forms[value][0] for value in self.flat.equations[at].reads)
         return self.chooser.way(self.flat, at, tuple(lying) or as_they_are)
 
-    def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], float]:
+    def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
         """The conversions of an equation's operands that are to be sums before anything reads them, and their cost."""
         values = [value for value in self.flat.equations[at].reads if value in self.settled]
         return self._convert(values, [self.settled[value] for value in values], forms)
 
-    def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], float]:
+    def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], Cost]:
         """The conversions that a way needs, and its cost with them; `forms` has then what was made."""
         flat = self.flat.equations[at]
         conversions, cost = self._convert(flat.reads, way.operands, forms)
@@ -241,41 +258,45 @@ class _Choosing:
 
     def _convert(
         self, values: Sequence[int], wanted: Sequence[Sharding], forms: Forms
-    ) -> tuple[list[Conversion], float]:
-        """The conversions to have values as they are wanted, each from where the fewest bytes are sent."""
-        conversions, cost = [], 0.0
+    ) -> tuple[list[Conversion], Cost]:
+        """The conversions to have values as they are wanted, each from where it is cheapest."""
+        conversions, cost, prices = [], NOTHING, self.chooser.prices
         for value, sharding in zip(values, wanted, strict=True):
             old = forms[value]
             if sharding in old:
                 continue
-            now = min(old, key=lambda form: self._sent(value, form, sharding))
+            now = min(old, key=lambda form: prices @ self._cost_of(Conversion(value, form, sharding)))
             conversions.append(Conversion(value, now, sharding))
-            cost += self._sent(value, now, sharding)
+            cost = cost + self._cost_of(conversions[-1])
             # Once a sum was taken, it needn't be taken again: the rules go by what it has become.
             is_settled = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
             forms[value] = (sharding, *old) if is_settled else (*old, sharding)
         return conversions, cost
 
-    def _sent(self, value: int, now: Sharding, wanted: Sharding) -> float:
-        """The bytes that a device sends in a conversion."""
+    def _cost_of(self, conversion: Conversion) -> Cost:
+        """What a device sends in a conversion."""
+        value, now, wanted = conversion
         aval = self.flat.avals[value]
         key = aval.shape, _itemsize(aval.dtype), now, wanted
-        if key not in self._bytes:
-            self._bytes[key] = sum(bytes_sent(self.axes, *key[:2], hop) for hop in hops(self.axes, now, wanted))
-        return self._bytes[key]
+        if key not in self._sent:
+            kind = lambda hop: SCATTERED if collective_of(self.axes, hop) == "reduce_scatter" else SENT
+            sent = [kind(hop) * bytes_sent(self.axes, *key[:2], hop) for hop in hops(self.axes, now, wanted)]
+            self._sent[key] = sum(sent, start=NOTHING)
+        return self._sent[key]
 
     def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
-        """Of the ways of an equation the one by which the fewest bytes are sent, there and after it."""
+        """Of the ways of an equation the cheapest, with what comes after it."""
         first = self.way(at)
         flat = self.flat.equations[at]
         handled = flat.equation.primitive.name in self.chooser.handlers  # what users say, and loops, which plan anew
-        if handled or not self._convert(flat.reads, first.operands, dict(self.forms))[1]:
+        if handled or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
             return first
         ways = {(first.operands, first.results): first}
         for lying in self._hypotheses(flat, first):
             way = self.way(at, lying)
             ways.setdefault((way.operands, way.results), way)
-        return min(ways.values(), key=lambda way: self._followed(at, way, wanted)) if len(ways) > 1 else first
+        price = lambda way: self.chooser.prices @ self._followed(at, way, wanted)
+        return min(ways.values(), key=price) if len(ways) > 1 else first
 
     def as_before_or_cheapest(self, plan: DevicePlan, value: int, wanted: Sequence[Wanted], at: int) -> Way:
         """The cheapest way near the first equation that reads a value; elsewhere that of another plan."""
@@ -297,13 +318,13 @@ class _Choosing:
                     if own != lying[k] and is_possible(shape, own, self.axes):
                         yield (*lying[:k], own, *lying[k + 1 :])
 
-    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> float:
+    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
         """What a way costs, and after it the equations up to the horizon, as the rules alone carry them out."""
         forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
-            cost += self._settle(later, forms)[1]
-            cost += self._take(later, self.way(later, forms=forms), forms)[1]
+            before = self._settle(later, forms)[1]
+            cost = cost + before + self._take(later, self.way(later, forms=forms), forms)[1]
         made = [(value, choose) for value, choose in zip(self.flat.results, wanted, strict=True) if value in forms]
         results = [choose(forms[value][0]) for value, choose in made]
         return cost + self._convert([value for value, _ in made], results, forms)[1]

@@ -165,7 +165,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
-    cost = max(plan.cost for plan in plans)
+    cost = max((plan.cost for plan in plans), key=lambda cost: chooser.prices @ cost)
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 

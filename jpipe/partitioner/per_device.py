@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpipe.jax_tools.tracing import replay
-from jpipe.partitioner.choice import Chooser, Wanted
+from jpipe.partitioner.choice import Chooser, Wanted, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.flat_jaxpr import FlatEquation, flatten
 from jpipe.partitioner.shardings import (
@@ -36,6 +36,7 @@ from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import PyTree
 
+HANDLERS = CONTROL_FLOW | USER_SHARDINGS
 Specs = PyTree
 """PartitionSpecs, as `jax.shard_map` takes them: a pytree of them, or one for a whole subtree."""
 
@@ -140,7 +141,7 @@ def jaxpr_per_device(
     # Where mesh axes could be named in tracing, a jaxpr may say so though arrays are split over none.
     if not axes and all(axis_type == AxisType.Manual for axis_type in here.axis_types):
         return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars), [])
-    plan = _chooser(axes).plan(flatten(jaxpr), shardings, wanted)
+    plan = cheapest_plan(axes, HANDLERS, flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
@@ -149,11 +150,7 @@ def jaxpr_per_device(
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
     """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
-    return _chooser(axes).results_at(flatten(jaxpr), tuple(shardings))
-
-
-def _chooser(axes: Axes) -> Chooser:
-    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS)
+    return Chooser(axes, HANDLERS).results_at(flatten(jaxpr), tuple(shardings))
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
@@ -24,6 +25,9 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Shardi
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
+Cost = np.ndarray
+"""`[4]`, how much of what is counted (`jpipe.partitioner.choice`)."""
+NOTHING: Cost = np.zeros(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +38,7 @@ class Way:
       operands: how its operands have to lie.
       results: how its results lie then.
       run: a device's parts of the operands -> its parts of the results.
-      cost: what it takes by itself, as bytes that are sent (`jpipe.partitioner.choice`).
+      cost: what it takes by itself.
       plans: of the jaxprs that it holds, each with how often it is run (a `while` loop's body once).
       sends: whether devices send each other something in it, besides what its plans say.
     """
@@ -42,7 +46,7 @@ class Way:
     operands: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     run: Callable[..., Sequence[jax.Array]]
-    cost: float = 0.0
+    cost: Cost = field(default_factory=NOTHING.copy)
     plans: tuple[tuple[DevicePlan, float], ...] = ()
     sends: bool = False
 
@@ -95,7 +99,7 @@ class DevicePlan:
       equations: how each of its equations is carried out.
       conversions: those of its results.
       results: how its results lie.
-      cost: what it takes, as bytes that are sent.
+      cost: what it takes.
     """
 
     flat: FlatJaxpr
@@ -104,7 +108,7 @@ class DevicePlan:
     equations: tuple[PlannedEquation, ...]
     conversions: tuple[Conversion, ...]
     results: tuple[Sharding, ...]
-    cost: float
+    cost: Cost
 
     @property
     def unsplit(self) -> list[tuple[FlatEquation, float]]:
