@@ -239,9 +239,8 @@ def test_no_two_classes_or_public_functions_have_one_name():
 # --- tests mirror modules ---------------------------------------------------------------------------------------------
 
 WITHOUT_CODE = {"types.py", "__main__.py"}
-UNTESTED: set[str] = {  # to be emptied: modules without a test file of their own name
-    "jax_tools/concrete.py",
-}
+UNTESTED: set[str] = set()
+"""To be kept empty: modules without a test file of their own name."""
 
 
 def test_every_module_has_its_test_file():
@@ -255,7 +254,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9552
+MOST_LINES = 9536
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

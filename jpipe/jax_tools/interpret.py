@@ -1,15 +1,32 @@
-"""Small jaxprs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it."""
+"""Small jaxprs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it.
+
+And the context for that: at once and on this host, whatever is being traced and whatever the mesh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe.jax_tools.tracing import no_mesh
 from jpipe.seam.inside import called_by, carry_out
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
 from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
+
+
+@contextmanager
+def on_this_host() -> Iterator[None]:
+    """A context in which operations run at once on one device of this process, of the CPU if there is one."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # there are accelerators only
+        device = jax.local_devices()[0]
+    with no_mesh(), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"), jax.default_device(device):
+        yield
 
 
 def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:

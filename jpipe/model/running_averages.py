@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jax_tools.concrete import on_this_host
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.interpret import interpret
+from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.jaxprs import without_stops
 from jpipe.jax_tools.tracing import trace
 from jpipe.model.layer_function import LayerFunction

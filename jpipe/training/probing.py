@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.jax_tools.concrete import on_this_host
-from jpipe.jax_tools.interpret import interpret
+from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.tracing import trace
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
 from jpipe.seam.primitives import draws
