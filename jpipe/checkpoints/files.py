@@ -56,11 +56,6 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
             directory,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
             item_names=(LAYERS, OPTIMIZER, ABOUT),
-            item_handlers={
-                LAYERS: ocp.PyTreeCheckpointHandler(),
-                OPTIMIZER: ocp.PyTreeCheckpointHandler(),
-                ABOUT: ocp.JsonCheckpointHandler(),
-            },
         )
     except (OSError, RuntimeError) as error:
         raise OSError(

@@ -57,18 +57,13 @@ def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
         named, arrays = read(contents.without_layer), None
         for portion in _portions(contents):
             found = read({path: shape for record in portion for path, shape in record.named.items()})
-            arrays = arrays or _zeros(contents.arrays)  # once something could be read
+            if arrays is None:  # once something could be read
+                arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), contents.arrays)
             for record in portion:
                 leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
                 arrays = contents.records.put(arrays, record.record_type, record.record, leaves)
             advance(sum(record.num_bytes for record in portion))
     return arrays or {}, named
-
-
-def _zeros(shapes: Arrays) -> Arrays:
-    """New buffers, each stage's on its own devices."""
-    make = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    return jax.jit(make, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))()
 
 
 def _portions(contents: Contents) -> list[list[NamedRecord]]:

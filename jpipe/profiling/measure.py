@@ -180,7 +180,7 @@ def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, C
     (loss, updates, metrics), grads = program.run(program.everything())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
-    current = copied(state)
+    current = jax.tree.map(jnp.copy, state)
 
     def run(step: Callable[[TrainState], tuple[TrainState, PyTree]]) -> PyTree:
         nonlocal current
@@ -191,9 +191,3 @@ def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, C
         "step": partial(run, lambda state: pipe.train_step(state, program.batch)),
         "update": partial(run, lambda state: update(state, loss, updates, metrics, grads)),
     }
-
-
-def copied(state: TrainState) -> TrainState:
-    """A copy in memory of its own: a step donates the state that it is given."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(state)
