@@ -37,13 +37,11 @@ from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState, abstract_state
-from jpipe.training.train_step import TrainSteps
+from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, PyTree
 
 if TYPE_CHECKING:
     from jpipe.profiling.communication import Communication
-
-Variables = dict[str, StageTree]
 
 saving.register()
 
@@ -142,12 +140,9 @@ class Pipeline:
         self._jit_to_layers = jax.jit(to_layers)
 
     def __repr__(self) -> str:
-        schedule = self.schedule
-        return (
-            f"Pipeline({len(self.planner.request.layers)} layers, num_stages={schedule.num_stages}, num_microbatches="
-            f"{schedule.num_microbatches}, num_chunks={schedule.num_chunks}, schedule={schedule.name!r}, "
-            f"mesh={dict(self.mesh.shape)})"
-        )
+        sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
+        of = f"{len(self.planner.request.layers)} layers, {sizes}, schedule={self.schedule.name!r}"
+        return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
 
     def __str__(self) -> str:
         return summarize(repr(self), self.planner).described()

@@ -216,11 +216,6 @@ def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
     return found or PartitionSpec()
 
 
-def _leaf_specs(tree: PyTree) -> list[PartitionSpec]:
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)
-    return [spec or PartitionSpec() for spec in jax.tree.leaves(tree, is_leaf=is_spec)]
-
-
 @dataclass(frozen=True)
 class NnxLayer:
     """An `nnx` module, ready or to be made by a factory; its variables are its state, grouped by variable type.
@@ -344,7 +339,8 @@ class NnxLayer:
             specs = _collections(nnx.get_partition_spec(self.template))
         except ValueError as error:
             raise LayerError(f"names axes that its rules can't translate. Flax says: {error}") from error
-        return {name: _leaf_specs(tree) for name, tree in specs.items()}
+        leaves = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+        return {name: [spec or PartitionSpec() for spec in leaves(tree)] for name, tree in specs.items()}
 
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The module itself, in evaluation mode, or its method."""

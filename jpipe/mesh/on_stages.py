@@ -45,15 +45,17 @@ def on_stages(
       after: the results of `function` -> those for the caller; all of them whole arrays.
       result_specs: PartitionSpecs of the results for the caller (default: `out_specs`).
     """
-    # Loop bounds vary from stage to stage, and users' layers know nothing of varying types.
-    options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
-    if AxisType.Explicit not in mesh.axis_types:
-        return lambda *arguments: after(jax.shard_map(function, mesh=mesh, **options)(*before(*arguments)))
+    is_explicit = AxisType.Explicit in mesh.axis_types
+
+    def run(*arguments: PyTree) -> PyTree:
+        given = None if is_explicit else mesh  # else that of the context, in which `auto_axes` has made its axes Auto
+        # Loop bounds vary from stage to stage, and users' layers know nothing of varying types.
+        of_parts = jax.shard_map(function, mesh=given, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return after(of_parts(*before(*arguments)))
 
     def call(*arguments: PyTree) -> PyTree:
-        run = lambda *arguments: after(jax.shard_map(function, **options)(*before(*arguments)))
         specs = out_specs if result_specs is None else result_specs
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)(*arguments)
 
-    return call
+    return call if is_explicit else run

@@ -35,9 +35,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
         "displayTimeUnit": "ms",
         "otherData": {
             "schedule": schedule.name,
-            "num_stages": schedule.num_stages,
-            "num_microbatches": schedule.num_microbatches,
-            "num_chunks": schedule.num_chunks,
+            **schedule.sizes,
             "bubble_fraction": timeline.bubble_fraction,
         },
     }

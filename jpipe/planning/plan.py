@@ -40,7 +40,6 @@ class Plan:
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Of layer counts
         FLOPs, to be shown.
-      layouts: where the variables lie, by collection.
     """
 
     request: Request
@@ -48,7 +47,6 @@ class Plan:
     loss: TracedLoss
     partition: Partition
     costs: tuple[Cost, ...]
-    layouts: dict[str, Layout]
 
     @cached_property
     def model(self) -> Model:
@@ -57,7 +55,14 @@ class Plan:
 
     def arranged(self, model: Model) -> Model:
         """A model, traced at whatever shapes, as the stages run it."""
-        return _arranged(model, self.request, self.partition)
+        return unrolled(model, self.partition.bounds) if self.request.options.unroll else model
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the variables lie, by collection."""
+        request, axes = self.request, self.request.splits.batch_axes
+        cuts, placement = self.partition.bounds, request.schedule.placement
+        return make_layouts(self.model, cuts, placement, request.mesh, axes, apart=request.options.unroll)
 
     def check_model(self, model: Model) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
@@ -83,10 +88,6 @@ class Plan:
                 )
 
 
-def _arranged(model: Model, request: Request, cuts: Partition) -> Model:
-    return unrolled(model, cuts.bounds) if request.options.unroll else model
-
-
 def early_partition(request: Request) -> Partition | None:
     """The cuts, or None if they depend on shapes.
 
@@ -100,7 +101,7 @@ def early_partition(request: Request) -> Partition | None:
 def make_plan(
     request: Request, model: Model, loss: TracedLoss, trace_layers: Callable[[], Sequence[TracedLayer]]
 ) -> Plan:
-    """Measures the layers, cuts the model and lays out its variables.
+    """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
       request: what the user asked for.
@@ -128,15 +129,7 @@ def make_plan(
             _warn_of_unknown(model, costs)
         if math.fsum(cuts.layer_costs) >= (measure.negligible if measure else 0.0):
             _warn_of_heavy_layers(model, cuts)
-    layouts = make_layouts(
-        _arranged(model, request, cuts),
-        cuts.bounds,
-        request.schedule.placement,
-        request.mesh,
-        request.splits.batch_axes,
-        apart=request.options.unroll,
-    )
-    return Plan(request, model, loss, cuts, tuple(costs), layouts)
+    return Plan(request, model, loss, cuts, tuple(costs))
 
 
 def _cut(request: Request, costs: Sequence[float]) -> Partition:

@@ -135,9 +135,8 @@ def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> 
     count = int(num_microbatches)
     if count != num_microbatches or count < 1 or size % (count * planner.request.splits.num_shards):
         return None
-    sizes = {"num_stages": given.num_stages, "num_chunks": given.num_chunks}
     try:
-        known = make_schedule(given.name, **sizes, num_microbatches=given.num_microbatches)
-        return make_schedule(given.name, **sizes, num_microbatches=count) if known == given else None
+        known = make_schedule(given.name, **given.sizes)
+        return make_schedule(given.name, **given.sizes | {"num_microbatches": count}) if known == given else None
     except ValueError:  # a custom schedule may be called anything, what it isn't too
         return None

@@ -82,12 +82,9 @@ class Profile:
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
-        schedule = self.schedule
         found = {
-            "schedule": schedule.name,
-            "num_stages": schedule.num_stages,
-            "num_microbatches": schedule.num_microbatches,
-            "num_chunks": schedule.num_chunks,
+            "schedule": self.schedule.name,
+            **self.schedule.sizes,
             "counts": self.partition.counts,
             **{field.name: getattr(self, field.name) for field in fields(self) if field.repr},
         }

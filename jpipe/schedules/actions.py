@@ -76,6 +76,11 @@ class Orders:
         """V, one more than the highest chunk."""
         return 1 + max(action.chunk for order in self.actions for action in order)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """K, M and V by their names."""
+        return {name: getattr(self, name) for name in ("num_stages", "num_microbatches", "num_chunks")}
+
     @cached_property
     def placement(self) -> Placement:
         """Which virtual stage each chunk of each stage is."""

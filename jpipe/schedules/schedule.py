@@ -55,8 +55,7 @@ class Schedule(Orders):
         for stage, order in enumerate(actions):
             _check_sequence(f"actions of stage {stage}", order, 'use a sequence of single actions, as ["F0", "B0"]')
         orders = tuple(tuple(_as_action(item, stage) for item in order) for stage, order in enumerate(actions))
-        object.__setattr__(self, "actions", orders)
-        object.__setattr__(self, "slots", tuple(slots))
+        super().__init__(orders, tuple(slots))
         object.__setattr__(self, "name", name)
         _check_slots(self)
         for stage, order in enumerate(self.actions):
