@@ -16,6 +16,7 @@ from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
+from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 
 
@@ -128,6 +129,18 @@ def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> No
             f"every stage and chunk needs at least one layer: use num_stages * num_chunks <= {num_layers}, or cut the "
             "model into more layers"
         )
+
+
+def check_state(state: object) -> None:
+    """Checks that something is a training state that wasn't donated.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: it was donated.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
+    check_alive("state", state)
 
 
 def check_alive(what: str, tree: PyTree) -> None:

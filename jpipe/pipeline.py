@@ -356,9 +356,7 @@ class Pipeline:
           (bool, whether both are), and those of the loss function. Where the optimiser skips an update
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
-        if not isinstance(state, TrainState):
-            raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
-        checks.check_alive("state", state)
+        checks.check_state(state)
         self._check_training(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)

@@ -25,7 +25,7 @@ from jpipe.checkpoints.containers import (
 )
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
 from jpipe.checkpoints.transfer import read_all, take_all
-from jpipe.checks import check_alive, check_variables
+from jpipe.checks import check_state, check_variables
 from jpipe.execution.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
@@ -149,9 +149,7 @@ class Checkpointer:
           ValueError: the directory holds checkpoints of this step or later ones, from another run.
         """
         self._check(pipe)
-        if not isinstance(state, TrainState):
-            raise TypeError(f"state is a {type(state).__name__}; save what pipe.train_step returned")
-        check_alive("state", state)
+        check_state(state)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
             raise TypeError("the state is being traced; call save outside of jax.jit and its like")
         check_variables(pipe.plan, state.variables)

@@ -17,21 +17,13 @@ def check_same_structure(what: str, given: PyTree, expected: PyTree) -> None:
     """
     if jax.tree.structure(given) == jax.tree.structure(expected):
         return
-    paths = [
-        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (given, expected)
-    ]
-    extra = [path for path in paths[0] if path not in paths[1]]
-    missing = [path for path in paths[1] if path not in paths[0]]
-    detail = (
-        f"it lacks {what}{missing[0]}"
-        if missing
-        else f"it has {what}{extra[0]} besides"
-        if extra
-        else "its containers differ"
-    )
+    paths_of = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    now, then = paths_of(given), paths_of(expected)
+    missing = [f"it lacks {what}{path}" for path in then if path not in now]
+    extra = [f"it has {what}{path} besides" for path in now if path not in then]
+    detail, *_ = [*missing, *extra, "its containers differ"]
     raise ValueError(
-        f"the {what} has another structure than at init: {detail}; "
-        f"expected {_outline(paths[1])}, got {_outline(paths[0])}"
+        f"the {what} has another structure than at init: {detail}; expected {_outline(then)}, got {_outline(now)}"
     )
 
 

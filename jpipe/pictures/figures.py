@@ -6,8 +6,7 @@ matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +76,18 @@ def compare(
         raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
     if not schedules:
         raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
-    timed = partial(simulate, **times)
-    timelines = [_as_timeline(item, num_stages, num_microbatches, num_chunks, timed) for item in schedules]
+
+    def timeline_of(item: str | Schedule | Timeline) -> Timeline:
+        if isinstance(item, Timeline):
+            return item
+        if isinstance(item, str):
+            if num_stages is None or num_microbatches is None:
+                raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
+            chunks = num_chunks if item in CHUNKED else 1
+            item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
+        return simulate(item, **times)
+
+    timelines = list(map(timeline_of, schedules))
     titles = [f"{_name(timeline.schedule)}: {timeline.in_numbers}" for timeline in timelines]
     return _draw(timelines, titles, path, unit)
 
@@ -89,23 +98,6 @@ def check_matplotlib() -> None:
         import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
-
-
-def _as_timeline(
-    item: str | Schedule | Timeline,
-    num_stages: int | None,
-    num_microbatches: int | None,
-    num_chunks: int,
-    timed: Callable[[Schedule], Timeline],
-) -> Timeline:
-    if isinstance(item, Timeline):
-        return item
-    if isinstance(item, str):
-        if num_stages is None or num_microbatches is None:
-            raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
-        chunks = num_chunks if item in CHUNKED else 1
-        item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
-    return timed(item)
 
 
 def _draw(

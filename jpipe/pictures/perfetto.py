@@ -28,7 +28,9 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
     for stage in range(timeline.schedule.num_stages):
         events += _names(stage, tracks)
         events += [_slice(bar, tracks, scale) for bar in drawn if bar.stage == stage]
-        events += [_counter(stage, time * scale, count) for time, count in timeline.in_flight(stage)]
+        counter = {"ph": "C", "name": "in flight", "pid": stage}
+        held = timeline.in_flight(stage)
+        events += [{**counter, "ts": time * scale, "args": {"micro-batches": count}} for time, count in held]
     schedule = timeline.schedule
     trace = {
         "traceEvents": events,
@@ -63,7 +65,3 @@ def _slice(bar: Bar, tracks: list[str], scale: float) -> Json:
         "dur": (bar.end - bar.start) * scale,
         "args": {"micro-batch": bar.microbatch, "chunk": bar.chunk},
     }
-
-
-def _counter(stage: int, time: float, count: int) -> Json:
-    return {"ph": "C", "name": "in flight", "pid": stage, "ts": time, "args": {"micro-batches": count}}

@@ -48,14 +48,12 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int], timeout:
         answer = _get(client, f"{place}/verdict", wait + 5)
         verdict = ["late", _late([first], wait)] if answer is None else json.loads(answer)
     kind, message = verdict
-    if kind == "late":
-        raise RuntimeError(message)
-    if kind == "differ":
-        raise ValueError(message)
+    if message:
+        raise (RuntimeError if kind == "late" else ValueError)(message)
 
 
 def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str], wait: float) -> list[str]:
-    """What the first process finds: "agreed", "differ" or "late", and a message."""
+    """What the first process finds: "differ" or "late", and a message; an empty one if all agree."""
     first, *others = sorted(processes)
     deadline = time.monotonic() + wait
     answers = {p: _get(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
@@ -65,8 +63,7 @@ def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str], 
     told = {first: own} | {p: json.loads(answer or "{}") for p, answer in answers.items()}
     for p in others:
         client.key_value_delete(f"{place}/{p}")
-    differing = differences(told)
-    return ["differ", differing] if differing else ["agreed", ""]
+    return ["differ", differences(told)]
 
 
 def differences(told: Mapping[int, Mapping[str, str]]) -> str:

@@ -63,7 +63,7 @@ def find(
       sizes: other numbers of micro-batches, and the one at hand.
       noise: by how much the step differed from round to round, of itself.
     """
-    found = [*_noise(noise), *_around(model)]
+    found = list(_around(model, noise))
     if _works(model):
         promises = [
             *_balance(planner, model, times),
@@ -72,14 +72,6 @@ def find(
         ]
         found = [finding for finding in promises if finding.promise is None or finding.promise < 1 - noise] + found
     return tuple(sorted(found, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
-
-
-def _noise(noise: float) -> Iterator[Finding]:
-    if noise > NOISY:
-        yield Finding(
-            f"the step took longer in one round and shorter in another, by {noise:.0%}: something else runs on this "
-            "machine; profile on a quiet one, or with more rounds, before you believe a promise"
-        )
 
 
 def _works(model: StepModel) -> bool:
@@ -158,9 +150,14 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
     )
 
 
-def _around(model: StepModel) -> Iterator[Finding]:
+def _around(model: StepModel, noise: float) -> Iterator[Finding]:
     """About what isn't the stages' own work, and how far the measurement is to be trusted."""
     slices, step = model.slices, model.step()
+    if noise > NOISY:
+        yield Finding(
+            f"the step took longer in one round and shorter in another, by {noise:.0%}: something else runs on this "
+            "machine; profile on a quiet one, or with more rounds, before you believe a promise"
+        )
     if not _works(model):
         yield Finding(
             f"stages alone work for {model.stages.makespan(model.schedule) / step:.0%} of the step, which is less than "

@@ -50,7 +50,8 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
     variants = [(model, layers)]
     if planner.request.remat is not MODES["none"]:
         with planner.tracing():
-            variants.append((model, list(map(_without_remat, layers))))
+            kept = [trace_layer(replace(layer.function, remat=MODES["none"])) for layer in layers]
+            variants.append((model, kept))
     tried = {}
     for num_microbatches in others:
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
@@ -59,17 +60,12 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
         found = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
         tried, found = {}, timed_costs(variants, planner.request.mesh)
-    kept = found[len(variants) - 1]
-    return LayerTimes(found[0], kept, dict(zip(tried, found[len(variants) :], strict=True)))
+    return LayerTimes(found[0], found[len(variants) - 1], dict(zip(tried, found[len(variants) :], strict=True)))
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
     micro = cut(batch, num_microbatches * planner.request.splits.num_shards)
     return planner.model(micro), planner.layers(micro, key_shape())
-
-
-def _without_remat(layer: TracedLayer) -> TracedLayer:
-    return trace_layer(replace(layer.function, remat=MODES["none"]))
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import jax
@@ -66,19 +67,19 @@ class Program:
     Attributes:
       table: the ticks.
       batch: the batch on the devices, so that no run has to bring it there.
+      set_up: does what is done without any tick.
     """
 
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
         planner = pipe.planner
         with task("compiling the measured step"):
             self.table: TickTable = planner.training_step(batch, state.key).table
-            self.batch = batches.on_mesh(batch, pipe.mesh)
-            self._mesh = pipe.mesh
+            self.batch, self._mesh = batches.on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, planner))
-            self._compiled = run.lower(*self._arguments, self.everything()).compile()
-            self._no_ticks = self._placed(np.zeros(self._shape, np.int32)[:, :0])
-            self._set_up = run.lower(*self._arguments, self._no_ticks).compile()
+            self._compiled = run.lower(*self._arguments, self.only("FB")).compile()
+            without = *self._arguments, batches.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
+            self.set_up = partial(run.lower(*without).compile(), *without)
 
     @property
     def temporary_bytes(self) -> int:
@@ -86,36 +87,17 @@ class Program:
         found = self._compiled.memory_analysis()
         return int(found.temp_size_in_bytes) if found else 0
 
-    def everything(self) -> jax.Array:
-        """All actions, `[slots, T, K]` of 1 on the devices."""
-        return self._placed(np.ones(self._shape, np.int32))
-
-    def nothing(self) -> jax.Array:
-        """No action."""
-        return self._placed(np.zeros(self._shape, np.int32))
-
-    def only(self, kind: str, stage: int) -> jax.Array:
-        """The actions of a kind on a stage."""
-        chosen = np.zeros(self._shape, np.int32)
-        for index, slot in enumerate(self.table.slots):
-            if kind in slot.kinds:
-                chosen[index, :, stage] = slot.kind[:, stage] == 1 + slot.kinds.index(kind)
-        return self._placed(chosen)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return len(self.table.slots), *self.table.slots[0].kind.shape
-
-    def _placed(self, chosen: np.ndarray) -> jax.Array:
-        return batches.on_all(chosen, self._mesh)
+    def only(self, kinds: str, stage: int | None = None) -> jax.Array:
+        """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
+        numbers = [[1 + i for i, kind in enumerate(slot.kinds) if kind in kinds] for slot in self.table.slots]
+        chosen = np.stack([np.isin(slot.kind, own) for slot, own in zip(self.table.slots, numbers, strict=True)])
+        if stage is not None:
+            chosen &= np.arange(chosen.shape[-1]) == stage
+        return batches.on_all(chosen.astype(np.int32), self._mesh)
 
     def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""
         return self._compiled(*self._arguments, only)
-
-    def set_up(self) -> PyTree:
-        """The same without any tick."""
-        return self._set_up(*self._arguments, self._no_ticks)
 
 
 def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) -> Measured:
@@ -128,13 +110,9 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
       rounds: how often each is run, besides once to warm up; the median counts.
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
-    chosen = {f"{kind}{k}": program.only(kind, k) for kind in "FB" for k in range(num_stages)}
-    chosen["idle"] = program.nothing()
-    runs: dict[str, Callable[[], PyTree]] = {
-        **_trained(pipe, program, state),
-        **{name: partial(program.run, only) for name, only in chosen.items()},
-        "setup": program.set_up,
-    }
+    runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}
+    for kind, k in product("FB", range(num_stages)):
+        runs[f"{kind}{k}"] = partial(program.run, program.only(kind, k))
     seconds = _in_rounds(runs, rounds)
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     action = lambda name: max(SHORTEST, float(np.median(seconds[name] - seconds["idle"])) / num_microbatches)
@@ -177,7 +155,7 @@ def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[st
 
 def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:
     """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
-    (loss, updates, metrics), grads = program.run(program.everything())
+    (loss, updates, metrics), grads = program.run(program.only("FB"))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
     current = jax.tree.map(jnp.copy, state)

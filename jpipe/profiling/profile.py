@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jpipe.checks import check_alive, check_batch, check_complete
+from jpipe.checks import check_batch, check_complete, check_state
 from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
@@ -172,14 +172,12 @@ def profile(
         )
 
 
-def _check(pipe: object, state: object, batch: Batch, rounds: object) -> None:
+def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:
     from jpipe.pipeline import Pipeline
 
     if not isinstance(pipe, Pipeline):
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
-    check_alive("state", state)
+    check_state(state)
     if isinstance(rounds, bool) or not isinstance(rounds, int):
         raise TypeError(f"rounds={rounds!r} is no integer; give how often everything is timed")
     if rounds < 1:
