@@ -111,7 +111,7 @@ def _parts(value: object, kept: bool) -> Sequence[object] | None:
             return [str(np.asarray(value).dtype), np.asarray(value).tobytes()]
         case tuple() | list():
             return list(value)
-        case dict() if type(value) is dict:
+        case Mapping() if type(value) is dict or not kept:
             return [part for item in value.items() for part in item]
         case functools.partial():
             return [value.func, value.args, value.keywords]
@@ -119,8 +119,6 @@ def _parts(value: object, kept: bool) -> Sequence[object] | None:
             return _parts_of_function(value, kept)
     if kept:
         return None
-    if isinstance(value, Mapping):
-        return [part for item in value.items() for part in item]
     if isinstance(value, set | frozenset):
         return sorted(f"{type(item)} {item!r}" for item in value)
     if dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:

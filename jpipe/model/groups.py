@@ -175,12 +175,11 @@ def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
 
 def same_shapes(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees are equal in structure and shapes."""
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        return False
-    return all(np.shape(x) == np.shape(y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    shapes = lambda tree: list(map(np.shape, jax.tree.leaves(tree)))
+    return jax.tree.structure(a) == jax.tree.structure(b) and shapes(a) == shapes(b)
 
 
 def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
-    return same_shapes(a, b) and all(x.dtype == y.dtype for x, y in pairs)
+    dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    return same_shapes(a, b) and dtypes(a) == dtypes(b)

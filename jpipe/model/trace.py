@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +57,11 @@ def trace_model(
         g = None if last else next((g for g, group in enumerate(groups) if same(group)), None)
         if g is None:
             g = len(groups)
-            shown = takes if index else inputs
+            before = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
+            called_with = f"{before}: {describe(takes if index else inputs)}"
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
-            group = _trace_layer(_Place(layers, index, shown), takes, takes_at, batch, variables, splits)
+            group = _trace_layer((index, layer, called_with), takes, takes_at, batch, variables, splits)
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
@@ -92,28 +93,25 @@ def _asked(group: LayerGroup) -> set[str]:
     return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a layer stands, for errors: all layers, its index, what it is called with (of the first, the inputs)."""
-
-    layers: Sequence[AnyLayer]
-    index: int
-    called_with: Shapes
-
-    def __str__(self) -> str:
-        return f"layer {self.index} ({self.layers[self.index].name})"
-
-
 def _trace_layer(
-    place: _Place,
+    place: tuple[int, AnyLayer, str],
     takes: Shapes,
     takes_at: list[Sharding],
     batch: Shapes,
     shared: dict[str, Shapes] | None,
     splits: Splits,
 ) -> LayerGroup:
-    """The group of a layer that is the first of its group; `shared` has its variables if another made them."""
-    layer = place.layers[place.index]
+    """The group of a layer that is the first of its group.
+
+    Args:
+      place: its index, the layer, and for errors who calls it with what.
+      takes, takes_at: what it is called with, and how that lies.
+      batch: the shapes of the micro-batch.
+      shared: its variables, if another layer made them.
+      splits: what arrays are split over.
+    """
+    index, layer, called_with = place
+    name = f"layer {index} ({layer.name})"
     variables: dict[str, Shapes] = {}
     try:
         made = layer.ready if shared is None else shared
@@ -129,15 +127,15 @@ def _trace_layer(
         jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
         asked = layer.partition_specs(variables)
     except LayerError as error:
-        raise ValueError(f"{place} {error}") from error
+        raise ValueError(f"{name} {error}") from error
     except Exception as error:
-        raise ValueError(_mismatch(place, variables, error)) from error
-    specs, named = splits.at_rest(str(place), variables, asked), named_axes(jaxpr)
-    group = LayerGroup(layer, (place.index,), takes, gives, variables, specs, takes_at, [], needs_key, named)
+        raise ValueError(f"{name} can't take what {called_with}{_mismatch(name, variables, error)}") from error
+    specs, named = splits.at_rest(name, variables, asked), named_axes(jaxpr)
+    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named)
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
@@ -251,14 +249,12 @@ def _category(dtype: jnp.dtype) -> object:
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _mismatch(place: _Place, variables: dict[str, Shapes], error: Exception) -> str:
-    layers, index = place.layers, place.index
-    source = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
-    own = f"; parameters of {place}: {describe(variables['params'])}" if "params" in variables else ""
+def _mismatch(name: str, variables: dict[str, Shapes], error: Exception) -> str:
+    own = f"; parameters of {name}: {describe(variables['params'])}" if "params" in variables else ""
     raised = f"It raised {type(error).__name__}: {error}"
     if lacks_an_argument(error):
         raised += (
             ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
             'read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
-    return f"{place} can't take what {source}: {describe(place.called_with)}{own}. {raised}"
+    return f"{own}. {raised}"

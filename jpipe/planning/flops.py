@@ -172,8 +172,7 @@ def _while(equation: JaxprEqn) -> Flops:
 
 def _cond(equation: JaxprEqn) -> Flops:
     branches = list(map(_count, equation.params["branches"]))
-    unknown = frozenset().union(*(branch.unknown for branch in branches))
-    return Flops(max(branch.flops for branch in branches), unknown)
+    return Flops(max(branch.flops for branch in branches), sum(branches, Flops()).unknown)
 
 
 def _pallas(equation: JaxprEqn) -> Flops:

@@ -76,9 +76,7 @@ class Partition:
     @property
     def variance(self) -> float:
         """The variance of `costs`, which the paper minimises."""
-        costs = self.costs
-        mean = math.fsum(costs) / len(costs)
-        return math.fsum((cost - mean) ** 2 for cost in costs) / len(costs)
+        return float(np.var(self.costs))
 
     def __str__(self) -> str:
         return self._table().text()

@@ -45,7 +45,7 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int], timeout:
     else:
         client.key_value_set(f"{place}/{own}", json.dumps(dict(facts)))
         # A little longer, so that the first says who is missing.
-        answer = _get(client, f"{place}/verdict", wait + 5)
+        answer = wait_for(client, f"{place}/verdict", wait + 5)
         verdict = ["late", _late([first], wait)] if answer is None else json.loads(answer)
     kind, message = verdict
     if message:
@@ -56,7 +56,7 @@ def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str], 
     """What the first process finds: "differ" or "late", and a message; an empty one if all agree."""
     first, *others = sorted(processes)
     deadline = time.monotonic() + wait
-    answers = {p: _get(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
+    answers = {p: wait_for(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
     missing = [p for p, answer in answers.items() if answer is None]
     if missing:
         return ["late", _late(missing, wait)]
@@ -91,11 +91,3 @@ def _late(missing: Sequence[int], wait: float) -> str:
         f"process {', '.join(map(str, missing))} did not come to the same step within {wait:g} s; all processes have "
         "to make the same pipelines and take the same steps, in the same order"
     )
-
-
-def _get(client, key: str, wait: float) -> str | None:
-    """What lies under a key once it does; None if that takes too long."""
-    try:
-        return wait_for(client, key, wait)
-    except jax.errors.JaxRuntimeError as error:
-        raise RuntimeError(f"this process has lost the others: {error}") from error

@@ -7,6 +7,7 @@ together anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,9 +98,13 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
 
 def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
-    size, here = batch_size(batch), planner.request.schedule.num_microbatches
-    tried = [_with_microbatches(planner, here * factor, size) for factor in FACTORS]
-    return {schedule.num_microbatches: schedule for schedule in tried if schedule is not None}
+    given, shards = planner.request.schedule, planner.request.splits.num_shards
+    counts = [int(given.num_microbatches * factor) for factor in FACTORS if given.num_microbatches * factor % 1 == 0]
+    with suppress(ValueError):  # a custom schedule may be called anything, what it isn't too
+        if make_schedule(given.name, **given.sizes) == given:
+            with_count = lambda count: make_schedule(given.name, **given.sizes | {"num_microbatches": count})
+            return {count: with_count(count) for count in counts if batch_size(batch) % (count * shards) == 0}
+    return {}
 
 
 def microbatch_sizes(
@@ -127,16 +132,3 @@ def _row(schedule: Schedule, stages: StageTimes, size: int, step: float) -> Micr
     each = size // num_microbatches
     bubble = stages.even.timeline(schedule).bubble_fraction
     return MicrobatchSize(num_microbatches, each, sum(stages.total) / each, bubble, step)
-
-
-def _with_microbatches(planner: Planner, num_microbatches: float, size: int) -> Schedule | None:
-    """The schedule with another M, if it is one that has a name, and both it and a batch of this size allow M."""
-    given = planner.request.schedule
-    count = int(num_microbatches)
-    if count != num_microbatches or count < 1 or size % (count * planner.request.splits.num_shards):
-        return None
-    try:
-        known = make_schedule(given.name, **given.sizes)
-        return make_schedule(given.name, **given.sizes | {"num_microbatches": count}) if known == given else None
-    except ValueError:  # a custom schedule may be called anything, what it isn't too
-        return None

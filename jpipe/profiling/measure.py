@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe.execution import batches, programs
+from jpipe.pipeline import Pipeline
 from jpipe.schedules.ticks import TickTable
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
 from jpipe.training.train_step import apply_update
 from jpipe.types import Batch, PyTree
-
-if TYPE_CHECKING:
-    from jpipe.pipeline import Pipeline
 
 SHORTEST = 1e-9
 """Seconds that a stage takes at least: a run can come out shorter than the one without its actions, by noise."""

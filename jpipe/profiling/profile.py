@@ -12,6 +12,7 @@ import jax
 
 from jpipe.checks import check_batch, check_complete, check_state
 from jpipe.pictures.tables import Table
+from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
 from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, split_backward
@@ -28,8 +29,6 @@ from jpipe.types import Batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from jpipe.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,6 @@ def profile(
 
 
 def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:
-    from jpipe.pipeline import Pipeline
-
     if not isinstance(pipe, Pipeline):
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
     check_state(state)

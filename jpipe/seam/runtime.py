@@ -45,14 +45,14 @@ def wait_for(store: Any, key: str, seconds: float) -> str | None:
     told as one that is lost.
 
     Raises:
-      JaxRuntimeError: the store can't be reached.
+      RuntimeError: the store can't be reached.
     """
     try:
         return store.blocking_key_value_get(key, max(1, int(seconds * 1000)))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
-        raise
+        raise RuntimeError(f"this process has lost the others: {error}") from error
 
 
 def finds_no_cluster(error: ValueError) -> bool:

@@ -495,7 +495,7 @@ def test_arguments_of_other_types(tmp_path):
     with jpipe.Checkpointer(tmp_path) as saved:
         with pytest.raises(TypeError, match=r"pipe is a NoneType; pass a jpipe\.Pipeline"):
             saved.restore(None, SMALL, optax.sgd(0.1))
-        with pytest.raises(TypeError, match=r"state is a dict; save what pipe\.train_step returned"):
+        with pytest.raises(TypeError, match=r"state is a dict; make it with pipe\.create_state"):
             saved.save(pipe, state.variables)
         with pytest.raises(TypeError, match=r"has the key \(1, 2\); in a checkpoint keys are"):
             saved.save(pipe, state, position={(1, 2): 3})
