@@ -7,7 +7,7 @@ the translation between the variables that jpipe works on (a dict by collection)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -76,11 +76,9 @@ class AnyLayer(Protocol):
         """The shared layer whose parameters it uses; None if they are its own."""
         ...
 
-    def is_same(self, other: AnyLayer) -> bool:
-        """Whether both compute the same function of (variables, inputs, context), on variables of the same shapes.
-
-        Such layers are compiled once. It is asked of layers that take inputs of the same shapes.
-        """
+    @property
+    def made_of(self) -> Sequence[object]:
+        """What its function of (variables, inputs, context) and its variables' shapes follow from; see `is_same`."""
         ...
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
@@ -106,6 +104,14 @@ class AnyLayer(Protocol):
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The layer with these variables as a function of its inputs, in evaluation mode."""
         ...
+
+
+def is_same(a: AnyLayer, b: AnyLayer) -> bool:
+    """Whether both compute the same function of (variables, inputs, context), on variables of the same shapes.
+
+    Such layers are compiled once. It is asked of layers that take inputs of the same shapes.
+    """
+    return type(a) is type(b) and same_value(a.made_of, b.made_of)
 
 
 def describe(tree: PyTree) -> str:
@@ -165,13 +171,9 @@ class PlainLayer:
     reads_batch: bool = False
     shared: Shared | None = None
 
-    def is_same(self, other: AnyLayer) -> bool:
-        return (
-            isinstance(other, PlainLayer)
-            and self.shared is other.shared
-            and same_value(self.init_fn, other.init_fn)
-            and same_value(self.apply_fn, other.apply_fn)
-        )
+    @property
+    def made_of(self) -> Sequence[object]:
+        return self.shared, self.init_fn, self.apply_fn
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         del batch

@@ -29,7 +29,6 @@ from jpipe.layers.base import (
     describe,
     positional,
 )
-from jpipe.layers.fingerprint import same_value
 from jpipe.layers.shared import Shared
 from jpipe.types import Batch, PyTree
 
@@ -189,11 +188,10 @@ class ConnectedLayer:
     def shared(self) -> Shared | None:
         return self.inner.shared
 
-    def is_same(self, other: AnyLayer) -> bool:
-        if not isinstance(other, ConnectedLayer) or not self.inner.is_same(other.inner):
-            return False
-        connections = lambda layer: (layer.passing, layer.stashes, layer.pops, layer.read, layer.read_inputs)
-        return same_value(connections(self), connections(other))
+    @property
+    def made_of(self) -> Sequence[object]:
+        connections = self.passing, self.stashes, self.pops, self.read, self.read_inputs
+        return type(self.inner), self.inner.made_of, connections
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         own, _ = self._split(inputs, batch)

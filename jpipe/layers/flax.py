@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
-from jpipe.layers.fingerprint import same_value, values_within
+from jpipe.layers.fingerprint import values_within
 from jpipe.layers.functions import ModeArguments, mode_arguments
 from jpipe.layers.shared import Method, Shared
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
@@ -106,13 +106,11 @@ class LinenLayer:
     def name(self) -> str:
         return self.module.name or type(self.module).__name__
 
-    def is_same(self, other: AnyLayer) -> bool:
-        """Whether the modules are equal, whatever they are called."""
-        if not isinstance(other, LinenLayer) or type(self.module) is not type(other.module):
-            return False
+    @property
+    def made_of(self) -> Sequence[object]:
+        """The module's type and fields, whatever it is called."""
         names = [f.name for f in dataclasses.fields(self.module) if f.name not in ("name", "parent")]
-        parts = lambda layer: [layer.shared, layer.method, *(getattr(layer.module, name) for name in names)]
-        return same_value(parts(self), parts(other))
+        return [type(self.module), self.shared, self.method, *(getattr(self.module, name) for name in names)]
 
     def _mode(self, train: bool) -> ModeArguments:
         fixed = lambda name: getattr(self.module, name, None) is not None
@@ -279,13 +277,11 @@ class NnxLayer:
         made = type(nnx.merge(graphdef, state))
         return cls(made.__name__, graphdef, state, factory, module_type=made, init_jaxpr=f"{closed} {constants}")
 
-    def is_same(self, other: AnyLayer) -> bool:
-        """Whether their graph definitions are equal (types, attributes, initialisers), and both or none are ready."""
-        if not isinstance(other, NnxLayer) or (self.factory is None) != (other.factory is None):
-            return False
-        shapes = lambda state: [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(state)]
-        parts = lambda layer: (layer.shared, layer.method, layer.graphdef, layer.init_jaxpr, shapes(layer.template))
-        return same_value(parts(self), parts(other))
+    @property
+    def made_of(self) -> Sequence[object]:
+        """The graph definition (types, attributes, initialisers), and whether the module is ready."""
+        shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(self.template)]
+        return self.factory is None, self.shared, self.method, self.graphdef, self.init_jaxpr, shapes
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """The factory's values under this key; a ready module's own values."""

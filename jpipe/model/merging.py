@@ -85,7 +85,7 @@ class Merging:
     def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Flag) -> list[Leaf]:
         """Totals with one more micro-batch's new state.
 
-        `with_spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
+        `spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
         the square of the average change over the rate, so that the variance of the means is counted.
 
         Args:
@@ -96,7 +96,7 @@ class Merging:
         """
         new = [leaf.astype(total.dtype) for leaf, total in zip(new, totals, strict=True)]
         old = [leaf.astype(total.dtype) for leaf, total in zip(old, totals, strict=True)]
-        leaves = zip(self.rules, totals, old, self.averages.with_spread(old, new), strict=True)
+        leaves = zip(self.rules, totals, old, self.averages.spread(old, new, 1), strict=True)
         return [MERGE_RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
@@ -104,8 +104,7 @@ class Merging:
         wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, wide, strict=True)
         merged = [MERGE_RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
-        merged = self.averages.without_spread(wide, merged)
-        return [leaf.astype(a.dtype) for leaf, a in zip(merged, old, strict=True)]
+        return [leaf.astype(a.dtype) for leaf, a in zip(self.averages.spread(wide, merged, -1), old, strict=True)]
 
 
 def make_merging(function: LayerFunction, rules: Mapping[str, str], splits: Splits = WHOLE) -> Merging:

@@ -50,18 +50,15 @@ class RunningAverages:
     lying: tuple[Sharding, ...] = ()
     axes: tuple[Axis, ...] = ()
 
-    def with_spread(self, old: Sequence[Leaf], new: Sequence[Leaf]) -> list[Leaf]:
-        """A micro-batch's new state, with u_i^2 / r added to its variances; `old` is the state before the step."""
+    def spread(self, old: Sequence[Leaf], new: Sequence[Leaf], sign: int) -> list[Leaf]:
+        """The new state with more or less in its variances; `old` is the state before the step.
+
+        Of a micro-batch u_i^2 / r is added (`sign` 1), from the mean over micro-batches mean(u_i)^2 / r taken (-1),
+        which gives the mini-batch's new state.
+        """
         changed = list(new)
         for i, (mean, variance) in enumerate(self.pairs):
-            changed[variance] = new[variance] + self._square_over_rate(new[mean] - old[mean], i)
-        return changed
-
-    def without_spread(self, old: Sequence[Leaf], merged: Sequence[Leaf]) -> list[Leaf]:
-        """The mean over micro-batches of `with_spread`, less mean(u_i)^2 / r: the mini-batch's new state."""
-        changed = list(merged)
-        for i, (mean, variance) in enumerate(self.pairs):
-            changed[variance] = merged[variance] - self._square_over_rate(merged[mean] - old[mean], i)
+            changed[variance] = new[variance] + sign * self._square_over_rate(new[mean] - old[mean], i)
         return changed
 
     def _square_over_rate(self, change: jax.Array, i: int) -> jax.Array:

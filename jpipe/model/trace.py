@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_variable_sets
@@ -52,7 +52,7 @@ def trace_model(
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
         same = lambda g, x=takes, at=takes_at, layer=layer: (
-            same_type(g.takes, x) and g.takes_at == at and g.layer.is_same(layer)
+            same_type(g.takes, x) and g.takes_at == at and is_same(g.layer, layer)
         )
         g = None if last else next((g for g, group in enumerate(groups) if same(group)), None)
         if g is None:

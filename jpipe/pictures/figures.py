@@ -104,8 +104,7 @@ def _draw(
     timelines: Sequence[Timeline], titles: Sequence[str], path: str | os.PathLike[str] | None, unit: str | None
 ) -> Figure:
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
-    from jpipe.pictures.gantt import draw_gantt
-    from jpipe.pictures.in_flight import draw_memory, peak
+    from jpipe.pictures.gantt import draw_gantt, draw_memory, peak
 
     panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]

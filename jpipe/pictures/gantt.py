@@ -1,4 +1,4 @@
-"""Who does what when: a line of bars for each stage, in a colour for each kind of action."""
+"""Who does what when: a line of bars for each stage, in a colour for each kind of action; and what stages hold."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from jpipe.pictures import palette
-from jpipe.pictures.bars import Bar, bars
+from jpipe.pictures.bars import HEIGHT, Bar, bars
 from jpipe.schedules.simulate import Timeline
 
 
@@ -76,6 +76,31 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> Non
         for bar in own if kind != "R" else ():
             axes.add_artist(Number(bar, digits, palette.text_colour(colour), font_size))
     label_stages(axes, schedule.num_stages)
+
+
+def peak(timeline: Timeline) -> float:
+    """The most that any stage holds, in micro-batches: a chunk of V holds a V-th of one."""
+    return max(timeline.peak_in_flight) / timeline.schedule.num_chunks
+
+
+def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
+    """Draws an area for each stage, the first stage on top; beside it how much its peak is.
+
+    Args:
+      axes: where.
+      timeline: of a schedule that trains.
+      scale: how many micro-batches are as high as the line of a stage.
+    """
+    num_stages, num_chunks = timeline.schedule.num_stages, timeline.schedule.num_chunks
+    for stage in range(num_stages):
+        base = stage + HEIGHT / 2
+        axes.add_patch(Rectangle((0, base), timeline.makespan, -HEIGHT, facecolor=palette.SCALE))
+        times, counts = zip(*timeline.in_flight(stage), strict=True)
+        heights = [base - HEIGHT * count / num_chunks / scale for count in counts]
+        axes.stairs(heights, [*times, timeline.makespan], baseline=base, fill=True, color=palette.MEMORY, snap=False)
+        most = timeline.peak_in_flight[stage] / num_chunks
+        write_beside(axes, f"peak {most:g}" if stage == 0 else f"{most:g}", (timeline.makespan, stage))
+    label_stages(axes, num_stages)
 
 
 def label_stages(axes: Axes, num_stages: int) -> None:

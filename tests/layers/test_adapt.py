@@ -11,7 +11,7 @@ from flax import nnx
 
 import jpipe
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context
+from jpipe.layers.base import Context, is_same
 
 X = np.ones((2, 4), np.float32)
 
@@ -50,8 +50,8 @@ SAME = [
 @pytest.mark.parametrize(("make", "same"), SAME)
 def test_equal_layers_are_the_same(make, same):
     first, second = as_layers([make(), make()])
-    assert first.is_same(second) is same
-    assert first.is_same(first)
+    assert is_same(first, second) is same
+    assert is_same(first, first)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_equal_layers_are_the_same(make, same):
 )
 def test_layers_that_differ(first, second):
     first, second = as_layers([first, second])
-    assert not first.is_same(second)
-    assert not second.is_same(first)
+    assert not is_same(first, second)
+    assert not is_same(second, first)
 
 
 def test_a_partial_of_an_nnx_class_is_a_factory():

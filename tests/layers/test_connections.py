@@ -10,7 +10,7 @@ from flax import nnx
 import jpipe
 from cases import CUTS, assert_close, cut, some_slow
 from jpipe.layers.adapt import as_layers
-from jpipe.layers.base import Context
+from jpipe.layers.base import Context, is_same
 from jpipe.layers.connections import with_inputs
 from jpipe.model.trace import trace_model
 
@@ -282,6 +282,6 @@ def test_its_variables_are_the_layers_own(key):
 def test_only_those_that_read_alike_are_the_same():
     read = lambda batch: batch["a"]
     one, same, other = (with_inputs(as_layers([nn.Dense(4)]), r)[0] for r in (read, read, lambda batch: batch["a"]))
-    assert one.is_same(same)
-    assert not one.is_same(other)
-    assert not one.is_same(as_layers([nn.Dense(4)])[0])
+    assert is_same(one, same)
+    assert not is_same(one, other)
+    assert not is_same(one, as_layers([nn.Dense(4)])[0])

@@ -15,6 +15,7 @@ import pytest
 import jpipe
 from cases import assert_equal
 from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import is_same
 from jpipe.layers.fingerprint import fingerprint, same_value, values_within
 
 # --- two values now ---------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ PAIRS = [
 def test_values_of_other_types_or_bits_make_other_layers(make, a, b, same):
     """A regression: 0.0 == -0.0 and (1,) == (True,), so that unlike layers were taken for alike."""
     first, second = as_layers([make(a), make(b)])
-    assert first.is_same(second) is same
+    assert is_same(first, second) is same
 
 
 def test_functions_that_hold_themselves():
@@ -83,8 +84,8 @@ def test_functions_that_hold_themselves():
         return count
 
     first, second, third = as_layers([make(1.0), make(1.0), make(2.0)])
-    assert first.is_same(second)
-    assert not first.is_same(third)
+    assert is_same(first, second)
+    assert not is_same(first, third)
 
 
 def test_layers_of_other_bits_compute_other_things():

@@ -129,8 +129,8 @@ def test_moments_of_a_mini_batch(rates):
     averages = RunningAverages(((0, 1),), (rate,), ((),))
     moved = lambda a, to: a + rate * (to - a)
     micro = [[moved(old[0], part.mean(0)), moved(old[1], part.var(0))] for part in x]
-    total = [sum(leaves) / 3 for leaves in zip(*[averages.with_spread(old, new) for new in micro], strict=True)]
-    mean, variance = averages.without_spread(old, total)
+    total = [sum(leaves) / 3 for leaves in zip(*[averages.spread(old, new, 1) for new in micro], strict=True)]
+    mean, variance = averages.spread(old, total, -1)
     whole = x.reshape(-1, 2)
     np.testing.assert_allclose(mean, moved(old[0], whole.mean(0)), rtol=1e-5)
     np.testing.assert_allclose(variance, moved(old[1], whole.var(0)), rtol=1e-5)
