@@ -160,16 +160,22 @@ class Layer:
                 raise TypeError(f"jpipe.Layer: {what}={getattr(self, what)!r} is not callable; pass a function")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """What all layers without connections have in common; see `AnyLayer`."""
+
+    ready: LayerVariables | None = None
+    reads_batch: bool = False
+    shared: Shared | None = None
+
+
 @dataclass(frozen=True)
-class PlainLayer:
+class PlainLayer(Single):
     """Adapts `Layer`, and plain functions without parameters (`init_fn=None`)."""
 
     name: str
     init_fn: Callable[..., PyTree] | None
     apply_fn: Callable[..., Activation]
-    ready: None = None
-    reads_batch: bool = False
-    shared: Shared | None = None
 
     @property
     def made_of(self) -> Sequence[object]:

@@ -26,10 +26,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Single, Specs
 from jpipe.layers.fingerprint import values_within
 from jpipe.layers.functions import ModeArguments, mode_arguments
-from jpipe.layers.shared import Method, Shared
+from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
 from jpipe.types import Batch, Leaf, PyTree
 
@@ -93,13 +93,10 @@ def check_variable_types(layers: Sequence[AnyLayer]) -> None:
 
 
 @dataclass(frozen=True)
-class LinenLayer:
+class LinenLayer(Single):
     """A `flax.linen` module; its variables are what `module.init` returns, metadata boxes included."""
 
     module: nn.Module
-    ready: None = None
-    reads_batch: bool = False
-    shared: Shared | None = None
     method: Method | None = None  # instead of `__call__`
 
     @property
@@ -215,7 +212,7 @@ def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
 
 
 @dataclass(frozen=True)
-class NnxLayer:
+class NnxLayer(Single):
     """An `nnx` module, ready or to be made by a factory; its variables are its state, grouped by variable type.
 
     Attributes:
@@ -223,9 +220,6 @@ class NnxLayer:
       graphdef: the module without its state.
       template: the state with ShapeDtypeStructs as leaves: paths, variable types and metadata.
       factory: `rngs -> module`; None for a module that is ready.
-      ready: a ready module's own values.
-      reads_batch: never.
-      shared: the shared layer that it is a use of, if it is one.
       method: the name of the method to be called instead of `__call__`.
       module_type: the module's class.
       init_jaxpr: as text, what the factory computes: two may differ only in the values that they start from.
@@ -235,9 +229,6 @@ class NnxLayer:
     graphdef: nnx.GraphDef[nnx.Module]
     template: nnx.State
     factory: Callable[..., object] | None
-    ready: LayerVariables | None = None
-    reads_batch: bool = False
-    shared: Shared | None = None
     method: Method | None = None
     module_type: type = nnx.Module
     init_jaxpr: str = ""
@@ -248,7 +239,7 @@ class NnxLayer:
         graphdef, state = nnx.split(module)
         template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         made = type(module)
-        return cls(made.__name__, graphdef, template, None, _collections(state), module_type=made)
+        return cls(made.__name__, graphdef, template, None, module_type=made, ready=_collections(state))
 
     @classmethod
     def from_factory(cls, factory: Callable[..., object], index: int) -> NnxLayer:

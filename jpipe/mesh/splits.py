@@ -79,13 +79,14 @@ class Splits:
           ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
         """
         found: dict[str, list[PartitionSpec]] = {}
+        is_split = lambda name: name != AXIS and self.mesh.shape.get(name, 1) > 1
         for collection, tree in variables.items():
             found[collection] = []
+            without, more = ((), self.shard_over) if collection == "params" else (self.batch_axes, ())
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                spec = self._on_this_mesh(spec, keep_data=collection == "params")
+                spec = split_by(spec, lambda name, without=without: is_split(name) and name not in without)
                 self._check(what, leaf.shape, spec)
-                more = self.shard_over if collection == "params" else ()
                 found[collection].append(self._split_over(more, leaf.shape, spec))
         return found
 
@@ -113,12 +114,6 @@ class Splits:
         """The mesh axes of several devices that split no examples, and that aren't among `names`."""
         known = (AXIS, *self.batch_axes, *names)
         return [name for name, size in self.mesh.shape.items() if size > 1 and name not in known]
-
-    def _on_this_mesh(self, spec: PartitionSpec, *, keep_data: bool) -> PartitionSpec:
-        """A spec without `stage` and the axes that the mesh lacks or that have one device, or without data axes too."""
-        sizes = self.mesh.shape
-        stays = lambda name: name != AXIS and sizes.get(name, 1) > 1 and (keep_data or name not in self.batch_axes)
-        return split_by(spec, stays)
 
     def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
         seen: set[str] = set()

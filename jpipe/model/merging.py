@@ -42,20 +42,11 @@ class MergeRule(NamedTuple):
     finish: Callable[[Leaf, Leaf, int], Leaf]
 
 
-def _change(old: Leaf, new: Leaf) -> Leaf:
-    """What a leaf gains, so that one that doesn't move stays the same; its new value if the old isn't finite."""
-    return jnp.where(jnp.isfinite(old), new - old, new)
-
-
-def _changed(old: Leaf, change: Leaf) -> Leaf:
-    """The inverse of `_change`."""
-    return jnp.where(jnp.isfinite(old), old + change, change)
-
-
 MERGE_RULES = {
+    # Of what a leaf gains, so that one that doesn't move stays the same; of its new value if the old isn't finite.
     "mean": MergeRule(
-        lambda total, old, new, is_last: total + _change(old, new),
-        lambda total, old, count: _changed(old, total / count),
+        lambda total, old, new, is_last: total + jnp.where(jnp.isfinite(old), new - old, new),
+        lambda total, old, count: jnp.where(jnp.isfinite(old), old + total / count, total / count),
     ),
     "sum": MergeRule(lambda total, old, new, is_last: total + (new - old), lambda total, old, count: old + total),
     "last": MergeRule(lambda total, old, new, is_last: jnp.where(is_last, new, total), lambda total, old, count: total),

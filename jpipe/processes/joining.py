@@ -55,19 +55,19 @@ def initialize(
     if given == (None, None, None):
         try:
             join()
-            _end_on_errors()
         except ValueError as error:
             if not finds_no_cluster(error):
                 raise
-        return not jax.distributed.is_initialized() or jax.process_index() == 0
-    host, port, own, count = _check(*given)
-    if own == 0:
-        gather(port, count, timeout)
+            return True
     else:
-        come(host, port, count, own, timeout)
-    join(coordinator, count, own)
+        host, port, own, count = _check(*given)
+        if own == 0:
+            gather(port, count, timeout)
+        else:
+            come(host, port, count, own, timeout)
+        join(coordinator, count, own)
     _end_on_errors()
-    return own == 0
+    return jax.process_index() == 0
 
 
 def _end_on_errors() -> None:
