@@ -127,8 +127,8 @@ class Pipeline:
             balance=as_balance(balance, len(layers), num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
-            splits=make_splits(self.mesh, batch_axes, shard_over),
-            options=Options(gather, cast, unroll),
+            splits=make_splits(self.mesh, batch_axes, shard_over, gather),
+            options=Options(cast, unroll),
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)

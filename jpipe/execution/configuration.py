@@ -81,7 +81,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "batch_axes": str(given.splits.batch_axes),
         "shard_over, gather, cast, unroll": str(
-            (given.splits.shard_over, options.gather, options.cast, options.unroll)
+            (given.splits.shard_over, given.splits.gather, options.cast, options.unroll)
         ),
         "merge": str(dict(sorted(given.merge.items()))),
         "layers": str(plan.traced.num_layers),

@@ -95,7 +95,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
 
     Args:
       stage: this device, in a step with backward actions.
-      gradients: zero buffers to add up gradients in, not split over data axes (`Layout.zeros(at_work=True)`).
+      gradients: zero buffers to add up gradients in, split as parameters are at work.
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;

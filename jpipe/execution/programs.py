@@ -94,15 +94,15 @@ def value_and_grad(
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
     step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, params = step.plan.layouts, step.plan.layouts["params"]
+    layouts, params, gather = step.plan.layouts, step.plan.layouts["params"], step.plan.request.splits.gather
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
-        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, at_work=True))
+        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gather == "step"))
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
         # sums are [loss_sum, W, then a sum and a weight for each metric].
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads), stage.variables["params"])
+            grads = jax.tree.map(divide, params.reduced(grads, scattered=gather == "use"), stage.variables["params"])
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
@@ -162,7 +162,7 @@ def _run(
 
     def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
         variables, device = drop_stage_axis(variables), device_index(mesh)
-        if plan.request.options.gather == "step":
+        if plan.request.splits.gather == "step":
             variables = variables | {"params": plan.layouts["params"].gathered(variables["params"])}
         return work(Stage(step, variables, batch, key, only, send_shared(step, variables, device), device))
 

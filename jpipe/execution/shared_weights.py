@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jpipe.execution.stage import BackwardWork, Stage, read_parameters
+from jpipe.execution.stage import BackwardWork, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.loops import when
 from jpipe.memory.buffers import Index
@@ -25,7 +25,7 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
     for v, known in enumerate(step.model.variable_sets):
         if known.shared:
             mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
-            leaves = read_parameters(step, variables, v, 0)
+            leaves = storage.read(variables["params"], v, 0)
             found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
     return found
 

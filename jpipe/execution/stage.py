@@ -70,7 +70,8 @@ class BackwardWork:
 
     Attributes:
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
-      gradients: buffers with the sums of gradients so far, over this device's own examples; not split over data axes.
+      gradients: buffers with the sums of gradients so far; over data axes that don't split them, of this device's own
+        examples.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
     """
 
@@ -209,7 +210,8 @@ class Stage:
         if group.variable_set in self.shared:
             params = self.shared[group.variable_set]
         elif group.variable_set is not None:
-            params = read_parameters(self.step, self.variables, group.variable_set, turn.position)
+            storage = self.step.storages["params"]
+            params = storage.read(self.variables["params"], group.variable_set, turn.position)
         # A layer that computes in another dtype casts its parameters. Times a one that only the trip knows, they can't
         # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept.
         if self.step.plan.request.options.cast == "use":
@@ -314,14 +316,3 @@ class Stage:
             own = [next(rest) for _ in storage.record_types[v].leaves]
             buffers[name] = storage.write(buffers[name], v, position, own)
         return buffers
-
-
-def read_parameters(step: Step, variables: dict[str, Buffers], v: int, instance: Index) -> list[Leaf]:
-    """An instance's parameters out of a device's buffers, as layers use them.
-
-    That is, gathered over the data axes, if they are split over some; it is done here unless it was once for the step.
-    """
-    leaves = step.storages["params"].read(variables["params"], v, instance)
-    if step.plan.request.options.gather == "use":
-        return step.plan.layouts["params"].gathered_leaves(v, leaves)
-    return leaves

@@ -69,15 +69,16 @@ class Layout:
         return StageTree({name: whole(name, buffer) for name, buffer in self.storage.named_buffers}, self)
 
     def zeros(
-        self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, at_work: bool = False
+        self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, gathered: bool = False
     ) -> Buffers:
         """A device's own part of zero buffers, inside of a program on all devices.
 
         Args:
           dtype_of: a buffer's dtype -> that of its array here.
-          at_work: with the shapes that `gathered` gives.
+          gathered: with the shapes that `gathered` gives, else those at rest.
         """
-        at = (lambda spec: split_by(spec, lambda name: name not in self.batch_axes)) if at_work else (lambda spec: spec)
+        stays = lambda name: not gathered or name not in self.batch_axes
+        at = lambda spec: split_by(spec, stays)
         shape = lambda buffer: NamedSharding(self.mesh, at(buffer.spec)).shard_shape(buffer.shape)
         return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
 
@@ -85,20 +86,21 @@ class Layout:
         """A device's buffers with the data axes gathered."""
         return {n: gather_axes(buffers[n], known.spec, self.batch_axes) for n, known in self.storage.named_buffers}
 
-    def gathered_leaves(self, variable_set: int, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """`gathered` of the leaves of one layer, whose variables are of this set."""
-        specs = self.storage.record_types[variable_set].specs
-        return [gather_axes(leaf, spec, self.batch_axes) for leaf, spec in zip(leaves, specs, strict=True)]
+    def reduced(self, buffers: Buffers, *, scattered: bool) -> Buffers:
+        """Sums over all examples, at rest, from each device's sums over its own.
 
-    def reduced(self, buffers: Buffers) -> Buffers:
-        """Sums over all examples, at rest, from each device's sums over its own, in the shapes of `gathered`."""
-        return {n: self._reduced(buffers[n], known.spec) for n, known in self.storage.named_buffers}
+        Args:
+          buffers: in the shapes of `gathered`; or `scattered`, in those at rest, summed over the axes that split them.
+          scattered: which of the two.
+        """
 
-    def _reduced(self, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-        scattered = {name for entry in spec for name in names_in(entry)}
-        whole = tuple(n for n in self.batch_axes if self.mesh.shape[n] > 1 and n not in scattered)
-        array = scatter_axes(array, spec, self.batch_axes)
-        return jax.lax.psum(array, whole) if whole else array
+        def reduced(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+            named = {name for entry in spec for name in names_in(entry)}
+            others = tuple(n for n in self.batch_axes if self.mesh.shape[n] > 1 and n not in named)
+            array = array if scattered else scatter_axes(array, spec, self.batch_axes)
+            return jax.lax.psum(array, others) if others else array
+
+        return {n: reduced(buffers[n], known.spec) for n, known in self.storage.named_buffers}
 
     def on_devices(self, tree: StageTree) -> StageTree:
         """A tree with those of its arrays that are on the host moved to where they belong."""

@@ -47,14 +47,20 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
     return tuple(name for name in given if name in mesh.axis_names)
 
 
-def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes that a stage's arrays are split over while it computes: the data axes as one, and each of the others.
+def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True) -> tuple[Axis, ...]:
+    """The axes that a stage's arrays are split over while it computes: the data axes, and each of the others.
 
     Mesh axes of one device are left out.
+
+    Args:
+      mesh: all devices.
+      batch_axes: its data axes.
+      jointly: whether the data axes are one.
     """
     longer = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data, others = longer(batch_axes), longer(n for n in mesh.axis_names if n not in (AXIS, *batch_axes))
-    first = [Axis(data, tuple(mesh.shape[n] for n in data), is_data=True)] if data else []
+    parts = [data] * bool(data) if jointly else [(name,) for name in data]
+    first = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in parts]
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
 
 

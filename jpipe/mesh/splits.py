@@ -1,8 +1,9 @@
 """What the arrays of one stage are split over: weights at rest and at work, and the examples of a micro-batch.
 
 At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
-that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, while its layer computes, it
-is gathered along the data axes and remains split over the others.
+that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, as its layer is given it, it
+is gathered along the data axes and remains split over the others, if weights are gathered once a step; if they are
+gathered at each use, it lies as at rest, and what the layer needs whole is gathered in it (`jpipe.partitioner.choice`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jpipe.mesh.axes import AXIS, check_batch_axes, rest_axes, stage_axes
 from jpipe.mesh.specs import spec_of, split_by
-from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Shard, Sharding, names_in, of_spec
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Sharding, names_in, of_spec
 from jpipe.types import Shapes
 
+_WHEN = ("step", "use")
 SMALLEST = 1024
 """The fewest elements of a weight that is split over `shard_over`: for a smaller one, a collective costs more."""
 
@@ -32,11 +34,13 @@ class Splits:
       mesh: all devices; one without axes stands for one device a stage, where nothing is split.
       batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
+      gather: parameters are gathered along data axes once a "step", or at each "use".
     """
 
     mesh: Mesh | AbstractMesh
     batch_axes: tuple[str, ...]
     shard_over: tuple[str, ...] = ()
+    gather: str = "step"
 
     @property
     def num_shards(self) -> int:
@@ -45,17 +49,24 @@ class Splits:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that arrays are split over at work: the data axes jointly, and each of the others (`stage_axes`)."""
-        return stage_axes(self.mesh, self.batch_axes)
+        """The axes that arrays are split over at work: the data axes, and each of the others (`stage_axes`).
+
+        The data axes are one, unless weights that some of them split are given to layers.
+        """
+        return stage_axes(self.mesh, self.batch_axes, jointly=self.gather == "step")
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
-        return tuple(Shard(0) if a.is_data and size % a.size == 0 else REPLICATED for a in self.axes)
+        return of_spec(PartitionSpec(self.batch_axes if size % self.num_shards == 0 else None), self.axes)
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
-        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest: gathered along the data axes.
+        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
+        return of_spec(spec, self.axes) if self.gather == "use" else self.gathered(spec)
 
-        Split by `("fsdp", "model")` at rest, one dimension is in two runs at work: `Shard(0, outer=2)` along `model`.
+    def gathered(self, spec: PartitionSpec) -> Sharding:
+        """How a weight lies that is split by `spec` (of `at_rest`) at rest, once it is gathered along the data axes.
+
+        Split by `("fsdp", "model")` at rest, one dimension is in two runs then: `Shard(0, outer=2)` along `model`.
         """
         axes = rest_axes(self.mesh)
         at_rest = {axis.names: along for axis, along in zip(axes, of_spec(spec, axes), strict=True)}
@@ -156,17 +167,30 @@ WHOLE = Splits(AbstractMesh((), ()), ())
 """One device a stage: nothing is split."""
 
 
-def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None) -> Splits:
+def check_when(name: str, value: str) -> None:
+    """Checks an argument that says how often something is done.
+
+    Raises:
+      ValueError: it is neither "step" nor "use".
+    """
+    if value not in _WHEN:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {list(_WHEN)}")
+
+
+def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None, gather: str = "step") -> Splits:
     """What the user asks for, checked.
 
     Args:
       mesh: all devices.
       batch_axes: the axes that split examples, a name or several names.
       shard_over: None, a name or several names.
+      gather: as of `Splits`.
 
     Raises:
-      TypeError, ValueError: as `check_batch_axes`; or `shard_over` names an axis that isn't one of the data axes.
+      TypeError, ValueError: as `check_batch_axes`; an unknown `gather`; or `shard_over` names an axis that isn't one of
+        the data axes.
     """
+    check_when("gather", gather)
     data = check_batch_axes(mesh, batch_axes)
     names = (shard_over,) if isinstance(shard_over, str) else tuple(shard_over or ())
     for name in names:
@@ -174,4 +198,4 @@ def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] 
             raise ValueError(
                 f"shard_over={names!r} names {name!r}; this mesh has the data axes {list(data)} (batch_axes=)"
             )
-    return Splits(mesh, data, names)
+    return Splits(mesh, data, names, gather)

@@ -19,8 +19,8 @@ from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup, same_shapes
 from jpipe.model.loss import LossFn, loss_sums
 from jpipe.model.remat import Remat
-from jpipe.partitioner.choice import Wanted, always
-from jpipe.partitioner.shardings import PARTIAL, Axis, Sharding, replicated
+from jpipe.partitioner.choice import Wanted, always, as_it_lies
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
@@ -137,6 +137,7 @@ class LayerFunction:
         moved = [*(_unreduced(s, axes) for s in params), *of_floats(group.takes, takes_at)]
         return LayerShardings(
             params=params,
+            gathered=[splits.gathered(spec) for spec in group.specs.get("params", [])],
             state=state,
             arguments=[*params, *state, *key, *batch],
             activation=takes_at,
@@ -151,7 +152,8 @@ class LayerShardings:
     """How what a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
-      params: the leaves of its parameters at work, gathered over the data axes.
+      params: the leaves of its parameters at work.
+      gathered: the same, gathered over the data axes.
       state: those of its other variables.
       arguments: those of all its `Arguments`.
       activation: what it takes.
@@ -161,6 +163,7 @@ class LayerShardings:
     """
 
     params: list[Sharding]
+    gathered: list[Sharding]
     state: list[Sharding]
     arguments: list[Sharding]
     activation: list[Sharding]
@@ -170,13 +173,12 @@ class LayerShardings:
 
     def results(self, results: Results) -> list[Wanted]:
         """How the leaves of `results` have to lie."""
-        as_they_lie: Wanted = lambda sharding: sharding
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
-            return [*[as_they_lie] * len(results.outputs), *map(always, state)]
+            return [*[as_it_lies] * len(results.outputs), *map(always, state)]
         return list(map(always, [*self.outputs, *state]))
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:
-    """How the gradient of a micro-batch lies: over the data axes it stays a sum to be taken, once a step."""
-    return tuple(PARTIAL if axis.is_data else p for p, axis in zip(sharding, axes, strict=True))
+    """How the gradient of a micro-batch lies: over data axes that don't split it a sum to be taken, once a step."""
+    return tuple(PARTIAL if axis.is_data and p == REPLICATED else p for p, axis in zip(sharding, axes, strict=True))

@@ -140,7 +140,7 @@ def _trace_layer(
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
     """How a layer's outputs lie in training, as follows from its weights and inputs; partial sums are added up."""
-    weights = [splits.at_work(spec) for name in sorted(group.variables) for spec in group.specs[name]]
+    weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     given = [replicated(splits.axes), *weights, *group.takes_at, *examples]
     found = results_by_rules(jaxpr, splits.axes, given)

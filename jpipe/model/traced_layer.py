@@ -20,7 +20,7 @@ from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_rou
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
-from jpipe.partitioner.choice import always
+from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.flat_jaxpr import FlatEquation
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, settled
@@ -239,9 +239,10 @@ def _partition_forward(
     """A forward as one device runs it, of whose leaves of the vjp those in `stored` are residuals."""
     count = len(jax.tree.leaves(results))
     given = [*shardings.arguments, *shardings.activation]
-    # Leaves of the vjp lie as the rules alone say, partial sums added up: what a plan of the forward splits, so that
-    # less is sent, might have to be gathered in the backward.
-    leaves = [always(settled(s)) for s in results_by_rules(jaxpr, axes, given)[count:]]
+    # Residuals lie as the rules alone say for gathered weights, partial sums added up: what a plan of the forward
+    # splits, so that less is sent, might have to be gathered in the backward. The other leaves of the vjp are dropped.
+    by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *given[len(shardings.gathered) :]])[count:]
+    leaves = [always(settled(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
     local = jaxpr_per_device(jaxpr, axes, given, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)

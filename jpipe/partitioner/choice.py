@@ -19,7 +19,7 @@ As no rollout sees to the end, a plan is made by each of two lists of prices, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -82,6 +82,11 @@ def cheapest_plan(
     return min(plans, key=lambda plan: PRICES @ plan.cost)
 
 
+def as_it_lies(sharding: Sharding) -> Sharding:
+    """A result may lie as it does by itself."""
+    return sharding
+
+
 class Chooser:
     """Makes plans for jaxprs.
 
@@ -112,11 +117,12 @@ class Chooser:
         choosing = _Choosing(self, flat, arguments)
         ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
         best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: self.prices @ plan.cost)
-        for value, sharding in _summed_twice(best):
-            choosing = _Choosing(self, flat, arguments, settled | {value: sharding})
-            other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, value, wanted))
-            if self.prices @ other.cost < self.prices @ best.cost:
-                best, settled = other, settled | {value: sharding}
+        for find in (_summed_wide, _summed_twice):
+            for sums in find(best):
+                choosing = _Choosing(self, flat, arguments, settled | sums)
+                other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, sums, wanted))
+                if self.prices @ other.cost < self.prices @ best.cost:
+                    best, settled = other, settled | sums
         return best
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
@@ -125,7 +131,7 @@ class Chooser:
         return choosing.plan(wanted, choosing.way)
 
     def _results_at(self, flat: FlatJaxpr, arguments: tuple[Sharding, ...]) -> list[Sharding]:
-        return list(self.by_rules(flat, arguments, [lambda sharding: sharding] * len(flat.results)).results)
+        return list(self.by_rules(flat, arguments, [as_it_lies] * len(flat.results)).results)
 
     def _way(self, flat: FlatJaxpr, at: int, lying: tuple[Sharding, ...]) -> Way:
         equation = flat.equations[at].equation
@@ -194,12 +200,25 @@ def _itemsize(dtype: np.dtype) -> int:
     return getattr(dtype, "itemsize", 8)  # of random keys that of their two words
 
 
-def _summed_twice(plan: DevicePlan) -> list[tuple[int, Sharding]]:
+def _summed_twice(plan: DevicePlan) -> list[dict[int, Sharding]]:
     """The partial values that one equation takes as a sum and another one as they are; and how the sum lies then."""
     sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
     taken = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
-    partial = {value for value, sharding in taken if PARTIAL in sharding}
-    return [(value, sharding) for value, sharding in sums.items() if value in partial and PARTIAL not in sharding]
+    passed_on = {value for value, sharding in taken if PARTIAL in sharding}
+    return [{value: sharding} for value, sharding in sums.items() if value in passed_on and PARTIAL not in sharding]
+
+
+def _summed_wide(plan: DevicePlan) -> list[dict[int, Sharding]]:
+    """The partial values that are cast to a wider type and summed as the jaxpr's results; and how the sums lie then.
+
+    As gradients of parameters that a layer casts to what it computes in: all of them at once.
+    """
+    sums = {c.value: c.wanted for c in plan.conversions if PARTIAL in c.now and PARTIAL not in c.wanted}
+    casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
+    size = lambda value: _itemsize(plan.flat.avals[value].dtype)
+    narrow = [(cast.reads[0], cast.makes[0]) for cast in casts if size(cast.reads[0]) < size(cast.makes[0])]
+    found = {value: sums[wide] for value, wide in narrow if wide in sums}
+    return [found] if found else []
 
 
 class _Choosing:
@@ -298,10 +317,13 @@ class _Choosing:
         price = lambda way: self.chooser.prices @ self._followed(at, way, wanted)
         return min(ways.values(), key=price) if len(ways) > 1 else first
 
-    def as_before_or_cheapest(self, plan: DevicePlan, value: int, wanted: Sequence[Wanted], at: int) -> Way:
-        """The cheapest way near the first equation that reads a value; elsewhere that of another plan."""
-        first = next(i for i, equation in enumerate(self.flat.equations) if value in equation.reads)
-        return self.cheapest(at, wanted) if first <= at < first + HORIZON else plan.equations[at].way
+    def as_before_or_cheapest(
+        self, plan: DevicePlan, values: Collection[int], wanted: Sequence[Wanted], at: int
+    ) -> Way:
+        """The cheapest way of an equation that follows one that reads any of the values; of others that of a plan."""
+        near = self.flat.equations[max(0, at + 1 - HORIZON) : at + 1]
+        is_near = any(value in values for equation in near for value in equation.reads)
+        return self.cheapest(at, wanted) if is_near else plan.equations[at].way
 
     def _hypotheses(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
         """How operands might lie: otherwise along one axis, where the rules convert one of them."""

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
-from jpipe.mesh.splits import Splits
+from jpipe.mesh.splits import Splits, check_when
 from jpipe.model.loss import LossFn
 from jpipe.model.remat import Remat
 from jpipe.planning.balance import Balance
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch, PyTree
-
-_WHEN = ("step", "use")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class Options:
     """How steps are carried out.
 
     Attributes:
-      gather: parameters that are split over data axes are gathered once a "step", or at each "use".
       cast: what layers cast parameters to may be kept from the first use to the end of the "step", or is made at each
         "use".
       unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
@@ -34,15 +31,11 @@ class Options:
       TypeError: `unroll` is no bool.
     """
 
-    gather: str = "step"
     cast: str = "step"
     unroll: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gather", "cast"):
-            value = getattr(self, name)
-            if value not in _WHEN:
-                raise ValueError(f"{name}={value!r} is unknown; use one of {list(_WHEN)}")
+        check_when("cast", self.cast)
         if not isinstance(self.unroll, bool):
             raise TypeError(
                 f"unroll={self.unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop"

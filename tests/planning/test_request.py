@@ -8,7 +8,6 @@ from jpipe.planning.request import Options
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gather": "layer"}, ValueError, r"gather='layer' is unknown; use one of \['step', 'use'\]"),
         ({"cast": "never"}, ValueError, r"cast='never' is unknown; use one of \['step', 'use'\]"),
         ({"unroll": 2}, TypeError, "unroll=2 is not a bool; True compiles a stage's layers one by one"),
     ],
@@ -16,4 +15,4 @@ from jpipe.planning.request import Options
 def test_a_wrong_option_is_an_error(options, error, message):
     with pytest.raises(error, match=message):
         Options(**options)
-    assert Options() == Options("step", "step", False)
+    assert Options() == Options("step", False)
