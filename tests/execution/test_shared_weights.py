@@ -22,10 +22,7 @@ def step():
     """A set of variables of its own on every stage, and a shared one, which stage 1 holds."""
     storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
     sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
-    params = SimpleNamespace(gathered_leaves=lambda v, leaves: [leaf * 10 for leaf in leaves])
-    request = SimpleNamespace(options=SimpleNamespace(gather="use"))
-    plan = SimpleNamespace(layouts={"params": params}, request=request)
-    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets), plan=plan)
+    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets))
 
 
 def on_each_stage(run):
@@ -45,7 +42,7 @@ def test_all_stages_get_what_one_holds(step):
         return send_shared(step, variables, k)
 
     (found,) = on_each_stage(run)[1]
-    np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), 10.0 * (OWNER + 1)))
+    np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), OWNER + 1))
 
 
 def test_gradients_of_all_uses_are_added_up_where_they_belong(step):

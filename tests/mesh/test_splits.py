@@ -82,6 +82,20 @@ def test_at_work_and_examples(mesh):
     assert WHOLE.axes == WHOLE.of_examples(8) == WHOLE.at_work(PartitionSpec("model")) == ()
 
 
+def test_weights_that_are_gathered_at_each_use(mesh):
+    splits = Splits(mesh, DATA, gather="use")
+    assert [(axis.names, axis.is_data) for axis in splits.axes] == [
+        (("data",), True),
+        (("fsdp",), True),
+        (("model",), False),
+    ]
+    spec = PartitionSpec(("fsdp", "model"))
+    assert splits.at_work(spec) == (REPLICATED, Shard(0), Shard(0, 2)), "as at rest"
+    assert splits.gathered(spec) == (REPLICATED, REPLICATED, Shard(0, 2))
+    assert splits.of_examples(8) == (Shard(0), Shard(0, 2), REPLICATED)
+    assert splits.of_examples(6) == (REPLICATED,) * 3
+
+
 def test_shards_are_of_the_data_axes(mesh):
     assert Splits(mesh, DATA).num_shards == 4
     assert Splits(mesh, ("expert",)).num_shards == WHOLE.num_shards == 1
@@ -94,7 +108,7 @@ def test_shards_are_of_the_data_axes(mesh):
 def test_make_splits(mesh):
     assert make_splits(mesh, BATCH_AXES, None) == Splits(mesh, DATA)
     assert make_splits(mesh, ("fsdp", "model"), "fsdp") == Splits(mesh, ("fsdp", "model"), ("fsdp",))
-    assert make_splits(mesh, BATCH_AXES, ["data", "fsdp"]).shard_over == DATA
+    assert make_splits(mesh, BATCH_AXES, ["data", "fsdp"], "use") == Splits(mesh, DATA, DATA, "use")
     for batch_axes, data in ((BATCH_AXES, r"\['data', 'fsdp'\]"), (("data",), r"\['data'\]")):
         with pytest.raises(ValueError, match=rf"names 'model'; this mesh has the data axes {data} \(batch_axes=\)"):
             make_splits(mesh, batch_axes, "model")
