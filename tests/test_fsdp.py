@@ -93,7 +93,7 @@ def test_shard_over_a_data_axis(make_mesh, plain_model, gather, remat):
             mesh = make_mesh((2, 2), ("stage", "data"))
             pipe = pipeline(plain_model, "1f1b", 2, 3, mesh=mesh, balance="even", remat=remat, **options)
             variables = pipe.from_layer_variables(plain_model.trees, plain_model.batch)
-            # With an eps that small gradients don't disappear beside: or rounding decides what their elements become.
+            # With adam's own eps elements whose gradients are nearly zero would be moved as rounding decides.
             tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-4))
             state = pipe.create_state(jax.random.key(0), plain_model.batch, tx, variables)
             for _ in range(2):
