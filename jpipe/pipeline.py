@@ -343,7 +343,7 @@ class Pipeline:
         """
         plan = self.planner.plan_for(batch)
         variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch, self.mesh)
+        return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.

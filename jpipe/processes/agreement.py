@@ -21,45 +21,43 @@ _SHOWN = 3
 _turns: dict[tuple[int, ...], itertools.count] = {}
 
 
-def check_agreement(facts: Mapping[str, str], processes: Sequence[int], timeout: float | None = None) -> None:
+def check_agreement(facts: Mapping[str, str], processes: Sequence[int]) -> None:
     """Checks that all processes hold the same facts; they all have to call it, in the same order.
 
     Args:
       facts: what a step depends on, by name.
       processes: the indices of the processes that compute together, this one among them.
-      timeout: seconds to wait for each other (default: `SECONDS`).
 
     Raises:
       ValueError: in all of them, naming what differs and its values.
-      RuntimeError: a process didn't come within the timeout.
+      RuntimeError: a process didn't come within `SECONDS`.
     """
     client, own = shared_store(), jax.process_index()
     if client is None or len(processes) < 2:  # without a service there is nobody to ask
         return
     turn = next(_turns.setdefault(tuple(processes), itertools.count()))
     place, first = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}", min(processes)
-    wait = SECONDS if timeout is None else timeout
     if own == first:
-        verdict = _verdict(client, place, processes, dict(facts), wait)
+        verdict = _verdict(client, place, processes, dict(facts))
         client.key_value_set(f"{place}/verdict", json.dumps(verdict))
     else:
         client.key_value_set(f"{place}/{own}", json.dumps(dict(facts)))
         # A little longer, so that the first says who is missing.
-        answer = wait_for(client, f"{place}/verdict", wait + 5)
-        verdict = ["late", _late([first], wait)] if answer is None else json.loads(answer)
+        answer = wait_for(client, f"{place}/verdict", SECONDS + 5)
+        verdict = ["late", _late([first])] if answer is None else json.loads(answer)
     kind, message = verdict
     if message:
         raise (RuntimeError if kind == "late" else ValueError)(message)
 
 
-def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str], wait: float) -> list[str]:
+def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str]) -> list[str]:
     """What the first process finds: "differ" or "late", and a message; an empty one if all agree."""
     first, *others = sorted(processes)
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + SECONDS
     answers = {p: wait_for(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
     missing = [p for p, answer in answers.items() if answer is None]
     if missing:
-        return ["late", _late(missing, wait)]
+        return ["late", _late(missing)]
     told = {first: own} | {p: json.loads(answer or "{}") for p, answer in answers.items()}
     for p in others:
         client.key_value_delete(f"{place}/{p}")
@@ -86,8 +84,8 @@ def differences(told: Mapping[int, Mapping[str, str]]) -> str:
     return f"the processes disagree on {'; '.join(found[:_SHOWN])}{more}; give all processes the same arguments"
 
 
-def _late(missing: Sequence[int], wait: float) -> str:
+def _late(missing: Sequence[int]) -> str:
     return (
-        f"process {', '.join(map(str, missing))} did not come to the same step within {wait:g} s; all processes have "
-        "to make the same pipelines and take the same steps, in the same order"
+        f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s; all processes "
+        "have to make the same pipelines and take the same steps, in the same order"
     )

@@ -57,15 +57,12 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      activation_rows: K numbers, the rows of the activation buffer that each stage needs.
-      cotangent_rows: the same for cotangents.
-      residual_rows: the same for residuals, which is the number of (micro-batch, chunk) between their F and their B.
+      residual_rows: K numbers, the rows of the residual buffer that each stage needs, which is the most (micro-batch,
+        chunk) pairs between their F and their B.
     """
 
     slots: tuple[SlotTable, ...]
     num_ticks: int
-    activation_rows: tuple[int, ...]
-    cotangent_rows: tuple[int, ...]
     residual_rows: tuple[int, ...]
 
     def rows_written(self, name: str) -> int:
@@ -102,7 +99,6 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         columns["kind"][tau, stage] = 1 + orders.slots[tau % width].index(action.kind)
         columns["microbatch"][tau, stage] = action.microbatch
         columns["chunk"][tau, stage] = action.chunk
-    rows = {}
     for name, values in {
         "activation": _boundary_values(orders, times, "F", "FB" if keep_inputs else "F"),
         "cotangent": _boundary_values(orders, times, "B", "B"),
@@ -110,7 +106,6 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     }.items():
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
-        rows[f"{name}_rows"] = tuple((1 + columns[name].max(axis=0)).tolist())
         if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
             columns[f"{name}_in"] = _arrivals(allocated, shape, width)
     for column in columns.values():
@@ -119,7 +114,8 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         SlotTable(kinds=kinds, **{name: column[i::width] for name, column in columns.items()})
         for i, kinds in enumerate(orders.slots)
     )
-    return TickTable(slots=tuple(slots), num_ticks=num_ticks, **rows)
+    rows = tuple((1 + columns["residual"].max(axis=0)).tolist())
+    return TickTable(slots=tuple(slots), num_ticks=num_ticks, residual_rows=rows)
 
 
 def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import AXIS
@@ -46,7 +46,6 @@ def abstract_state(
     tx: optax.GradientTransformation,
     key: jax.ShapeDtypeStruct,
     loss: jax.ShapeDtypeStruct,
-    mesh: Mesh,
 ) -> TrainState:
     """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
 
@@ -57,7 +56,6 @@ def abstract_state(
       tx: the optimiser.
       key: the type of the random key.
       loss: the type of the loss, which an optimiser may ask for as `value`.
-      mesh: all devices.
 
     Raises:
       TypeError: `tx` is no optax transformation, or needs more than a step gives it.
@@ -68,7 +66,7 @@ def abstract_state(
     check_optimizer(opt_state)
     check_update(tx, variables["params"], opt_state, loss)
     check_elementwise(tx)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),

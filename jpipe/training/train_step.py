@@ -11,8 +11,8 @@ import optax
 
 from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import StageTree
+from jpipe.training.optimizers import global_norm, skips, update_with_loss
 from jpipe.training.train_state import TrainState
-from jpipe.training.update import global_norm, skips, update_with_loss
 from jpipe.types import Batch
 
 MOST_TRAIN_STEPS = 8

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from cases import model, pipeline
-from jpipe.training.update import global_norm, skips, update_with_loss
+from jpipe.training.optimizers import global_norm, skips, update_with_loss
 
 
 @pytest.fixture(autouse=True)
