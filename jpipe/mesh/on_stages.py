@@ -3,8 +3,6 @@
 Programs are manual over every axis, so that no compiler adds a collective to them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

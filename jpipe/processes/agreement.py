@@ -4,8 +4,6 @@ They exchange words through the key-value store of `jax.distributed`, which runs
 has an end and nothing is compiled.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """What a step holds on one device, in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import jax

@@ -1,7 +1,5 @@
 """A profile as a picture: what the step goes into, what each stage takes, and the timeline that these make."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

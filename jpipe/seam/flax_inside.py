@@ -1,7 +1,5 @@
 """What isn't documented API of Flax, as in `jpipe.seam.inside`."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

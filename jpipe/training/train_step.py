@@ -1,7 +1,5 @@
 """One step of training: loss and gradients, the optimiser's update, metrics; and the compiled steps of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 
