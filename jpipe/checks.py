@@ -3,6 +3,8 @@
 Every error names the offender, its value, what was expected and what to do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

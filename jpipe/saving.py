@@ -4,6 +4,8 @@ Variables are laid out over a pipeline's devices, so that their bytes mean nothi
 by `StageTree` itself, Flax's serialisation here.
 """
 
+from __future__ import annotations
+
 from typing import NoReturn
 
 from flax import serialization

@@ -1,5 +1,7 @@
 """Words for what Python's types can't say: which pytrees, and leaves that may be arrays or only their shapes."""
 
+from __future__ import annotations
+
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any

@@ -1,5 +1,7 @@
 """Pytrees of plain containers as JSON: how a layer's tree is put together again, and a position in the data."""
 
+from __future__ import annotations
+
 import base64
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -17,6 +17,8 @@ Variables that layers share are stored once, with the first layer that uses them
 by which two models are told apart, and a layer's own tree put together again without its pipeline.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

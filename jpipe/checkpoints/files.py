@@ -4,6 +4,8 @@ A step's directory has an item `layers` and an item `optimizer`, trees of arrays
 JSON: the format's version, the step, the random key, the position in the data, and the names and shapes of all arrays.
 """
 
+from __future__ import annotations
+
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence

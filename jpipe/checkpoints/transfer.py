@@ -1,5 +1,7 @@
 """A state's arrays from the devices to their hosts, and from files to the devices, a part of them at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

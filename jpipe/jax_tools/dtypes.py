@@ -1,5 +1,7 @@
 """What dtypes mean for training: which leaves have gradients, and in which dtype values are summed."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -3,6 +3,8 @@
 Indices are never negative here, and JAX needn't ask whether they are: that is half of a small jaxpr.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

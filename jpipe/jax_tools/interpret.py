@@ -3,6 +3,8 @@
 And the context for that: at once and on this host, whatever is being traced and whatever the mesh.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -4,6 +4,8 @@ A jaxpr is a function as JAX traced it: a list of equations, each with a primiti
 some equations the parameters hold jaxprs themselves: calls (`jit`), loops, branches.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Sequence
 
 import jax.numpy as jnp

@@ -14,6 +14,8 @@ loop here *ties* what its body works on to the trip, before the body gets it:
         i += 1                                          # of the tied i, or the compiler would drop the tie as unused
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -6,6 +6,8 @@ one order: boundaries with their last dimension innermost, residuals as the laye
 then reads a row in the order that it wants, and copies that row at most.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

@@ -1,5 +1,7 @@
 """Random keys: one for each layer and micro-batch, made from the user's; their types; and checks of what users pass."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

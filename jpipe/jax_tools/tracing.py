@@ -1,5 +1,7 @@
 """Tracing: from a function to its jaxpr, and back."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,5 +1,7 @@
 """Comparing pytrees with what they should be: an error names the first leaf that differs."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,7 @@
 """From what users call a layer to `AnyLayer`: the only place that knows all that a layer may be."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

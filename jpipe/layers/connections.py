@@ -7,6 +7,8 @@ user's names, so that layers with skips of their own are the same function and c
 travel at all: every stage reads it from the micro-batch at hand.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

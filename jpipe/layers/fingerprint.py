@@ -7,6 +7,8 @@ compared with those of values made later: it also holds the global variables tha
 for the same that may have changed in the meantime.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence

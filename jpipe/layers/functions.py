@@ -1,5 +1,7 @@
 """What a user's function asks for, by the names in its signature."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -6,6 +6,8 @@ split weights as the layers' metadata asks. What a device does with its parts of
 `jpipe.partitioner`. A mesh and its data axes together are `jpipe.mesh.splits.Splits`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh

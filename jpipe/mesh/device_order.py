@@ -4,6 +4,8 @@ Stages hand on one activation a micro-batch, so their neighbours may be far apar
 step; the other axes communicate in every layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 Programs are manual over every axis, so that no compiler adds a collective to them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

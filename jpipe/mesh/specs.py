@@ -1,5 +1,7 @@
 """PartitionSpecs of arrays at rest: parts of them, and gathering along some axes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Sequence
 
 import jax

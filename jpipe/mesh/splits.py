@@ -6,6 +6,8 @@ is gathered along the data axes and remains split over the others, if weights ar
 gathered at each use, it lies as at rest, and what the layer needs whole is gathered in it (`jpipe.partitioner.choice`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The mesh that a user passes, or sets by `jax.set_mesh`, checked. It may have Auto or Explicit axes."""
 
+from __future__ import annotations
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh

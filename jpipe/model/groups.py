@@ -4,6 +4,8 @@ Layers that are the same function of the same shapes form a *group*, which is tr
 by its index in the user's sequence, or by its group and its position among the layers of that group.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

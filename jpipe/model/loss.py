@@ -1,5 +1,7 @@
 """The loss of a micro-batch, as sums over its examples that can be added up and divided once."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,6 +6,8 @@ collection: the *mean* of floating-point values, their *sum* (of the changes), t
 micro-batch's new state is that of all its examples already, on whatever devices they are.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -17,6 +17,8 @@ takes less time than to write it down and read it back: a gelu alone has six suc
 `jax.checkpoint_policies.everything_saveable` does keep them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

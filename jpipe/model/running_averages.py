@@ -10,6 +10,8 @@ The rate is nowhere to be read: it is found by differentiating the layer's new s
 laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), and a constant in the step.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

@@ -4,6 +4,8 @@ Nothing is computed and nothing compiled: what doesn't fit is reported before. L
 same shapes are traced once and form a group (`jpipe.model.groups`).
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

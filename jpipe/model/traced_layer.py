@@ -6,6 +6,8 @@ which have to be stored. Forward and backward are kept as jaxprs and replayed: s
 they run, and a layer's Python code runs once for both.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal as OneOf

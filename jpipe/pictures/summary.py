@@ -1,5 +1,7 @@
 """A pipeline at a glance: which layers, how many parameters and which devices each stage has."""
 
+from __future__ import annotations
+
 import math
 from itertools import groupby
 

@@ -1,5 +1,7 @@
 """Balances: what is to be equal on all stages, and the cuts that follow from it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

@@ -4,6 +4,8 @@ A cost is for one micro-batch, forward and backward, what remat computes again i
 cost and are looked at once; nothing here touches the model's variables.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Cuts and layout follow from the layers' costs and stay as they are, so that vari
 other sizes are only compiled anew.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The request: what a user asked of a pipeline, checked. With a batch's shapes everything else follows from it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

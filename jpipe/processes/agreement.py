@@ -4,6 +4,8 @@ They exchange words through the key-value store of `jax.distributed`, which runs
 has an end and nothing is compiled.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import time

@@ -1,5 +1,7 @@
 """`jpipe.initialize`: processes become one program, or each raises an error that says why not."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Sequence

@@ -11,6 +11,8 @@ The port is open to anybody meanwhile, so what comes there is not trusted: it is
 to be the greeting to the letter, and never keeps process 0 from hearing the others.
 """
 
+from __future__ import annotations
+
 import re
 import selectors
 import socket

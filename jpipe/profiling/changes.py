@@ -4,6 +4,8 @@ Each is predicted from what was measured: stages' times are shared among their l
 together anew.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What the devices of a pipeline send each other in a step, by loop, layer, axis and the user's line that made it."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from dataclasses import dataclass, replace

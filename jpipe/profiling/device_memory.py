@@ -1,5 +1,7 @@
 """What a step holds on one device, in bytes."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 
 import jax

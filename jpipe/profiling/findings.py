@@ -1,5 +1,7 @@
 """What a profile means, in plain words, and which settings to try, each with what it promises."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

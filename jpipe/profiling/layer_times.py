@@ -1,5 +1,7 @@
 """What single layers take, at the micro-batch at hand and at others, and how much of it is recomputation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -5,6 +5,8 @@ its backwards. What such a run takes longer than the one without actions is thos
 loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of them.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

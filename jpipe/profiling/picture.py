@@ -1,5 +1,7 @@
 """A profile as a picture: what the step goes into, what each stage takes, and the timeline that these make."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 

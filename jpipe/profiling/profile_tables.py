@@ -1,5 +1,7 @@
 """The tables of a profile."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

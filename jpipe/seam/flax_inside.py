@@ -1,5 +1,7 @@
 """What isn't documented API of Flax, as in `jpipe.seam.inside`."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

@@ -6,6 +6,8 @@ Public are the modules that JAX's page on API compatibility lists, and what its 
 test for each entry.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -5,6 +5,8 @@ operations differently asks for one of the sets below, and has to be safe for a 
 `tests/seam/test_primitives.py` says which names a new version brought, and feeds an unknown primitive to each user.
 """
 
+from __future__ import annotations
+
 
 def _read(text: str) -> dict[str, str]:
     """By primitive the NumPy function that does the same, "" if none does.

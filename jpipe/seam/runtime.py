@@ -3,6 +3,8 @@
 As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and what public way was looked for.
 """
 
+from __future__ import annotations
+
 import atexit
 import threading
 from collections.abc import Callable

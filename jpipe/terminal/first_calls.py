@@ -8,6 +8,8 @@ is where `compiles` is called, and it shows a task in the `first_call` around it
 and their arguments aren't looked at.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar

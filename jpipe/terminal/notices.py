@@ -1,5 +1,7 @@
 """Warnings that point at the user's own code, however deep in the package they are given."""
 
+from __future__ import annotations
+
 import functools
 import sys
 import warnings

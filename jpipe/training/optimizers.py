@@ -3,6 +3,8 @@
 That gives the loss to an optimiser that asks for it, and tells whether it was skipped.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

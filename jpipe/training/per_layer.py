@@ -5,6 +5,8 @@ notice. Those that look at shapes, paths or norms of single parameters do, so `p
 tree, on the device where it lies.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 

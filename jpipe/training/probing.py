@@ -5,6 +5,8 @@ of a single parameter would silently compute something else: the trust ratio of 
 transformation is tried on a few small arrays: once each array is a parameter, and once several lie in one.
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
 
 import jax

@@ -1,5 +1,7 @@
 """One step of training: loss and gradients, the optimiser's update, metrics; and the compiled steps of a pipeline."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from functools import partial
 
