@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,12 @@ import pytest
 
 import jpipe
 from cases import assert_equal
+from jpipe.planning.costs import Cost
+from jpipe.profiling.layer_times import LayerTimes
+from jpipe.profiling.measure import Measured
 from wide import WIDTH, Wide, loss_fn, make
+
+KINDS = ("forward", "backward")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,16 @@ def test_slices_add_up_to_the_step(found):
     assert all(seconds >= 0 for seconds in found.slices.values())
 
 
-def test_it_finds_the_layers_to_move(found):
+def test_it_finds_the_layers_to_move(unbalanced, monkeypatch):
+    """Where times are as on a machine that does nothing else: `found` has those of this one."""
+    pipe, state, batch = unbalanced
+    layers = [Cost(t / 3, 2 * t / 3, 0, 0, 0) for t in (1e-6, 0.001, 0.008, 0.008, 0.008, 0.008, 0.001)]
+    stages = [[sum(getattr(cost, name) for cost in part) for part in (layers[:2], layers[2:])] for name in KINDS]
+    measured = Measured(*map(tuple, stages), step=0.14, update=0.001, idle=0.002, setup=0.001, noise=0.01)
+    module = sys.modules["jpipe.profiling.profile"]
+    monkeypatch.setattr(module, "measure", lambda *_: measured)
+    monkeypatch.setattr(module, "measure_layers", lambda *_: LayerTimes(layers, layers))
+    found = jpipe.profile(pipe, state, batch, other_sizes=False)
     balance = [finding for finding in found.findings if "balance" in finding.change]
     assert len(balance) == 1
     assert (
