@@ -332,7 +332,7 @@ class Pipeline:
     def abstract_state(
         self, batch: Batch, tx: optax.GradientTransformation, key: jax.Array | None = None
     ) -> TrainState:
-        """Shapes, dtypes and shardings of `create_state`'s result; computes and allocates nothing.
+        """Shapes, dtypes and shardings of `create_state`'s result, of which nothing is computed.
 
         For restoring a checkpoint, and for compiling ahead of time, on a mesh of devices that need not be there:
         `jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(batch, tx), batch).compile()`.

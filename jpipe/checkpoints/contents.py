@@ -114,7 +114,7 @@ class Contents:
 
     @cached_property
     def without_layer(self) -> Named:
-        """The arrays in the optimiser's state that belong to no layer."""
+        """The arrays in the optimiser's state that belong to no layer, but for random keys."""
         belongs = lambda path, leaf: path[0] != OPTIMIZER or _is_tree(leaf) or is_key(leaf)
         return {path: leaf for path, leaf in self.leaves.items() if not belongs(path, leaf)}
 
@@ -139,7 +139,7 @@ class Contents:
         return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
 
     def filled(self, arrays: Arrays, named: Named) -> TrainState:
-        """The state made of these buffers and, by path, of what belongs to no layer."""
+        """The state made of these buffers and, by path, of all else: `without_layer`, the step and random keys."""
         fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
         leaves = [fill(path, leaf) for path, leaf in self.leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(self.state, is_leaf=_is_tree), leaves)
@@ -180,7 +180,7 @@ class Contents:
         return kind.from_item(kind.to_item(variables))
 
     def shapes(self) -> Named:
-        """All arrays as shapes with shardings, by path.
+        """The arrays of layers and those in the optimiser's state as shapes with shardings, by path.
 
         Raises:
           ValueError: orbax, which joins paths with ".", would give two the same name.

@@ -4,8 +4,9 @@
                              │        │
                              └────────┴─► Step
 
-Each is a value made from those before it. Only two things on the way use a device or a compiler: timing layers
-(`balance="time"`), and compiling a layer for the order of its residuals in a TPU's memory.
+Each is a value made from those before it. Only three things on the way use a device or a compiler: timing layers
+(`balance="time"`), compiling a layer for the order of its residuals in a TPU's memory, and finding the rates of running
+averages.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is not about pipelines: jaxprs, loops, indices, dtypes, random keys. Knows JAX and NumPy alone."""
+"""What is not about pipelines: jaxprs, loops, indices, dtypes, random keys. Of jpipe it needs `seam`, `terminal` and `types` alone."""

@@ -6,7 +6,8 @@ They differ in lightness too, so that they also do in print.
 RGB = tuple[float, float, float]
 
 NAMES = {"F": "forward", "R": "recomputation", "B": "backward", "W": "weight gradient"}
-"""What is drawn in a colour of its own: the kinds of action, and "R" for what a backward computes anew."""
+"""What is drawn in a colour of its own: kinds of action, "R" for what a backward computes anew, "W" for what is done to
+weights."""
 
 COLOURS: dict[str, RGB] = {
     "F": (0.000, 0.447, 0.698),  # blue

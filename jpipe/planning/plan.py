@@ -38,7 +38,7 @@ class Plan:
       traced: the layers, traced at the shapes of one micro-batch of the first batch.
       loss: what follows them.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
-      costs: what each layer takes; empty if `balance` is "even" or gives costs. Of layer counts
+      costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
     """
 
@@ -50,11 +50,11 @@ class Plan:
 
     @cached_property
     def model(self) -> Model:
-        """The layers as the stages run them."""
+        """The layers as the stages run them (`arranged`)."""
         return self.arranged(self.traced)
 
     def arranged(self, model: Model) -> Model:
-        """A model, traced at whatever shapes, as the stages run it."""
+        """A model, traced at whatever shapes, as the stages run it: itself, or `unrolled`, if the user asked for that."""
         return unrolled(model, self.partition.bounds) if self.request.options.unroll else model
 
     @cached_property
@@ -91,7 +91,7 @@ class Plan:
 def early_partition(request: Request) -> Partition | None:
     """The cuts, or None if they depend on shapes.
 
-    For layer counts every layer's cost is given as 1.0, since costs aren't known yet.
+    For layer counts and "even" every layer's cost is given as 1.0, since costs aren't known.
     """
     if request.balance in MEASURES:
         return None

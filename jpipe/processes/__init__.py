@@ -1,1 +1,1 @@
-"""Several processes that are one program: how they meet, and that they want the same. Knows nothing of the rest."""
+"""Several processes that are one program: how they meet, and that they want the same. Knows nothing of pipelines."""

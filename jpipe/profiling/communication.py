@@ -138,4 +138,5 @@ def _loop_of(sent: Sent) -> str:
         return STEP
     if AXIS in sent.axes:
         return TICK
-    return BACKWARD if "B" in sent.scope else FORWARD
+    action = next(scope for scope in sent.scope if scope in ("F", "B"))  # a user may call a scope in it "B" too
+    return BACKWARD if action == "B" else FORWARD

@@ -80,7 +80,10 @@ class Program:
 
     @property
     def temporary_bytes(self) -> int:
-        """What it holds on a device while it runs, besides arguments and results, as its compiler says."""
+        """What it holds on a device, all actions run and nothing updated, besides arguments and results.
+
+        By its compiler; 0 if that doesn't say.
+        """
         found = self._compiled.memory_analysis()
         return int(found.temp_size_in_bytes) if found else 0
 

@@ -1,1 +1,4 @@
-"""What of JAX, Flax and orbax isn't public, or isn't the same in every version. Imports nothing of jpipe."""
+"""What of JAX, Flax and orbax isn't public, or isn't the same in every version.
+
+Of jpipe it needs `terminal` and `types` alone.
+"""

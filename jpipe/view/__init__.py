@@ -1,5 +1,5 @@
 """A page that shows where a pipeline's time and memory go, and the command that opens it.
 
-`page.html` is all of it: one file without a network, whose JavaScript follows `jpipe.schedules` line by line; a test
-holds its numbers equal to `jpipe.simulate`'s. May know nothing of the package; nothing of the package knows it.
+`page.html` is all that it shows: one file without a network, whose JavaScript follows `jpipe.schedules` line by line; a
+test holds its numbers equal to `jpipe.simulate`'s. Nothing of the package knows it.
 """
