@@ -1,1 +1,4 @@
-"""What is not about pipelines: jaxprs, loops, indices, dtypes, random keys. Of jpipe it needs `seam`, `terminal` and `types` alone."""
+"""What is not about pipelines: jaxprs, loops, indices, dtypes, random keys.
+
+Of jpipe it needs `seam`, `terminal` and `types` alone.
+"""

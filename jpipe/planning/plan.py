@@ -54,7 +54,7 @@ class Plan:
         return self.arranged(self.traced)
 
     def arranged(self, model: Model) -> Model:
-        """A model, traced at whatever shapes, as the stages run it: itself, or `unrolled`, if the user asked for that."""
+        """A model, traced at whatever shapes, as the stages run it: `unrolled`, if the user asked for that."""
         return unrolled(model, self.partition.bounds) if self.request.options.unroll else model
 
     @cached_property
