@@ -94,15 +94,16 @@ def value_and_grad(
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
     step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, params, gather = step.plan.layouts, step.plan.layouts["params"], step.plan.request.splits.gather
+    layouts, params = step.plan.layouts, step.plan.layouts["params"]
+    gathered, partial_along = step.plan.request.splits.gather == "step", step.gradients.partial_along
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
-        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gather == "step"))
+        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gathered))
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
         # sums are [loss_sum, W, then a sum and a weight for each metric].
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads, scattered=gather == "use"), stage.variables["params"])
+            grads = jax.tree.map(divide, params.reduced(grads, partial_along), stage.variables["params"])
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)

@@ -182,6 +182,7 @@ class Stage:
         v = self.step.model.groups[turn.g].variable_set
         if v is None:
             return work
+        gradients = self.step.gradients.alike(v, gradients, self.step.layers[turn.g].gradients_at)
         if v in self.shared:
             sums = [a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[v], gradients, strict=True)]
             return replace(work, shared_gradients=work.shared_gradients | {v: sums})

@@ -86,21 +86,21 @@ class Layout:
         """A device's buffers with the data axes gathered."""
         return {n: gather_axes(buffers[n], known.spec, self.batch_axes) for n, known in self.storage.named_buffers}
 
-    def reduced(self, buffers: Buffers, *, scattered: bool) -> Buffers:
-        """Sums over all examples, at rest, from each device's sums over its own.
+    def reduced(self, buffers: Buffers, over: Mapping[str, Sequence[str]]) -> Buffers:
+        """A device's buffers at rest, from its partial sums of them.
 
         Args:
-          buffers: in the shapes of `gathered`; or `scattered`, in those at rest, summed over the axes that split them.
-          scattered: which of the two.
+          buffers: split only over those axes of their specs that they aren't partial along.
+          over: for each buffer the mesh axes that it is partial along.
         """
 
-        def reduced(array: jax.Array, spec: PartitionSpec) -> jax.Array:
-            named = {name for entry in spec for name in names_in(entry)}
-            others = tuple(n for n in self.batch_axes if self.mesh.shape[n] > 1 and n not in named)
-            array = array if scattered else scatter_axes(array, spec, self.batch_axes)
+        def reduced(array: jax.Array, spec: PartitionSpec, over: Sequence[str]) -> jax.Array:
+            split = {name for entry in spec for name in names_in(entry)}
+            others = tuple(name for name in over if name not in split)
+            array = scatter_axes(array, spec, over)
             return jax.lax.psum(array, others) if others else array
 
-        return {n: reduced(buffers[n], known.spec) for n, known in self.storage.named_buffers}
+        return {n: reduced(buffers[n], known.spec, over[n]) for n, known in self.storage.named_buffers}
 
     def on_devices(self, tree: StageTree) -> StageTree:
         """A tree with those of its arrays that are on the host moved to where they belong."""

@@ -134,7 +134,7 @@ class LayerFunction:
         key = [replicated(axes)] * self.train
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = over_axes(group.takes_at), over_axes(group.gives_at)
-        moved = [*(_unreduced(s, axes) for s in params), *of_floats(group.takes, takes_at)]
+        moved = [*(_unreduced(s, axes) for s in params), *map(always, of_floats(group.takes, takes_at))]
         return LayerShardings(
             params=params,
             gathered=[splits.gathered(spec) for spec in group.specs.get("params", [])],
@@ -143,7 +143,7 @@ class LayerFunction:
             activation=takes_at,
             outputs=None if self.loss_fn is not None else gives_at,
             cotangents=[replicated(axes)] if self.loss_fn is not None else of_floats(group.gives, gives_at),
-            gradients=list(map(always, moved)),
+            gradients=moved,
         )
 
 
@@ -179,6 +179,14 @@ class LayerShardings:
         return list(map(always, [*self.outputs, *state]))
 
 
-def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Sharding:
-    """How the gradient of a micro-batch lies: over data axes that don't split it a sum to be taken, once a step."""
-    return tuple(PARTIAL if axis.is_data and p == REPLICATED else p for p, axis in zip(sharding, axes, strict=True))
+def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
+    """How the gradient of a parameter lies that lies so: as it, but partial where the sum can be taken once a step.
+
+    That is over axes that don't split it: always over data axes, over others if it is partial by itself.
+    """
+
+    def wanted(own: Sharding) -> Sharding:
+        is_late = [p == REPLICATED and (a.is_data or o == PARTIAL) for p, o, a in zip(sharding, own, axes, strict=True)]
+        return tuple(PARTIAL if late else p for p, late in zip(sharding, is_late, strict=True))
+
+    return wanted

@@ -183,6 +183,7 @@ class DeviceLayer:
       transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
+      gradients_at: how the gradients of its parameters lie.
       unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
 
@@ -191,6 +192,7 @@ class DeviceLayer:
     transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
+    gradients_at: list[Sharding]
     unsplit: list[tuple[FlatEquation, float]]
 
     def backward(
@@ -229,6 +231,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
+        gradients_at=backward.shardings[: len(shardings.params)],
         unsplit=remake.unsplit + backward.unsplit,
     )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -136,11 +137,19 @@ class Chooser:
     def _way(self, flat: FlatJaxpr, at: int, lying: tuple[Sharding, ...]) -> Way:
         equation = flat.equations[at].equation
         handler = self.handlers.get(equation.primitive.name)
-        return handler(self, equation, lying) if handler else self.by_rule(equation, lying)
+        if handler:
+            return handler(self, equation, lying)
+        return self.by_rule(equation, lying, is_last=not flat.read.intersection(flat.equations[at].makes))
 
-    def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """How an equation is carried out by its operation's rule, whose operands lie so."""
-        along_axes = self._apply_rule(equation, lying)
+    def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding], *, is_last: bool = False) -> Way:
+        """How an equation is carried out by its operation's rule, whose operands lie so.
+
+        Args:
+          equation: of whole arrays.
+          lying: how its operands lie.
+          is_last: whether no other equation reads what it makes: then sums are added up late along all axes.
+        """
+        along_axes = self._apply_rule(equation, lying, is_last)
         operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
         results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))
         pairs = zip(equation.outvars, results, strict=True)
@@ -158,12 +167,13 @@ class Chooser:
         sends = any(along.wrap for along in along_axes)
         return Way(operands, results, run, _cost_of_work(equation, given, shapes), sends=sends)
 
-    def _apply_rule(self, equation: JaxprEqn, lying: Sequence[Sharding]) -> list[RuleResult]:
+    def _apply_rule(self, equation: JaxprEqn, lying: Sequence[Sharding], is_last: bool) -> list[RuleResult]:
         """How an equation is carried out along each axis; where there is no way, operands are whole."""
         rule = RULES.get(equation.primitive.name)
         whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
         along_axes: list[RuleResult] = []
         for i, axis in enumerate(self.axes):
+            axis = replace(axis, sums_late=True) if is_last else axis
             along = rule(equation, [sharding[i] for sharding in lying], axis) if rule else None
             if along is None or not self._is_possible(equation, [*along_axes, along]):
                 along = whole

@@ -6,6 +6,7 @@ So what is known of a value, such as how it lies, is known wherever it is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -53,6 +54,11 @@ class FlatJaxpr:
     arguments: tuple[int, ...]
     equations: list[FlatEquation]
     results: tuple[int, ...]
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """The values that equations read."""
+        return frozenset(value for equation in self.equations for value in equation.reads)
 
 
 def flatten(closed: ClosedJaxpr) -> FlatJaxpr:

@@ -32,13 +32,15 @@ class Axis:
     Attributes:
       names: the names of the mesh axes, the major first.
       sizes: their sizes, in the same order.
-      is_data: whether examples are split over them, weights aren't. Along data axes sums are added up late (after casts
-        to narrower types), random bits are split at once, and sharding constraints change nothing.
+      is_data: whether examples are split over them. Along data axes random bits are split at once, and sharding
+        constraints change nothing.
+      sums_late: whether sums are added up after casts to other types; always along data axes.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     is_data: bool = False
+    sums_late: bool = False
 
     @property
     def size(self) -> int:
