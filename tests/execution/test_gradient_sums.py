@@ -57,7 +57,7 @@ def sequences():
     with jax.enable_x64(True):
         embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, dtype=jnp.float64)
         layers = [embed, *map(Dense, (True, False, True, False)), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
-        return make_model(layers, weighted_cross_entropy, tokens())
+        return make_model(layers, weighted_cross_entropy, {name: array[:, :4] for name, array in tokens().items()})
 
 
 @pytest.mark.parametrize("unroll", [False, True])
