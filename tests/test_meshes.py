@@ -598,6 +598,54 @@ def test_a_program_of_single_devices_in_a_layer(make_mesh, balance):
     assert_close(*results, "shard_map")
 
 
+@jax.custom_vjp
+def summed_backward(x):
+    return x
+
+
+summed_backward.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.psum(g, "stage"),))
+OVER_STAGES = {
+    "psum": lambda x: jax.lax.psum(x, "stage"),
+    "pmax": lambda x: jax.lax.pmax(x, "stage"),
+    "all_gather": lambda x: jax.lax.all_gather(x, "stage", axis=0, tiled=True)[: len(x)],
+    "ppermute": lambda x: jax.lax.ppermute(x, "stage", [(0, 1), (1, 0)]),
+    "axis_index": lambda x: x * jax.lax.axis_index("stage"),
+    "in a branch": lambda x: jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "stage"), lambda x: x, x),
+    "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jax.lax.psum(x, "stage"), x),
+    "in the backward": summed_backward,
+}
+
+
+@pytest.mark.parametrize("where", ["layer", "loss"])
+@pytest.mark.parametrize("name", OVER_STAGES)
+def test_a_collective_over_stages_is_refused_before_anything_compiles(make_mesh, name, where):
+    """It would wait for stages that run other layers."""
+    between = OVER_STAGES[name] if where == "layer" else jnp.tanh
+    loss = lambda y, _: jnp.mean(OVER_STAGES[name](y) if where == "loss" else y)
+    options = {"num_stages": 2, "num_microbatches": 2, "mesh": make_mesh((2, 2), ("stage", "data"))}
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises((ValueError, NameError), match="stage"):
+        pipe = jpipe.Pipeline([nn.Dense(8), between, nn.Dense(8)], loss, **options)
+        jax.eval_shape(pipe.value_and_grad, jax.eval_shape(pipe.init, jax.random.key(0), x), x)
+
+
+def test_a_constraint_of_more_dimensions_than_the_array_has(make_mesh):
+    """Flax makes the kernel of `nn.DenseGeneral` flat, and constrains it by its metadata where it finds a mesh."""
+
+    class Heads(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model", None))
+            q = nn.DenseGeneral((2, 4), kernel_init=init)(x)
+            return nn.DenseGeneral(8, axis=(-2, -1))(jax.lax.with_sharding_constraint(q, PartitionSpec(None, "model")))
+
+    mesh = make_mesh((2, 2), ("stage", "model"))
+    pipe = jpipe.Pipeline([nn.Dense(8), Heads()], lambda y, _: y.mean(), num_stages=2, num_microbatches=2, mesh=mesh)
+    says = r"layer 1 \(Heads\) constrains .* raised ValueError at test_meshes.py:\d+: .*nn.DenseGeneral makes .* flat"
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(pipe.init, jax.random.key(0), np.ones((4, 8), np.float32))
+
+
 def test_an_index_along_an_axis_is_refused(make_mesh):
     mesh = make_mesh((2, 2), ("stage", "data"))
     layers = [nn.Dense(4), lambda x: x + jax.lax.axis_index("data").astype(x.dtype)]

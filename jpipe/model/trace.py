@@ -25,8 +25,9 @@ from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_v
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
+from jpipe.seam.inside import line_raised_at
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.runtime import lacks_an_argument
+from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument
 from jpipe.types import Batch, PyTree, Shapes
 
 
@@ -129,7 +130,7 @@ def _trace_layer(
     except LayerError as error:
         raise ValueError(f"{name} {error}") from error
     except Exception as error:
-        raise ValueError(f"{name} can't take what {called_with}{_mismatch(name, variables, error)}") from error
+        raise ValueError(f"{name} {_fault(name, called_with, variables, error)}") from error
     specs, named = splits.at_rest(name, variables, asked), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named)
     try:
@@ -249,12 +250,20 @@ def _category(dtype: jnp.dtype) -> object:
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _mismatch(name: str, variables: dict[str, Shapes], error: Exception) -> str:
+def _fault(name: str, called_with: str, variables: dict[str, Shapes], error: Exception) -> str:
+    """What is to be said of an error that a layer raised."""
     own = f"; parameters of {name}: {describe(variables['params'])}" if "params" in variables else ""
-    raised = f"It raised {type(error).__name__}: {error}"
+    line = line_raised_at(error)
+    raised = f"It raised {type(error).__name__}{f' at {line}' if line else ''}: {error}"
+    if is_of_a_constraint(error):
+        return (
+            f"constrains an array to be split as it can't be. {raised.rstrip('.')}. Name as many axes as the array has "
+            "dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions that Flax "
+            "makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
+        )
     if lacks_an_argument(error):
         raised += (
             ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
             'read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
-    return f"{own}. {raised}"
+    return f"can't take what {called_with}{own}. {raised}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import jax
@@ -127,6 +128,13 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
     frames = (frame for e in equations for frame in getattr(e.source_info.traceback, "frames", ()))  # innermost first
     users = (frame for frame in frames if not frame.file_name.startswith(_LIBRARIES))
     return next((f"{Path(frame.file_name).name}:{frame.line_num}" for frame in users), "")
+
+
+def line_raised_at(error: Exception) -> str:
+    """The innermost of the user's lines that an error went through, as "model.py:12"; empty without one."""
+    frames = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    users = [(file, number) for file, number in frames if not file.startswith(_LIBRARIES)]
+    return next((f"{Path(file).name}:{number}" for file, number in reversed(users)), "")
 
 
 _FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]

@@ -95,6 +95,15 @@ def lacks_an_argument(error: Exception) -> bool:
     return isinstance(error, TypeError) and "required positional argument" in str(error)
 
 
+def is_of_a_constraint(error: Exception) -> bool:
+    """Whether JAX raised this because an array can't be split as a sharding constraint says.
+
+    By its message. Without it the error of such a layer says what it was called with, which isn't the fault.
+    """
+    words = ("sharding annotation", "with_sharding_constraint", "can only refer to Auto axes")
+    return isinstance(error, ValueError) and any(word in str(error) for word in words)
+
+
 _PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 
 

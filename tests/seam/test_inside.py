@@ -1,5 +1,6 @@
 """Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -76,6 +77,13 @@ def test_scan_counts():
     equation = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(4)).jaxpr.eqns[-1]
     assert equation.primitive.name == "scan", f"{CHANGED} LOOPS_AND_BRANCHES"
     assert inside.scan_counts(equation) == (2, 1), f"{CHANGED} scan_counts"
+
+
+def test_line_raised_at():
+    with pytest.raises(TypeError) as caught:
+        jax.make_jaxpr(lambda x: jnp.dot(x, jnp.ones(5)))(jnp.ones(4))
+    assert re.fullmatch(r"test_inside.py:\d+", inside.line_raised_at(caught.value))
+    assert inside.line_raised_at(ValueError("of no line")) == ""
 
 
 def test_scope_of():

@@ -9,7 +9,10 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jpipe.seam import runtime
 from jpipe.terminal.notices import warn_once
@@ -100,6 +103,16 @@ def test_an_end_without_threads(monkeypatch):
     with pytest.warns(UserWarning, match=r"use the Checkpointer in a `with` block"):
         runtime.before_threads_end(print)
     assert called == [print]
+
+
+@pytest.mark.parametrize("spec", [P(None, "model", None), P("stage")], ids=["more dimensions", "a manual axis"])
+def test_a_constraint_that_can_not_hold(spec):
+    types = (AxisType.Manual, AxisType.Auto)
+    mesh = AbstractMesh((2, 2), ("stage", "model"), axis_types=types)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError) as caught:
+        jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(np.ones((4, 4), np.float32))
+    assert runtime.is_of_a_constraint(caught.value), f"JAX says otherwise that a constraint can't hold: {caught.value}"
+    assert not runtime.is_of_a_constraint(ValueError("shapes don't fit"))
 
 
 def test_a_call_that_lacks_an_argument():
