@@ -95,7 +95,7 @@ class Chooser:
       axes: what arrays are split over.
       handlers: name of a primitive -> what plans its equations; for all others there are rules.
       prices: what things cost, as `PRICES`.
-      flat: a jaxpr -> it without calls.
+      flat: a loop's body or a branch -> it without calls.
       way: a flat jaxpr, the number of an equation, how its operands lie -> how the rules carry it out, or its handler;
         operands may be wanted otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
@@ -104,7 +104,8 @@ class Chooser:
     def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES):
         self.axes, self.handlers, self.prices = axes, handlers, prices
         # Each level of nested loops asks several times for what is in it.
-        self.flat, self.way, self.results_at = cache(flatten), cache(self._way), cache(self._results_at)
+        self.flat = cache(partial(flatten, is_body=True))
+        self.way, self.results_at = cache(self._way), cache(self._results_at)
 
     def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """A plan by which few bytes are sent.

@@ -47,6 +47,7 @@ class FlatJaxpr:
       arguments: the numbers of its arguments.
       equations: what it computes, in order.
       results: the numbers of its results.
+      is_body: whether it is a loop's or a branch, whose results are read by what is around it.
     """
 
     avals: list[ShapedArray]
@@ -54,15 +55,18 @@ class FlatJaxpr:
     arguments: tuple[int, ...]
     equations: list[FlatEquation]
     results: tuple[int, ...]
+    is_body: bool = False
 
     @cached_property
     def read(self) -> frozenset[int]:
-        """The values that equations read."""
-        return frozenset(value for equation in self.equations for value in equation.reads)
+        """The values that equations read, or may read."""
+        return frozenset(
+            [*(value for e in self.equations for value in e.reads), *(self.results if self.is_body else ())]
+        )
 
 
-def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places."""
+def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
+    """A jaxpr with the equations of those that it calls in their callers' places; `is_body` as of `FlatJaxpr`."""
     avals: list[ShapedArray] = []
     constants: dict[int, Leaf] = {}
     equations: list[FlatEquation] = []
@@ -97,7 +101,7 @@ def flatten(closed: ClosedJaxpr) -> FlatJaxpr:
 
     arguments = tuple(map(new, closed.jaxpr.invars))
     results = visit(closed, arguments, ())
-    return FlatJaxpr(avals, constants, arguments, equations, results)
+    return FlatJaxpr(avals, constants, arguments, equations, results, is_body)
 
 
 def _without_mesh(constant: Leaf) -> Leaf:

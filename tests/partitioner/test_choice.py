@@ -102,6 +102,31 @@ def test_a_sum_with_a_linear_reader_and_another_is_taken_before_both():
     assert sent(plan) == [("reduce_scatter", x, (P - 1) / P * size)]
 
 
+def test_a_gradient_is_scattered_in_the_type_that_is_computed_in():
+    """Not in that of the parameter, to which the sum is cast; if it is wanted partial, it isn't summed at all."""
+    x, dy, size = (2048, 512), (2048, 256), 512 * 256 * 2
+
+    def gradient(x, dy):
+        return (x.T @ dy).astype(jnp.float32)
+
+    assert sent(plan_of(gradient, [ROWS, ROWS], x, dy, wanted=lambda _: ROWS)) == [
+        ("reduce_scatter", (512, 256), (P - 1) / P * size)
+    ]
+    late = plan_of(gradient, [ROWS, ROWS], x, dy, wanted=lambda own: own)
+    assert sent(late) == [] and late.results == ((PARTIAL,),)
+
+
+def test_a_cast_in_a_loop_is_of_a_sum():
+    """What an iteration gives is read, though not in it."""
+    x, w, size = (64, 512), (512, 512), 64 * 512 * 2
+
+    def function(x, w):
+        return jax.lax.scan(lambda carry, _: (carry, (x @ w).astype(jnp.float32)), 0, length=5)[1]
+
+    (loop,) = [e.way for e in plan_of(function, [COLUMNS, ROWS], x, w).equations if e.way.plans]
+    assert sent(loop.plans[0][0]) == [("all_reduce", x, 2 * (P - 1) / P * size)]
+
+
 def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
     """Gathering two small weights sends less than adding up a large activation, but each device would do all."""
     x, w = (65536, 512), (512, 512)
