@@ -182,7 +182,7 @@ def rms(x: Any, weight: Any) -> Any:
 def rotated(x: Any, positions: Any) -> Any:
     """Rotary positions; `x` `[b, t, n, h]`, `positions` `[t]`."""
     half = x.shape[-1] // 2
-    angles = positions[:, None] / 500_000.0 ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, None] / 500_000.0 ** (jnp.arange(half, dtype=positions.dtype) / half)
     sin, cos = (f(angles).astype(x.dtype)[:, None] for f in (jnp.sin, jnp.cos))
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
@@ -190,7 +190,7 @@ def rotated(x: Any, positions: Any) -> Any:
 
 def heads_of(sizes: Sizes, w: Weights, h: Any) -> tuple[Any, Any, Any]:
     """Queries `[b, t, n, d]`, keys and values `[b, t, k, d]`, rotated."""
-    positions = jnp.arange(sizes.seq, dtype=jnp.float32)
+    positions = jnp.arange(sizes.seq, dtype=jnp.promote_types(sizes.dtype, jnp.float32))
     q, k, v = (jnp.einsum("btd,dnh->btnh", h, w[name]) for name in "qkv")
     return rotated(q, positions), rotated(k, positions), v
 

@@ -167,8 +167,8 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
 }
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
-ELSEWHERE = {"__init__", "cluster", "schedules", "llama"}
-"""What has no model: helpers, and a script for a picture; and what `test_llama_example` compiles, with its package."""
+ELSEWHERE = {"__init__", "cluster", "schedules", "pipedream", "llama"}
+"""What has no model: helpers, and scripts for pictures; and what `test_llama_example` compiles, with its package."""
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

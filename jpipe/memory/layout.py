@@ -3,8 +3,8 @@
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
 its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
 
-*At rest*, between steps, arrays are split over all mesh axes that their specs name. *At work* they are gathered along
-the data axes.
+*At rest*, between steps, arrays are split over all mesh axes that their specs name. They may be gathered along the data
+axes for a step.
 """
 
 from __future__ import annotations

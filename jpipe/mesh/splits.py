@@ -51,7 +51,7 @@ class Splits:
     def axes(self) -> tuple[Axis, ...]:
         """The axes that arrays are split over at work: the data axes, and each of the others (`stage_axes`).
 
-        The data axes are one, unless weights that some of them split are given to layers.
+        The data axes are one, unless weights are gathered at each use: then some of them may split what layers take.
         """
         return stage_axes(self.mesh, self.batch_axes, jointly=self.gather == "step")
 

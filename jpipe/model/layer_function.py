@@ -182,11 +182,13 @@ class LayerShardings:
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
     """How the gradient of a parameter lies that lies so: as it, but partial where the sum can be taken once a step.
 
-    That is over axes that don't split it: always over data axes, over others if it is partial by itself.
+    That is over axes that don't split it: always over data axes, over others if devices don't have all of it anyway.
     """
 
     def wanted(own: Sharding) -> Sharding:
-        is_late = [p == REPLICATED and (a.is_data or o == PARTIAL) for p, o, a in zip(sharding, own, axes, strict=True)]
+        is_late = [
+            p == REPLICATED and (a.is_data or o != REPLICATED) for p, o, a in zip(sharding, own, axes, strict=True)
+        ]
         return tuple(PARTIAL if late else p for p, late in zip(sharding, is_late, strict=True))
 
     return wanted

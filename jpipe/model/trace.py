@@ -64,7 +64,7 @@ def trace_model(
             variables = next((group.variables for group in groups if is_shared(group)), None)
             group = _trace_layer((index, layer, called_with), takes, takes_at, batch, variables, splits)
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
-            gives_at = list(map(in_runs, group.gives_at)) if last else group.gives_at
+            gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         else:
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))

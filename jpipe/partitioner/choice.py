@@ -13,7 +13,8 @@ their parts of the sequence:
 At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
 tried to sum once, before both. Costs are in bytes that a device sends; what it computes and writes
 counts too, as the bytes that could be sent meanwhile, or it would be cheapest to compute everything on every device.
-As no rollout sees to the end, a plan is made by each of two lists of prices, and the cheaper by the first is taken.
+As rollouts see neither to the end nor what is chosen on the way, two plans are made, by other prices and other ways to
+look ahead, and the cheaper one is taken.
 """
 
 from __future__ import annotations
@@ -47,16 +48,14 @@ from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 SENT, SCATTERED, FLOPS, WRITTEN = np.eye(4)
-"""What is counted: bytes that a device sends, in reduce-scatters and otherwise, what its products compute, and bytes
-that it writes."""
+"""What is counted: bytes that a device sends, those of reduce-scatters apart, operations of products, bytes written."""
 PRICES = SENT + 1.2 * SCATTERED + FLOPS / 1000 + WRITTEN / 128
 """What each is worth in bytes sent; the cheapest plan is taken. In the time of a byte 765 operations are done on a TPU
 v5p (459 TFLOP/s, 600 GB/s), 985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s), and 4.6 bytes written on a v5p
 (2,765 GB/s), but few of them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 144 more."""
-TRIED = (PRICES, SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8)
-"""Prices by which plans are made. By the second a sum is rather split than whole, as it is cheaper if it stays so."""
-HORIZON = 200
-"""For how many equations an alternative is followed."""
+TRIED = (PRICES, 200), (SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8, 50)
+"""Prices by which plans are made, and for how many equations an alternative is followed. By the second a sum is rather
+split than whole, as it is cheaper if it stays so; and where rules do badly, a shorter look ahead is less misled."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
@@ -71,6 +70,12 @@ def always(sharding: Sharding) -> Wanted:
     return lambda _: sharding
 
 
+def price(prices: Cost, cost: Cost) -> float:
+    """What a cost is worth; the same to the last bit on all hosts, or they would choose other plans."""
+    a, b, c, d = (prices * cost).tolist()
+    return a + b + c + d
+
+
 def cheapest_plan(
     axes: Axes,
     handlers: Mapping[str, Handler],
@@ -79,8 +84,8 @@ def cheapest_plan(
     wanted: Sequence[Wanted],
 ) -> DevicePlan:
     """The cheapest of the plans that are made by all of `TRIED`; arguments as those of `Chooser` and `Chooser.plan`."""
-    plans = [Chooser(axes, handlers, prices).plan(flat, arguments, wanted) for prices in TRIED]
-    return min(plans, key=lambda plan: PRICES @ plan.cost)
+    plans = [Chooser(axes, handlers, *how).plan(flat, arguments, wanted) for how in TRIED]
+    return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 
 def as_it_lies(sharding: Sharding) -> Sharding:
@@ -95,14 +100,15 @@ class Chooser:
       axes: what arrays are split over.
       handlers: name of a primitive -> what plans its equations; for all others there are rules.
       prices: what things cost, as `PRICES`.
+      horizon: for how many equations an alternative is followed.
       flat: a loop's body or a branch -> it without calls.
       way: a flat jaxpr, the number of an equation, how its operands lie -> how the rules carry it out, or its handler;
         operands may be wanted otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
     """
 
-    def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES):
-        self.axes, self.handlers, self.prices = axes, handlers, prices
+    def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES, horizon: int = 200):
+        self.axes, self.handlers, self.prices, self.horizon = axes, handlers, prices, horizon
         # Each level of nested loops asks several times for what is in it.
         self.flat = cache(partial(flatten, is_body=True))
         self.way, self.results_at = cache(self._way), cache(self._results_at)
@@ -118,12 +124,12 @@ class Chooser:
         settled: dict[int, Sharding] = {}
         choosing = _Choosing(self, flat, arguments)
         ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
-        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: self.prices @ plan.cost)
+        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: price(self.prices, plan.cost))
         for find in (_summed_wide, _summed_twice):
             for sums in find(best):
                 choosing = _Choosing(self, flat, arguments, settled | sums)
                 other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, sums, wanted))
-                if self.prices @ other.cost < self.prices @ best.cost:
+                if price(self.prices, other.cost) < price(self.prices, best.cost):
                     best, settled = other, settled | sums
         return best
 
@@ -224,7 +230,8 @@ def _summed_wide(plan: DevicePlan) -> list[dict[int, Sharding]]:
 
     As gradients of parameters that a layer casts to what it computes in: all of them at once.
     """
-    sums = {c.value: c.wanted for c in plan.conversions if PARTIAL in c.now and PARTIAL not in c.wanted}
+    is_sum = lambda c: any(a == PARTIAL and b != PARTIAL for a, b in zip(c.now, c.wanted, strict=True))
+    sums = {c.value: c.wanted for c in plan.conversions if is_sum(c)}
     casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
     size = lambda value: _itemsize(plan.flat.avals[value].dtype)
     narrow = [(cast.reads[0], cast.makes[0]) for cast in casts if size(cast.reads[0]) < size(cast.makes[0])]
@@ -274,6 +281,25 @@ class _Choosing:
         as_they_are = tuple(forms[value][0] for value in self.flat.equations[at].reads)
         return self.chooser.way(self.flat, at, tuple(lying) or as_they_are)
 
+    def _at_hand(self, at: int, forms: Forms) -> Way:
+        """The way that the rules say for an equation; of operands that are at hand in several forms, for the best.
+
+        What was gathered for one reader is there for the next.
+        """
+        reads, by_rule = self.flat.equations[at].reads, partial(self.chooser.way, self.flat, at)
+        lying = tuple(forms[value][0] for value in reads)
+        first = by_rule(lying)
+        others = [(*lying[:k], form, *lying[k + 1 :]) for k, v in enumerate(reads) for form in forms[v][1:]]
+        if not others or self._is_handled(at):
+            return first
+        taken = lambda way: self._convert(reads, way.operands, dict(forms))[1] + way.cost
+        ways = [first, *map(by_rule, others)]
+        return min(ways, key=lambda way: price(self.chooser.prices, taken(way)))
+
+    def _is_handled(self, at: int) -> bool:
+        """Whether it is what users say, or a loop or a branch, which plans anew."""
+        return self.flat.equations[at].equation.primitive.name in self.chooser.handlers
+
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
         """The conversions of an equation's operands that are to be sums before anything reads them, and their cost."""
         values = [value for value in self.flat.equations[at].reads if value in self.settled]
@@ -295,7 +321,7 @@ class _Choosing:
             old = forms[value]
             if sharding in old:
                 continue
-            now = min(old, key=lambda form: prices @ self._cost_of(Conversion(value, form, sharding)))
+            now = min(old, key=lambda form: price(prices, self._cost_of(Conversion(value, form, sharding))))
             conversions.append(Conversion(value, now, sharding))
             cost = cost + self._cost_of(conversions[-1])
             # Once a sum was taken, it needn't be taken again: the rules go by what it has become.
@@ -316,23 +342,21 @@ class _Choosing:
 
     def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
         """Of the ways of an equation the cheapest, with what comes after it."""
-        first = self.way(at)
-        flat = self.flat.equations[at]
-        handled = flat.equation.primitive.name in self.chooser.handlers  # what users say, and loops, which plan anew
-        if handled or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
+        first, flat = self._at_hand(at, self.forms), self.flat.equations[at]
+        if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
             return first
         ways = {(first.operands, first.results): first}
         for lying in self._hypotheses(flat, first):
             way = self.way(at, lying)
             ways.setdefault((way.operands, way.results), way)
-        price = lambda way: self.chooser.prices @ self._followed(at, way, wanted)
-        return min(ways.values(), key=price) if len(ways) > 1 else first
+        followed = lambda way: price(self.chooser.prices, self._followed(at, way, wanted))
+        return min(ways.values(), key=followed) if len(ways) > 1 else first
 
     def as_before_or_cheapest(
         self, plan: DevicePlan, values: Collection[int], wanted: Sequence[Wanted], at: int
     ) -> Way:
         """The cheapest way of an equation that follows one that reads any of the values; of others that of a plan."""
-        near = self.flat.equations[max(0, at + 1 - HORIZON) : at + 1]
+        near = self.flat.equations[max(0, at + 1 - self.chooser.horizon) : at + 1]
         is_near = any(value in values for equation in near for value in equation.reads)
         return self.cheapest(at, wanted) if is_near else plan.equations[at].way
 
@@ -353,11 +377,11 @@ class _Choosing:
 
     def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
         """What a way costs, and after it the equations up to the horizon, as the rules alone carry them out."""
-        forms, end = dict(self.forms), min(at + 1 + HORIZON, len(self.flat.equations))
+        forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
             before = self._settle(later, forms)[1]
-            cost = cost + before + self._take(later, self.way(later, forms=forms), forms)[1]
+            cost = cost + before + self._take(later, self._at_hand(later, forms), forms)[1]
         made = [(value, choose) for value, choose in zip(self.flat.results, wanted, strict=True) if value in forms]
         results = [choose(forms[value][0]) for value, choose in made]
         return cost + self._convert([value for value, _ in made], results, forms)[1]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jax_tools.jaxprs import uses
-from jpipe.partitioner.choice import Chooser, Handler, always
+from jpipe.partitioner.choice import Chooser, Handler, always, price
 from jpipe.partitioner.flat_jaxpr import FlatJaxpr
 from jpipe.partitioner.rule import aval_of
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
@@ -165,7 +165,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
 
-    cost = max((plan.cost for plan in plans), key=lambda cost: chooser.prices @ cost)
+    cost = max((plan.cost for plan in plans), key=lambda cost: price(chooser.prices, cost))
     return Way((whole, *shardings), tuple(results), run, cost, tuple((plan, 1.0) for plan in plans))
 
 

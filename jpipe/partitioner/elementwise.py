@@ -43,6 +43,8 @@ def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
 def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
     """Where sums are late: a cast of floating-point numbers to a type that has as large numbers as float32.
 
+    Over data axes to narrower ones too.
+
     A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
     of them. Otherwise the sum is taken first: what is cast is often used besides, as by a norm and the residual
     connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
@@ -50,7 +52,8 @@ def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
     as_large = floats and jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
-    return _sum(equation, partial, axis) if (axis.is_data or axis.sums_late) and as_large else None
+    widens = floats and jnp.finfo(new).bits >= jnp.finfo(old).bits
+    return _sum(equation, partial, axis) if as_large and (axis.is_data or (axis.sums_late and widens)) else None
 
 
 def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:

@@ -34,7 +34,7 @@ class Axis:
       sizes: their sizes, in the same order.
       is_data: whether examples are split over them. Along data axes random bits are split at once, and sharding
         constraints change nothing.
-      sums_late: whether sums are added up after casts to other types; always along data axes.
+      sums_late: whether sums are added up after casts to wider types; along data axes they are, after any casts.
     """
 
     names: tuple[str, ...]
@@ -96,9 +96,21 @@ def settled(sharding: Sharding) -> Sharding:
     return tuple(REPLICATED if s == PARTIAL else s for s in sharding)
 
 
-def in_runs(sharding: Sharding) -> Sharding:
-    """The sharding, replicated where a device has several runs of elements, which no PartitionSpec may describe."""
-    return tuple(REPLICATED if isinstance(s, Shard) and s.outer > 1 else s for s in sharding)
+def in_runs(sharding: Sharding, axes: Sequence[Axis]) -> Sharding:
+    """The sharding, replicated where a device has several runs of elements, which no PartitionSpec may describe.
+
+    >>> axes = Axis(("data",), (2,)), Axis(("model",), (4,))
+    >>> in_runs((Shard(0), Shard(0, 2)), axes), in_runs((REPLICATED, Shard(0, 2)), axes)
+    ((Shard(dim=0, outer=1), Shard(dim=0, outer=2)), (Replicated(), Replicated()))
+    """
+    kept, blocks = list(sharding), {}
+    pairs = [(s, i) for i, s in enumerate(sharding) if isinstance(s, Shard)]
+    for shard, i in sorted(pairs, key=lambda pair: pair[0].outer):
+        if shard.outer == blocks.setdefault(shard.dim, 1):
+            blocks[shard.dim] *= axes[i].size
+        else:
+            kept[i] = REPLICATED
+    return tuple(kept)
 
 
 def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
@@ -151,19 +163,19 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
       ValueError: it names a part of mesh axes that arrays are split over jointly, or in another order.
     """
     found: list[AxisSharding] = [REPLICATED] * len(axes)
+    of = {name: i for i, axis in enumerate(axes) for name in axis.names}
     for dim, entry in enumerate(spec):
-        names, outer = names_in(entry), 1
+        names, outer = tuple(name for name in names_in(entry) if name in of), 1
         while names:
-            count, i = 1, next((i for i, axis in enumerate(axes) if names[0] in axis.names), None)
-            if i is not None:
-                count = len(axes[i].names)
-                if names[:count] != axes[i].names:
-                    raise ValueError(
-                        f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {axes[i].names} jointly; "
-                        "name all of them, in this order"
-                    )
-                found[i] = Shard(dim, outer)
-                outer *= axes[i].size
+            i = of[names[0]]
+            count = len(axes[i].names)
+            if names[:count] != axes[i].names:
+                raise ValueError(
+                    f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {axes[i].names} jointly; "
+                    "name all of them, in this order"
+                )
+            found[i] = Shard(dim, outer)
+            outer *= axes[i].size
             names = names[count:]
     return tuple(found)
 

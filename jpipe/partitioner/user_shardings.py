@@ -83,7 +83,8 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     given = [pick(settled(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
-    inner = Chooser(pick(axes), {**chooser.handlers, **_of_single_devices(alike)})
+    handlers = {**chooser.handlers, **_of_single_devices(alike)}
+    inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     gives = inner.results_at(body, tuple(arguments))
     found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]

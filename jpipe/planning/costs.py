@@ -18,10 +18,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
-from jpipe.jax_tools.tracing import no_mesh, trace
+from jpipe.jax_tools.tracing import no_mesh
 from jpipe.model.groups import Model
-from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_forward
+from jpipe.model.traced_layer import TracedLayer, partition_layer
 from jpipe.planning.flops import count_flops
+from jpipe.seam.inside import needed_part
 from jpipe.terminal.progress import task
 from jpipe.types import PyTree
 
@@ -110,12 +111,12 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
 
 def _counted(layer: TracedLayer) -> Cost:
     """What a layer takes in FLOPs."""
-    function, arguments = layer.function, layer.function.arguments
     # `remake` is what follows from the parameters alone (casts), made again in the backward.
     kept = count_flops(layer.forward)
     forward, again = kept, count_flops(layer.remake)
-    if function.remat.keep_inputs:
-        alone = trace(function.forward, arguments, jax.tree.leaves(function.group.takes))[0]
+    if layer.function.remat.keep_inputs:
+        number = len(jax.tree.leaves(layer.results))
+        alone = needed_part(layer.forward, [i < number for i in range(len(layer.forward.out_avals))])[0]
         forward, again = count_flops(alone), again + kept
     backward = again + count_flops(layer.backward)
     return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
@@ -171,7 +172,7 @@ def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
-    alone = jax.jit(trace_forward(function)) if function.remat.keep_inputs else kept
+    alone = jax.jit(lambda *given: local.forward(*given)[0]) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
     return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
 

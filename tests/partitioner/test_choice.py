@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.partitioner.choice import PRICES, Chooser, cheapest_plan
+from jpipe.partitioner.choice import PRICES, Chooser, cheapest_plan, price
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
 from jpipe.partitioner.flat_jaxpr import flatten
@@ -116,6 +116,27 @@ def test_a_gradient_is_scattered_in_the_type_that_is_computed_in():
     assert sent(late) == [] and late.results == ((PARTIAL,),)
 
 
+def test_over_two_data_axes_it_is_scattered_along_one():
+    axes = Axis(("data",), (2,), is_data=True), Axis(("fsdp",), (P,), is_data=True)
+    rows, x, dy = (Shard(0), Shard(0, 2)), (2048, 512), (2048, 256)
+    jaxpr = jax.make_jaxpr(lambda x, dy: (x.T @ dy).astype(jnp.float32))(*[jnp.ones(s, jnp.bfloat16) for s in (x, dy)])
+    wanted = lambda _: (PARTIAL, Shard(0))
+    plan = cheapest_plan(axes, CONTROL_FLOW, flatten(jaxpr), [rows, rows], [wanted])
+    (scatter,) = [c for e in plan.equations for c in e.conversions]
+    assert plan.flat.avals[scatter.value].dtype == jnp.bfloat16 and scatter.wanted == (PARTIAL, Shard(0))
+    assert not plan.conversions and plan.results == ((PARTIAL, Shard(0)),)
+
+
+def test_a_narrowing_cast_is_of_the_sum():
+    """Or the result would be less exact than that of one device."""
+    for wanted in (WHOLE, ROWS):
+        cast, wants = lambda x, w: (x @ w).astype(jnp.bfloat16), lambda _, wanted=wanted: wanted
+        plan = plan_of(cast, [COLUMNS, ROWS], (2048, 512), (512, 256), wanted=wants, dtype=jnp.float32)
+        conversions = [c for e in plan.equations for c in e.conversions] + [*plan.conversions]
+        (summed,) = [plan.flat.avals[c.value].dtype for c in conversions if PARTIAL in c.now]
+        assert summed == jnp.float32
+
+
 def test_a_cast_in_a_loop_is_of_a_sum():
     """What an iteration gives is read, though not in it."""
     x, w, size = (64, 512), (512, 512), 64 * 512 * 2
@@ -155,7 +176,7 @@ def test_it_costs_at_most_what_the_rules_alone_would(seed):
 
     lying = [[WHOLE, ROWS, COLUMNS][i] for i in rng.integers(0, 3, 4)]
     shapes = [(2048, 512), *weights]
-    assert PRICES @ plan_of(function, lying, *shapes).cost <= PRICES @ rules_alone(function, lying, *shapes)
+    assert price(PRICES, plan_of(function, lying, *shapes).cost) <= price(PRICES, rules_alone(function, lying, *shapes))
 
 
 def test_a_loop_costs_what_its_iterations_do():
@@ -172,3 +193,17 @@ def test_a_loop_costs_what_its_iterations_do():
 def test_partial_sums_are_left_where_they_are_wanted():
     plan = plan_of(jnp.dot, [COLUMNS, ROWS], (64, 512), (512, 512), wanted=lambda _: (PARTIAL,))
     assert sent(plan) == [] and plan.results == ((PARTIAL,),)
+
+
+@pytest.mark.parametrize("examples", [1, 2, 4])
+def test_what_was_gathered_for_one_product_is_there_for_the_next(examples):
+    """Whether an activation is larger than each of its weights or not: they are all split, and it is one."""
+    x, w = (examples, 2048, 1024), (1024, 1024)
+
+    def projected(x, q, k, v):
+        return jnp.tanh(x @ q), jnp.tanh(x @ k), jnp.tanh(x @ v)
+
+    along = (Shard(1),)
+    plan = plan_of(projected, [along, COLUMNS, COLUMNS, COLUMNS], x, w, w, w, wanted=lambda own: own)
+    bytes_of = {1: 1024 * 1024 * 2 * 2, 2: 1024 * 1024 * 2 * 4, 4: 3 * 1024 * 1024 * 2}  # of x, or of all weights
+    assert sum(count for *_, count in sent(plan)) <= (P - 1) / P * bytes_of[examples]

@@ -75,5 +75,12 @@ def test_whole_shape_is_the_reverse_of_part_shape():
 
 def test_settled_and_in_runs():
     assert settled((PARTIAL, Shard(0, 2))) == (REPLICATED, Shard(0, 2))
-    assert in_runs((PARTIAL, Shard(0, 2))) == (PARTIAL, REPLICATED)
-    assert in_runs((REPLICATED, Shard(1))) == (REPLICATED, Shard(1))
+    axes = Axis(("data",), (2,)), Axis(("model",), (2,))
+    assert in_runs((PARTIAL, Shard(0, 2)), axes) == (PARTIAL, REPLICATED)
+    assert in_runs((Shard(0), Shard(0, 2)), axes) == (Shard(0), Shard(0, 2)), "one run in the two"
+    assert in_runs((REPLICATED, Shard(1)), axes) == (REPLICATED, Shard(1))
+
+
+def test_a_spec_may_name_axes_of_one_device_between_others():
+    joint = (Axis(("replica", "fsdp"), (2, 2), is_data=True),)
+    assert of_spec(PartitionSpec(("replica", "data", "fsdp")), joint) == (Shard(0),)
