@@ -24,7 +24,16 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
-SLOW = {"slow-step", "encoder-decoder", "your-model", "checkpoints", "meshes", "remat-and-schedule", "start"}
+SLOW = {
+    "slow-step",
+    "encoder-decoder",
+    "your-model",
+    "checkpoints",
+    "meshes",
+    "llama-axes",
+    "remat-and-schedule",
+    "start",
+}
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step"}
 """Their figures follow from FLOPs, and were made with JAX 0.10."""
