@@ -99,7 +99,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
 
     Returns:
       (sums, new state by collection, gradients): the sums of the loss on all stages, the rest this stage's own buffers;
-      gradients partial where `step.gradients` says so, and not divided by the weight yet.
+      gradients partial where `step.gradient_sums` says so, and not divided by the weight yet.
     """
     step = stage.step
     activation, cotangent = step.activations.empty(), step.cotangents.empty()

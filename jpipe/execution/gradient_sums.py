@@ -24,33 +24,33 @@ class GradientSums(NamedTuple):
 
     Attributes:
       axes: what arrays are split over.
-      lying: for each set of variables how the gradient of each leaf lies.
-      partial_along: for each buffer the mesh axes that it is partial along.
+      lying: by buffer, how the leaves in it lie.
     """
 
     axes: tuple[Axis, ...]
-    lying: list[list[Sharding]]
-    partial_along: dict[str, tuple[str, ...]]
+    lying: dict[str, Sharding]
 
-    def alike(self, v: int, gradients: Sequence[Leaf], now: Sequence[Sharding]) -> list[Leaf]:
-        """A layer's gradients, which lie as `now` says, as the sums of its set of variables lie."""
-        known = zip(gradients, now, self.lying[v], strict=True)
-        return [convert(leaf, self.axes, own, wanted) for leaf, own, wanted in known]
+    @property
+    def partial_along(self) -> dict[str, tuple[str, ...]]:
+        """For each buffer the mesh axes that it is partial along."""
+        names = lambda at: tuple(n for axis, s in zip(self.axes, at, strict=True) if s == PARTIAL for n in axis.names)
+        return {buffer: names(at) for buffer, at in self.lying.items()}
+
+    def converted(self, buffers: Sequence[str], gradients: Sequence[Leaf], now: Sequence[Sharding]) -> list[Leaf]:
+        """A layer's gradients, which lie as `now` says, as the sums in these buffers lie."""
+        known = zip(buffers, gradients, now, strict=True)
+        return [convert(leaf, self.axes, own, self.lying[name]) for name, leaf, own in known]
 
 
 def make_gradient_sums(
     model: Model, layers: Sequence[DeviceLayer], storage: Storage, axes: tuple[Axis, ...]
 ) -> GradientSums:
     """How the sums lie where the layers of each group give their gradients so; empty without layers."""
-    owners = [(group.variable_set, layer) for group, layer in zip(model.groups, layers, strict=False)]
-    known = [(v, storage.record_types[v].buffers, layer.gradients_at) for v, layer in owners if v is not None]
-    partial: dict[str, set[int]] = {name: set() for name in storage.buffers}
-    for _, buffers, gradients in known:
-        for name, sharding in zip(buffers, gradients, strict=True):
-            partial[name].update(i for i, along in enumerate(sharding) if along == PARTIAL)
-    alike = lambda name, own: tuple(PARTIAL if i in partial[name] else along for i, along in enumerate(own))
-    lying: list[list[Sharding]] = [[] for _ in model.variable_sets]
-    for v, buffers, gradients in known:
-        lying[v] = [alike(name, own) for name, own in zip(buffers, gradients, strict=True)]
-    names = {name: tuple(n for i in sorted(found) for n in axes[i].names) for name, found in partial.items()}
-    return GradientSums(axes, lying, names)
+    lying: dict[str, Sharding] = {}
+    for group, layer in zip(model.groups, layers, strict=False):
+        buffers = () if group.variable_set is None else storage.record_types[group.variable_set].buffers
+        for name, own in zip(buffers, layer.gradients_at, strict=True):
+            # All leaves of a buffer are split alike, so that they differ in nothing else.
+            pairs = zip(own, lying.get(name, own), strict=True)
+            lying[name] = tuple(PARTIAL if PARTIAL in pair else pair[0] for pair in pairs)
+    return GradientSums(axes, lying)

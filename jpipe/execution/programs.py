@@ -95,7 +95,7 @@ def value_and_grad(
     step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, params = step.plan.layouts, step.plan.layouts["params"]
-    gathered, partial_along = step.plan.request.splits.gather == "step", step.gradients.partial_along
+    gathered, partial_along = step.plan.request.splits.gather == "step", step.gradient_sums.partial_along
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gathered))

@@ -182,11 +182,12 @@ class Stage:
         v = self.step.model.groups[turn.g].variable_set
         if v is None:
             return work
-        gradients = self.step.gradients.alike(v, gradients, self.step.layers[turn.g].gradients_at)
+        storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
+        gradients = self.step.gradient_sums.converted(storage.record_types[v].buffers, gradients, now)
         if v in self.shared:
             sums = [a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[v], gradients, strict=True)]
             return replace(work, shared_gradients=work.shared_gradients | {v: sums})
-        return replace(work, gradients=self.step.storages["params"].add(work.gradients, v, turn.position, gradients))
+        return replace(work, gradients=storage.add(work.gradients, v, turn.position, gradients))
 
     # --- one layer ---
 

@@ -44,7 +44,7 @@ class Step:
       layers: forward with residuals and backward of each group, as one device runs them; empty if forward only.
       mergings: how each group's state is merged over micro-batches; empty if forward only.
       stores_residuals: whether forward actions leave residuals for backward ones.
-      gradients: how the sums of gradients lie.
+      gradient_sums: how the sums of gradients lie.
       residuals: the places of the residuals; none if forward only.
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
@@ -60,7 +60,7 @@ class Step:
     layers: tuple[DeviceLayer, ...]
     mergings: tuple[Merging, ...]
     stores_residuals: bool
-    gradients: GradientSums
+    gradient_sums: GradientSums
     residuals: Storage
     activations: Boundaries
     cotangents: Boundaries
@@ -149,7 +149,7 @@ def build_step(
         layers=spread(layers),
         mergings=spread([make_merging(layer.function, request.merge, splits) for layer in trained]),
         stores_residuals=stores_residuals,
-        gradients=make_gradient_sums(model, spread(layers), plan.layouts["params"].storage, splits.axes),
+        gradient_sums=make_gradient_sums(model, spread(layers), plan.layouts["params"].storage, splits.axes),
         residuals=residuals,
         activations=make_boundaries(boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in boundaries], cuts),

@@ -21,23 +21,21 @@ DATA, CONTEXT = Axis(("data", "fsdp"), (2, 2), is_data=True), Axis(("context",),
 def test_gradients_of_one_buffer_are_alike():
     """Two sets of one shape, of which one's gradients are partial along `context`; a third has a buffer of its own."""
     square, other = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((64, 2), jnp.float32)
-    storage = build_storage([[square], [square], [other]], [[0, 1], [0], [1]], device_of=range(2))
+    specs = [[P()], [P()], [P("context")]]
+    storage = build_storage([[square], [square], [other]], [[0, 1], [0], [1]], device_of=range(2), specs=specs)
     apart, whole, split = (PARTIAL, PARTIAL), (PARTIAL, REPLICATED), (PARTIAL, Shard(0))
     groups = [SimpleNamespace(variable_set=v) for v in (None, 0, 1, 2)]
     layers = [SimpleNamespace(gradients_at=at) for at in ([], [apart], [whole], [split])]
-    model = SimpleNamespace(groups=groups, variable_sets=range(3))
-    sums = make_gradient_sums(model, layers, storage, (DATA, CONTEXT))
-    assert sums.lying == [[apart], [apart], [split]]
-    (first,), _, (third,) = (known.buffers for known in storage.record_types)
-    assert sums.partial_along[first] == ("data", "fsdp", "context")
-    assert sums.partial_along[third] == ("data", "fsdp")
+    sums = make_gradient_sums(SimpleNamespace(groups=groups), layers, storage, (DATA, CONTEXT))
+    (first,), second, (third,) = (known.buffers for known in storage.record_types)
+    assert second == (first,)
+    assert sums.lying == {first: apart, third: split}
+    assert sums.partial_along == {first: ("data", "fsdp", "context"), third: ("data", "fsdp")}
 
 
 def test_without_layers_nothing_is_summed():
-    sums = make_gradient_sums(
-        SimpleNamespace(groups=[], variable_sets=[]), [], build_storage([], [], device_of=[0]), ()
-    )
-    assert sums.lying == [] and sums.partial_along == {}
+    sums = make_gradient_sums(SimpleNamespace(groups=[]), [], build_storage([], [], device_of=[0]), ())
+    assert sums.lying == sums.partial_along == {}
 
 
 class Dense(nn.Module):
