@@ -49,3 +49,8 @@ def make_mesh() -> MakeMesh:
         return Mesh(devices, tuple(names), axis_types=(kind,) * len(names))
 
     return make
+
+
+def pytest_collection_modifyitems(items):
+    """Puts tests of several processes first: at the end, one of them would keep the other workers waiting."""
+    items.sort(key=lambda item: item.path.name != "test_processes.py")

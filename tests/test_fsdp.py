@@ -71,7 +71,7 @@ def test_gradients_of_split_parameters(make_mesh, split_model, gather, explicit)
             assert spread({name: tree[name] for name in kernels}) == [1 / 8] * 4, "over stage, fsdp and tp"
 
 
-@pytest.mark.parametrize("gather", ["step", "use"])
+@pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "use"])
 def test_gradients_over_two_data_axes(make_mesh, split_model, gather):
     """Of which one splits parameters, and both examples."""
     with jax.enable_x64(True):

@@ -363,7 +363,7 @@ def sequential_trajectory():
     [
         pytest.param("1f1b", 3, 1, "none", marks=pytest.mark.slow),
         ("interleaved", 2, 3, "layer"),
-        ("gpipe", 2, 1, "stage"),
+        pytest.param("gpipe", 2, 1, "stage", marks=pytest.mark.slow),
         pytest.param("naive", 4, 1, "full", marks=pytest.mark.slow),
         pytest.param("interleaved", 3, 2, "full", marks=pytest.mark.slow),
         pytest.param("1f1b", 4, 1, jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow),

@@ -58,7 +58,7 @@ def sequences():
         return make_model(layers, weighted_cross_entropy, {name: array[:, :4] for name, array in tokens().items()})
 
 
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sums_over_an_axis_that_splits_no_parameter_are_taken_once(make_mesh, sequences, unroll):
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "data", "context"))
