@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jpipe
-from cases import VOCABULARY, WIDTH, assert_close, make_model, pipeline, tokens, weighted_cross_entropy
+from cases import VOCABULARY, WIDTH, assert_close, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
 
 HIDDEN = 128  # a kernel of 8 x 128 has 1024 elements, so that it is split by `shard_over`
@@ -60,11 +60,7 @@ def test_gradients_of_split_parameters(make_mesh, split_model, gather, explicit)
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "fsdp", "tp"), explicit=explicit)
         pipe = pipeline(split_model, "1f1b", 2, 3, mesh=mesh, balance="even", gather=gather)
-        variables = pipe.from_layer_variables(split_model.trees, split_model.batch)
-        (loss, _), grads = pipe.value_and_grad(variables, split_model.batch)
-        assert_close(loss, split_model.truth[0], "loss")
-        assert_close(pipe.layer_variables({"params": grads}), split_model.truth[2], "gradients")
-        assert_close(pipe.apply(variables, split_model.batch), split_model.truth[1], "outputs")
+        variables, grads = check_step(pipe, split_model)
         kernels = [name for name in variables["params"] if "fsdp" in name]
         assert len(kernels) == 4
         for tree in (variables["params"], grads):
@@ -77,11 +73,7 @@ def test_gradients_over_two_data_axes(make_mesh, split_model, gather):
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "data", "fsdp"))
         pipe = pipeline(split_model, "1f1b", 2, 3, mesh=mesh, balance="even", gather=gather)
-        variables = pipe.from_layer_variables(split_model.trees, split_model.batch)
-        (loss, _), grads = pipe.value_and_grad(variables, split_model.batch)
-        assert_close(loss, split_model.truth[0], "loss")
-        assert_close(pipe.layer_variables({"params": grads}), split_model.truth[2], "gradients")
-        assert_close(pipe.apply(variables, split_model.batch), split_model.truth[1], "outputs")
+        check_step(pipe, split_model)
 
 
 @pytest.mark.parametrize(("gather", "remat"), [("step", "layer"), ("use", "none"), ("use", "stage")])

@@ -70,8 +70,7 @@ class BackwardWork:
 
     Attributes:
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
-      gradients: buffers with the sums of gradients so far; over data axes that don't split them, of this device's own
-        examples.
+      gradients: buffers with the sums of gradients so far, partial along axes as `Step.gradient_sums` says.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
     """
 

@@ -154,7 +154,7 @@ class Chooser:
         Args:
           equation: of whole arrays.
           lying: how its operands lie.
-          is_last: whether no other equation reads what it makes: then sums are added up late along all axes.
+          is_last: whether no other equation reads what it makes: then `Axis.sums_late`, along all axes.
         """
         along_axes = self._apply_rule(equation, lying, is_last)
         operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
@@ -275,11 +275,9 @@ class _Choosing:
         fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
         return DevicePlan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
 
-    def way(self, at: int, lying: Sequence[Sharding] = (), forms: Forms | None = None) -> Way:
-        """The way that the rules say for an equation, whose operands lie as they are at hand if not otherwise."""
-        forms = self.forms if forms is None else forms
-        as_they_are = tuple(forms[value][0] for value in self.flat.equations[at].reads)
-        return self.chooser.way(self.flat, at, tuple(lying) or as_they_are)
+    def way(self, at: int) -> Way:
+        """The way that the rules say for an equation."""
+        return self.chooser.way(self.flat, at, tuple(self.forms[value][0] for value in self.flat.equations[at].reads))
 
     def _at_hand(self, at: int, forms: Forms) -> Way:
         """The way that the rules say for an equation; of operands that are at hand in several forms, for the best.
@@ -347,7 +345,7 @@ class _Choosing:
             return first
         ways = {(first.operands, first.results): first}
         for lying in self._hypotheses(flat, first):
-            way = self.way(at, lying)
+            way = self.chooser.way(self.flat, at, lying)
             ways.setdefault((way.operands, way.results), way)
         followed = lambda way: price(self.chooser.prices, self._followed(at, way, wanted))
         return min(ways.values(), key=followed) if len(ways) > 1 else first
@@ -376,7 +374,7 @@ class _Choosing:
                         yield (*lying[:k], own, *lying[k + 1 :])
 
     def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
-        """What a way costs, and after it the equations up to the horizon, as the rules alone carry them out."""
+        """What a way costs, and after it the equations up to the horizon, by the rules and with what is at hand."""
         forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):

@@ -76,6 +76,7 @@ def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
         return len(avals) - 1
 
     def visit(closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+        """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):

@@ -75,6 +75,7 @@ def per_device(
     axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
+        """A device's parts of the arguments -> its parts of the results."""
         _check_manual(mesh, axes)
         leaves, given = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
         shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, given, strict=True)]

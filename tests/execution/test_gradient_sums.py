@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cases import VOCABULARY, WIDTH, assert_close, make_model, pipeline, tokens, weighted_cross_entropy
+from cases import VOCABULARY, WIDTH, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
 from jpipe.execution.gradient_sums import make_gradient_sums
 from jpipe.memory.storage import build_storage
@@ -63,10 +63,7 @@ def test_sums_over_an_axis_that_splits_no_parameter_are_taken_once(make_mesh, se
     with jax.enable_x64(True):
         mesh = make_mesh((2, 2, 2), ("stage", "data", "context"))
         pipe = pipeline(sequences, "1f1b", 2, 3, mesh=mesh, balance="even", unroll=unroll)
-        variables = pipe.from_layer_variables(sequences.trees, sequences.batch)
-        (loss, _), grads = pipe.value_and_grad(variables, sequences.batch)
-        assert_close(loss, sequences.truth[0], "loss")
-        assert_close(pipe.layer_variables({"params": grads}), sequences.truth[2], "gradients")
+        variables, _ = check_step(pipe, sequences)
         text = jax.jit(pipe.value_and_grad).lower(variables, sequences.batch).compile().as_text()
     kernel = 8 * WIDTH * WIDTH
     sums = [

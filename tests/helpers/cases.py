@@ -451,6 +451,16 @@ def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options:
     return jpipe.Pipeline(model.layers, model.loss_fn, **sizes, schedule=order, **options)
 
 
+def check_step(pipe: jpipe.Pipeline, model: Model) -> tuple[Any, Any]:
+    """Loss, gradients and outputs are the model's truth, leaf by leaf; (variables, gradients) of the pipeline."""
+    variables = pipe.from_layer_variables(model.trees, model.batch)
+    (loss, _), gradients = pipe.value_and_grad(variables, model.batch)
+    assert_close(loss, model.truth[0], "loss")
+    assert_close(pipe.layer_variables({"params": gradients}), model.truth[2], "gradients")
+    assert_close(pipe.apply(variables, model.batch), model.truth[1], "outputs")
+    return variables, gradients
+
+
 CUTS = [
     (1, 2, "1f1b", 1, "layer"),
     (4, 4, "1f1b", 1, "none"),
