@@ -43,6 +43,7 @@ from jpipe.partitioner.shardings import (
     part_shape,
     replicated,
 )
+from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import NOTHING, Axes, Conversion, Cost, DevicePlan, PlannedEquation, Way
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -83,8 +84,17 @@ def cheapest_plan(
     arguments: Sequence[Sharding],
     wanted: Sequence[Wanted],
 ) -> DevicePlan:
-    """The cheapest of the plans that are made by all of `TRIED`; arguments as those of `Chooser` and `Chooser.plan`."""
+    """The cheapest of the plans that are made by all of `TRIED`, and for axes `taken_apart` too.
+
+    Arguments are those of `Chooser` and `Chooser.plan`. What the plan says is of its own axes.
+    """
     plans = [Chooser(axes, handlers, *how).plan(flat, arguments, wanted) for how in TRIED]
+    parts = taken_apart(flat, axes)
+    if parts != axes:
+        along_parts = lambda at: apart(at, axes, parts)
+        wanted = [lambda at, choose=choose: along_parts(choose(together(at, axes, parts))) for choose in wanted]
+        choosers = [Chooser(parts, handlers, *how) for how in TRIED]
+        plans += [chooser.plan(flat, list(map(along_parts, arguments)), wanted) for chooser in choosers]
     return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 

@@ -182,7 +182,7 @@ def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax
     """
     if not any(plan.sends for plan in plans):
         return decision
-    names = tuple(name for axis in axes for name in axis.names)
+    names = tuple(dict.fromkeys(name for axis in axes for name in axis.names))
     return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
 
 

@@ -33,16 +33,18 @@ class Hop(NamedTuple):
       now: how the array lies before it.
       i: the axis.
       wanted: how it lies along this axis after it.
+      also: of a sum over several axes, the others.
     """
 
     now: Sharding
     i: int
     wanted: AxisSharding
+    also: tuple[int, ...] = ()
 
     @property
     def then(self) -> Sharding:
         """How the array lies after it."""
-        return (*self.now[: self.i], self.wanted, *self.now[self.i + 1 :])
+        return tuple(self.wanted if i in (self.i, *self.also) else s for i, s in enumerate(self.now))
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
@@ -72,21 +74,29 @@ def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     #
     # Then it goes by way of whole arrays, along the axes that change.
     order = sorted(range(len(axes)), key=lambda i: (not isinstance(wanted[i], Shard), isinstance(now[i], Shard)))
-    path = _path(now, wanted, order)
+    path = _path(axes, now, wanted, order)
     if any(blocks_of(hop.then, axes) is None for hop in path):
         between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))
-        path = [*_path(now, between, order), *_path(between, wanted, order)]
+        path = [*_path(axes, now, between, order), *_path(axes, between, wanted, order)]
     return path
 
 
-def _path(now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Hop]:
-    """The steps from `now` to `wanted`, if axes are changed one by one in this order."""
+def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Hop]:
+    """The steps from `now` to `wanted`, if axes are changed in this order: one by one, but sums taken at once."""
     found = []
+    at_once = _summed_at_once(axes, now, wanted)
     for i in order:
         if now[i] != wanted[i]:
-            found.append(Hop(now, i, wanted[i]))
+            found.append(Hop(now, i, wanted[i], at_once[1:] if i in at_once else ()))
             now = found[-1].then
     return found
+
+
+def _summed_at_once(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> tuple[int, ...]:
+    """The axes over which one sum is taken: of a mesh axis that is taken apart all parts or none."""
+    summed = [pair == (PARTIAL, REPLICATED) for pair in zip(now, wanted, strict=True)]
+    apart = {axis.names for axis, is_summed in zip(axes, summed, strict=True) if not is_summed}
+    return tuple(i for i, axis in enumerate(axes) if summed[i] and axis.names not in apart)
 
 
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
@@ -106,8 +116,8 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
 
 def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
     """The bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
-    kind = collective_of(axes, hop)
-    return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, axes[hop.i].size) if kind else 0.0
+    kind, size = collective_of(axes, hop), math.prod(axes[i].size for i in (hop.i, *hop.also))
+    return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, size) if kind else 0.0
 
 
 def ring_bytes(kind: str, part: float, size: int) -> float:
@@ -125,21 +135,23 @@ def ring_bytes(kind: str, part: float, size: int) -> float:
 
 def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     """A device's part after a step."""
-    now, i, wanted = hop
+    now, i, wanted, also = hop
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
+    over = {"axis_name": axis.names, "axis_index_groups": axis.groups}
     outer = lambda shard: _outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):
-            return lax.all_to_all(part, axis.names, wanted.dim, old.dim, tiled=True)
+            return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **over)
         if wanted == PARTIAL:
             return _among_zeros(part, axis, old.dim, outer(old))
         part = _joined(part, axis, old.dim, outer(old))
     elif old == PARTIAL:
         if kind == "reduce_scatter" and isinstance(wanted, Shard):
-            return lax.psum_scatter(part, axis.names, scatter_dimension=wanted.dim, tiled=True)
-        part = lax.psum(part, axis.names)
+            return lax.psum_scatter(part, scatter_dimension=wanted.dim, tiled=True, **over)
+        names = tuple(dict.fromkeys(name for j in (i, *also) for name in axes[j].names))
+        part = lax.psum(part, names) if also else lax.psum(part, **over)
     elif wanted == PARTIAL:  # the first device has the array, the others zeros
-        return jnp.where(lax.axis_index(axis.names) == 0, part, jnp.zeros_like(part))
+        return jnp.where(axis.index() == 0, part, jnp.zeros_like(part))
     return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part
 
 
@@ -161,14 +173,15 @@ def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
 def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """From a shard of `dim` to the whole dimension."""
     if outer == 1:
-        return lax.all_gather(part, axis.names, axis=dim, tiled=True)
-    blocks = lax.all_gather(_split_dim(part, dim, outer), axis.names, axis=dim + 1, tiled=True)
+        return lax.all_gather(part, axis.names, axis_index_groups=axis.groups, axis=dim, tiled=True)
+    split = _split_dim(part, dim, outer)
+    blocks = lax.all_gather(split, axis.names, axis_index_groups=axis.groups, axis=dim + 1, tiled=True)
     return lax.collapse(blocks, dim, dim + 2)
 
 
 def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """From the whole dimension to this device's shard of it."""
-    blocks, device = _split_dim(x, dim, outer, axis.size), lax.axis_index(axis.names)
+    blocks, device = _split_dim(x, dim, outer, axis.size), axis.index()
     own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
     return lax.collapse(own, dim, dim + 2)
 
@@ -177,5 +190,5 @@ def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array
     """From a shard of `dim` to a partial sum: this device's blocks in their place, zeros elsewhere."""
     blocks = jnp.expand_dims(_split_dim(part, dim, outer), dim + 1)  # [..., outer, 1, block, ...]
     device = lax.broadcasted_iota(jnp.int32, (axis.size,) + (1,) * (blocks.ndim - dim - 2), 0)
-    own = device == lax.axis_index(axis.names)
+    own = device == axis.index()
     return lax.collapse(jnp.where(own, blocks, jnp.zeros_like(blocks)), dim, dim + 3)

@@ -76,7 +76,7 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
     column, size = d.start_index_map.index(dim), operand_shape(equation)[dim]
 
     def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        device, length = lax.axis_index(axis.names), size // axis.size
+        device, length = axis.index(), size // axis.size
         indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # bytes can't count a larger table
         wanted = indices[..., column]
         # What is outside of the whole table is looked up by the first device, outside of its part too.

@@ -30,6 +30,7 @@ from jpipe.partitioner.shardings import (
     to_spec,
     whole_shape,
 )
+from jpipe.partitioner.sub_axes import together
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes
 from jpipe.seam.inside import with_axis_types, with_named_axes
@@ -146,7 +147,8 @@ def jaxpr_per_device(
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
     own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
-        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], list(plan.results), plan.unsplit)
+        results = [together(sharding, axes, plan.axes) for sharding in plan.results]
+        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], results, plan.unsplit)
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:

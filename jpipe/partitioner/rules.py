@@ -149,7 +149,7 @@ def _reduce_again(reduce: Callable[[jax.Array, Sequence[int]], jax.Array]) -> Ru
         if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
             return _reduce(equation, shardings, axis)
         # By a gather, since collectives that compare may lose what is not a number.
-        combine = lambda x: reduce(lax.all_gather(x, axis.names), (0,))
+        combine = lambda x: reduce(lax.all_gather(x, axis.names, axis_index_groups=axis.groups), (0,))
         return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
 
     return rule
@@ -163,7 +163,7 @@ def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
 
     def wrap(operation: Operation) -> Operation:
         length = shape[0] // axis.size
-        start = lax.axis_index(axis.names) * length
+        start = axis.index() * length
         return lambda *operands: [lax.dynamic_slice_in_dim(x, start, length) for x in operation(*operands)]
 
     return RuleResult([REPLICATED], [Shard(0)], wrap)

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jpipe.types import PyTree
@@ -35,17 +37,37 @@ class Axis:
       is_data: whether examples are split over them. Along data axes random bits are split at once, and sharding
         constraints change nothing.
       sums_late: whether sums are added up after casts to wider types; along data axes they are, after any casts.
+      outer, inner: of a part of a mesh axis, whose devices are seen as `[outer, size, inner]`
+        (`jpipe.partitioner.sub_axes`).
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     is_data: bool = False
     sums_late: bool = False
+    outer: int = 1
+    inner: int = 1
 
     @property
     def size(self) -> int:
         """The number of devices along all of the mesh axes together."""
         return math.prod(self.sizes)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a mesh axis."""
+        return self.outer * self.inner > 1
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """Of a part of a mesh axis, which of that axis' devices a collective joins; None for all."""
+        devices = np.arange(self.outer * self.size * self.inner).reshape(self.outer, self.size, self.inner)
+        return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.is_part else None
+
+    def index(self) -> jax.Array:
+        """Which of the devices along it a device is; in a program that all devices run."""
+        along = lax.axis_index(self.names)
+        return along // self.inner % self.size if self.is_part else along
 
 
 @dataclass(frozen=True)
@@ -163,20 +185,20 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
       ValueError: it names a part of mesh axes that arrays are split over jointly, or in another order.
     """
     found: list[AxisSharding] = [REPLICATED] * len(axes)
-    of = {name: i for i, axis in enumerate(axes) for name in axis.names}
+    joint = {name: axis.names for axis in axes for name in axis.names}
     for dim, entry in enumerate(spec):
-        names, outer = tuple(name for name in names_in(entry) if name in of), 1
+        names, outer = tuple(name for name in names_in(entry) if name in joint), 1
         while names:
-            i = of[names[0]]
-            count = len(axes[i].names)
-            if names[:count] != axes[i].names:
+            first = joint[names[0]]
+            if names[: len(first)] != first:
                 raise ValueError(
-                    f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {axes[i].names} jointly; "
+                    f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly; "
                     "name all of them, in this order"
                 )
-            found[i] = Shard(dim, outer)
-            outer *= axes[i].size
-            names = names[count:]
+            for i in (i for i, axis in enumerate(axes) if axis.names == first):
+                found[i] = Shard(dim, outer)
+                outer *= axes[i].size
+            names = names[len(first) :]
     return tuple(found)
 
 

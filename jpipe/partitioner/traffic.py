@@ -57,7 +57,8 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
             yield from _sent(within, sizes, here, inner)
         axes = tuple(axis for axis in _axes_of(equation) if sizes.get(axis, 1) > 1)
         for leaf in shapes_of(equation.invars) if axes else ():
-            count = math.prod(sizes[axis] for axis in axes)
+            groups = equation.params.get("axis_index_groups")
+            count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             size = ring_bytes(COLLECTIVES[name], leaf.size * leaf.dtype.itemsize, count)
             yield Sent(COLLECTIVES[name], axes, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.conversions import convert
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Shard, is_possible, part_shape
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape
 from parts import AXES, DEVICES, X, cut
 
 
@@ -43,17 +43,23 @@ SOME = [
 SOME = [s for s in SOME if is_possible(X.shape, s, AXES)]
 
 
+TWO_AXES = AXES, (2, 2), ("data", "model")
+PARTS_OF_ONE = (Axis(("model",), (2,), inner=2), Axis(("model",), (2,), outer=2)), (4,), ("model",)
+
+
+@pytest.mark.parametrize(("axes", "shape", "names"), [TWO_AXES, PARTS_OF_ONE], ids=["axes", "parts of one axis"])
 @pytest.mark.parametrize("now", SOME)
-def test_convert(make_mesh, now):
+def test_convert(make_mesh, now, axes, shape, names):
     """To every other sharding, in one program."""
-    everywhere = PartitionSpec("data", "model")
+    everywhere = PartitionSpec(names)
 
-    def run(parts):  # [1, 1, ...]
-        return [convert(parts[0, 0], AXES, now, wanted)[None, None] for wanted in SOME]
+    def run(parts):  # [1, ...]
+        return [convert(parts[0], axes, now, wanted)[None] for wanted in SOME]
 
-    mesh = make_mesh((2, 2), ("data", "model"))
+    mesh, given = make_mesh(shape, names), parts_of(X, now)
     converted = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
-    for wanted, parts in zip(SOME, converted(parts_of(X, now)), strict=True):
+    for wanted, parts in zip(SOME, converted(given.reshape(4, *given.shape[2:])), strict=True):
+        parts = np.asarray(parts).reshape(2, 2, *parts.shape[1:])
         expected = np.stack([cut(X, wanted, device) for device in DEVICES])
-        found = whole_of(np.asarray(parts), wanted)
+        found = whole_of(parts, wanted)
         np.testing.assert_array_equal(found.reshape(expected.shape), expected, f"{now} -> {wanted}")

@@ -12,6 +12,7 @@ from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
+from jpipe.partitioner.traffic import sent_in
 from jpipe.partitioner.user_shardings import USER_SHARDINGS, _is_manual, named_axes
 from partitioned import array
 
@@ -55,6 +56,42 @@ def test_a_function_of_single_devices_sees_its_parts_and_the_rest_is_carried_out
     np.testing.assert_allclose(y, expected, rtol=1e-12)
     np.testing.assert_allclose(total, x.sum(), rtol=1e-12)
     assert "collective_permute" not in text
+
+
+ROUND = [(i, (i + 1) % 8) for i in range(8)]
+PERMUTATIONS = {
+    "round": (ROUND, 2),
+    "round, the other way": ([(b, a) for a, b in ROUND], 2),
+    "round by three": ([(i, (i + 3) % 8) for i in range(8)], 2),
+    "across": ([(i, (i + 4) % 8) for i in range(8)], 1),
+    "a chain": (ROUND[2:6], 2),
+    "rings of odd length": ([(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)], 3),
+    "some stay": ([(1, 1), (0, 2), (5, 5)], 1),
+    "all stay": ([(i, i) for i in range(8)], 1),
+    "none": ([], 7),
+}
+
+
+@pytest.mark.parametrize("name", PERMUTATIONS)
+def test_a_permutation_within_is_a_few_gathers_in_pairs(make_mesh, name):
+    permutation, times = PERMUTATIONS[name]
+    mesh, x, expected = make_mesh((8,), ("context",)), array(8, 3) + 9, np.zeros((8, 3))
+    specs = {"in_specs": P("context"), "out_specs": P("context")}
+    moved = jax.shard_map(lambda x: lax.ppermute(x, "context", permutation), axis_names={"context"}, **specs)
+    run = on_mesh(moved, mesh, P("context"), P("context"))
+    for source, target in permutation:
+        expected[target] = x[source]
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(run(x), expected)
+        sent = sent_in(jax.make_jaxpr(run)(x).jaxpr, dict(mesh.shape))
+    assert [one.collective for one in sent] == ["all_gather"] * len(sent)
+    assert sum(one.bytes for one in sent) == times * x[0].nbytes
+
+
+def test_of_three_devices_a_permutation_is_one_gather(make_mesh):
+    mesh, x, specs = make_mesh((3,), ("context",)), array(3, 2), {"in_specs": P("context"), "out_specs": P("context")}
+    turned = jax.shard_map(lambda x: lax.ppermute(x, "context", [(0, 1), (1, 2), (2, 0)]), **specs)
+    np.testing.assert_array_equal(on_mesh(turned, mesh, P("context"), P("context"))(x), np.roll(x, 1, 0).astype("f4"))
 
 
 def test_a_part_of_joint_axes_is_refused():

@@ -1,0 +1,87 @@
+"""Mesh axes taken apart: what sixteen devices can't split evenly, eight pairs of them may.
+
+Along a mesh axis of sixteen, the columns of a projection are a shard of each device; the eight heads that a reshape
+makes of them can't be. But seen as `[8, 2]` the devices are two axes, along each of which there is a shard:
+
+    columns [1024]      Shard(0) along 16   =   Shard(0, 1) along 8, Shard(0, 8) along 2
+    heads   [8, 128]    none                    Shard(0) along 8,    Shard(1) along 2
+
+So eight heads of keys and values lie as the groups of queries that read them (Shardy calls this a sub-axis). A plan for
+axes taken apart begins and ends with arrays that lie along whole ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from jax.extend.core import jaxprs_in_params
+
+from jpipe.partitioner.flat_jaxpr import FlatJaxpr
+from jpipe.partitioner.rule import operand_shape, result_shape
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding
+from jpipe.partitioner.way import Axes
+from jpipe.seam.jaxpr_types import JaxprEqn
+
+
+def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
+    """The axes, those in parts along which reshapes would have to gather what the parts can split."""
+    shapes = {(operand_shape(e), result_shape(e)) for e in _reshapes(e.equation for e in flat.equations)}
+    return tuple(part for axis in axes for part in _parts(axis, shapes))
+
+
+def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
+    """How an array lies along the parts of axes, along which it lies so."""
+    along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
+    of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
+    return tuple(of_part(along[part.names], part) for part in parts)
+
+
+def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
+    """How an array may lie along axes, along whose parts it lies so.
+
+    Where it lies otherwise along each part: partial, if it is along one, else replicated.
+    """
+
+    def along(axis: Axis) -> AxisSharding:
+        own = tuple(s for s, part in zip(sharding, parts, strict=True) if part.names == axis.names)
+        same = apart((own[0],), (axis,), tuple(part for part in parts if part.names == axis.names))
+        return own[0] if own == same else PARTIAL if PARTIAL in own else REPLICATED
+
+    return tuple(map(along, axes))
+
+
+def _reshapes(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Those among equations, and in the jaxprs that they hold."""
+    for equation in equations:
+        if equation.primitive.name == "reshape":
+            yield equation
+        for within in jaxprs_in_params(equation.params):
+            yield from _reshapes(within.eqns)
+
+
+def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
+    """An axis, or what it is taken apart into: for 4 and 8 of 16 into `[4, 2, 2]`."""
+    counts = {count for old, new in reshapes for count in _shared(axis.size, old, new)}
+    if axis.is_data or not counts:
+        return [axis]
+    ends = [1]
+    for count in [*sorted(counts), axis.size]:
+        ends += [count] * (count % ends[-1] == 0)
+    pairs = itertools.pairwise(ends)
+    return [Axis(axis.names, (end // start,), outer=start, inner=axis.size // end) for start, end in pairs]
+
+
+def _shared(size: int, old: Shape, new: Shape) -> set[int]:
+    """Into how many parts `size` devices can split the first of the dimensions that a reshape makes of one.
+
+    Where they can split the one, but not the first of those: [32] on 16 devices, and [8, 4] on 8 pairs of them.
+    """
+    starts = dict(zip(itertools.accumulate(old, lambda a, b: a * b, initial=1), old, strict=False))
+    found = set()
+    for start, dim in zip(itertools.accumulate(new, lambda a, b: a * b, initial=1), new, strict=False):
+        whole = starts.get(start, 0)
+        if whole > dim > 1 and whole % size == 0:
+            found.add(math.gcd(dim, size))
+    return found - {1, size}
