@@ -264,9 +264,7 @@ class Pipeline:
         self._check_training(variables, batch, key)
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
-        arguments = self._placed(variables), *batches.on_mesh((batch, key), self.mesh)
-        with first_call("loss and gradients", arguments) as done:
-            (loss, updates, _), grads = done(self._jit_value_and_grad(*arguments))
+        (loss, updates, _), grads = self._run("loss and gradients", self._jit_value_and_grad, variables, batch, key)
         return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Batch) -> PyTree:
@@ -284,9 +282,7 @@ class Pipeline:
         checks.check_complete(self.plan, variables)
         self.planner.model(self.planner.for_evaluation(batch, bare=bare))
         self.agreement.check(batch, "bare" if bare else "apply")
-        arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
-        with first_call("the forward pass", arguments) as done:
-            return done(self._jit_apply(*arguments, bare=bare))
+        return self._run("the forward pass", self._jit_apply, variables, batch, bare=bare)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -295,9 +291,7 @@ class Pipeline:
         checks.check_complete(plan, variables)
         self.planner.loss(self.planner.for_evaluation(batch))
         self.agreement.check(batch, "evaluate")
-        arguments = self._placed(variables), batches.on_mesh(batch, self.mesh)
-        with first_call("the loss", arguments) as done:
-            return done(self._jit_evaluate(*arguments))
+        return self._run("the loss", self._jit_evaluate, variables, batch)
 
     # --- training ---
 
@@ -382,9 +376,12 @@ class Pipeline:
         model, _ = self.planner.model(micro), self.planner.loss(micro)
         checks.check_key(model, key)
 
-    def _placed(self, variables: Variables) -> Variables:
-        """Variables with what lies on the host put where it belongs, each stage's on its own devices."""
-        return {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: bool) -> Any:
+        """What a jitted program gives; what lies on the host is put where it belongs, each stage's on its devices."""
+        placed = {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
+        arguments = placed, *batches.on_mesh(given, self.mesh)
+        with first_call(what, arguments) as done:
+            return done(jitted(*arguments, **options))
 
     @cached_property
     def _jit_init(self) -> Callable:

@@ -32,7 +32,7 @@ def num_parameters(model: Model) -> int:
 
 
 def shape_given(model: Model) -> tuple[int, ...]:
-    return model.outputs.shape
+    return model.groups[-1].gives.shape
 
 
 def images(size: int, channels: int = 3) -> dict:

@@ -199,11 +199,9 @@ def steps_in(directory: epath.Path) -> list[int]:
     In a cluster they are those that process 0 sees.
     """
     found = listed(directory)
-    if jax.process_count() > 1:
-        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
-        mine = np.array([*found, *[0] * count][:count], np.int32)
-        found = multihost_utils.broadcast_one_to_all(mine).tolist()
-    return found
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
+    mine = np.array([*found, *[0] * count][:count], np.int32)
+    return multihost_utils.broadcast_one_to_all(mine).tolist()
 
 
 def listed(directory: epath.Path) -> list[int]:

@@ -73,9 +73,7 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
     given = plan.request
     schedule, mesh, options = given.schedule, given.mesh, given.options
     found = {
-        "num_stages": str(schedule.num_stages),
-        "num_microbatches": str(schedule.num_microbatches),
-        "num_chunks": str(schedule.num_chunks),
+        **{name: str(size) for name, size in schedule.sizes.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
         "remat": _name(given.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",

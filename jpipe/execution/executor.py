@@ -11,7 +11,6 @@ gradients of shared weights.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,10 +21,9 @@ from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import put_row, take_row
+from jpipe.jax_tools.indexing import Index, put_row, take_row
 from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
-from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.partitioner.shardings import PARTIAL
@@ -34,9 +32,7 @@ from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.types import Leaf
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TickCarry:
+class TickCarry(NamedTuple):
     """What a device carries from tick to tick; forward only, all of the backward is empty.
 
     Attributes:
@@ -83,11 +79,12 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     if step.has_loss:
         results = list(map(_accumulator, step.outputs))
     else:
-        results = [jnp.zeros((step.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
+        results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
     results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
-    return _total_loss(step, results) if step.has_loss else list(map(_from_last_stage, results))
+    # On all stages but the last outputs are zero. Of bools JAX adds up integers.
+    return _total_loss(step, results) if step.has_loss else [jax.lax.psum(x, AXIS).astype(x.dtype) for x in results]
 
 
 def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
@@ -138,13 +135,6 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
         partial_axes = [axis.names for p, axis in zip(sharding, step.model.axes, strict=True) if p == PARTIAL]
         totals.append(jax.lax.psum(leaf, (AXIS, *itertools.chain(*partial_axes))))
     return totals
-
-
-def _from_last_stage(leaf: jax.Array) -> jax.Array:
-    """Copies the last stage's value to all stages; on the others it is zero."""
-    if leaf.dtype == jnp.bool_:
-        return _from_last_stage(leaf.astype(jnp.int8)).astype(jnp.bool_)
-    return jax.lax.psum(leaf, AXIS)
 
 
 # --- ticks ------------------------------------------------------------------------------------------------------------
@@ -229,8 +219,8 @@ def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarr
     """
     written = lambda waiting, row: jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
     if ACTION_KINDS[kind].flow > 0:
-        return replace(carry, waiting_activations=written(carry.waiting_activations, now.activation_in))
-    return replace(carry, waiting_cotangents=written(carry.waiting_cotangents, now.cotangent_in))
+        return carry._replace(waiting_activations=written(carry.waiting_activations, now.activation_in))
+    return carry._replace(waiting_cotangents=written(carry.waiting_cotangents, now.cotangent_in))
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -240,7 +230,7 @@ def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
     step = stage.step
     job = _job(stage, now, Row(now.residual, stage.device) if step.stores_residuals else None)
     activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
-    return replace(carry, forward=stage.forward(job, replace(carry.forward, activation=activation)))
+    return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
 
 
 def _backward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
@@ -251,9 +241,9 @@ def _backward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
         activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
         residuals = stage.forward(job, ForwardWork(activation, residuals, {}, [])).residuals
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
-    backward = stage.backward(job, replace(carry.backward, cotangent=cotangent), residuals)
+    backward = stage.backward(job, carry.backward._replace(cotangent=cotangent), residuals)
     # The residuals are handed back so that the next action writes into the same memory.
-    return replace(carry, forward=replace(carry.forward, residuals=residuals), backward=backward)
+    return carry._replace(forward=carry.forward._replace(residuals=residuals), backward=backward)
 
 
 ACTIONS = {"F": _forward, "B": _backward}
@@ -262,7 +252,7 @@ ACTIONS = {"F": _forward, "B": _backward}
 
 def _job(stage: Stage, now: Now, row: Row | None) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one."""
-    only_one = stage.step.ranges.num_virtual_stages == 1
+    only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     return Job(virtual_stage, now.microbatch, row)
 

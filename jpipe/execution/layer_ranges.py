@@ -26,11 +26,6 @@ class LayerRanges:
     stop: np.ndarray
 
     @property
-    def num_virtual_stages(self) -> int:
-        """S."""
-        return self.start.shape[0]
-
-    @property
     def passes_of(self) -> np.ndarray:
         """int32 `[S]`: the passes of each virtual stage."""
         used = np.any(self.stop > self.start, axis=-1)

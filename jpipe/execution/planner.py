@@ -92,7 +92,7 @@ class Planner:
         return model
 
     def _loss(self, micro: MicroBatch) -> TracedLoss:
-        outputs = self.model(micro).outputs
+        outputs = self.model(micro).groups[-1].gives
         with self.tracing():
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
 
@@ -170,8 +170,7 @@ class Planner:
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""
         micro, given = self.for_evaluation(batch, bare=bare), self.request
-        sizes = {"num_stages": given.schedule.num_stages, "num_chunks": given.schedule.num_chunks}
-        schedule = make_schedule("forward", **sizes, num_microbatches=micro.count)
+        schedule = make_schedule("forward", **given.schedule.sizes | {"num_microbatches": micro.count})
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)

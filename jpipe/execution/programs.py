@@ -20,13 +20,12 @@ from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import take_row
+from jpipe.jax_tools.indexing import Index, take_row
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
-from jpipe.memory.buffers import Index
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import rest_axes
+from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.groups import LayerGroup
 from jpipe.model.trace import trace_init
@@ -75,7 +74,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 def _init_layer(plan: Plan, group: LayerGroup, key: jax.Array) -> dict[str, list[Leaf]]:
     """The leaves of a new layer's variables by collection, each device's own parts."""
     mesh = plan.request.mesh
-    axes = rest_axes(mesh)
+    axes = stage_axes(mesh, ())
     with shapes_only(mesh):
         jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
     wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
@@ -133,11 +132,11 @@ def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, ba
         step,
         run_inference,
         (variables, batch, None, None),
-        list(map(_stacked_spec, specs)),
+        [PartitionSpec(None, *spec) for spec in specs],
         after=lambda leaves: list(map(join_microbatches, leaves)),
         result_specs=specs,
     )
-    return jax.tree.unflatten(jax.tree.structure(step.model.outputs), leaves)
+    return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)
 
 
 def _run(
@@ -168,10 +167,10 @@ def _run(
         return work(Stage(step, variables, batch, key, only, send_shared(step, variables, device), device))
 
     splits = plan.request.splits
-    of_examples = lambda a: _stacked_spec(to_spec(splits.of_examples(a.shape[0]), splits.axes, a.ndim))
+    of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0]), splits.axes, a.ndim))
     in_specs = _specs(plan), jax.tree.map(of_examples, step.model.batch), PartitionSpec(), PartitionSpec()
     # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
-    cut = lambda variables, batch, *others: (variables, split_microbatches(batch, step.num_microbatches), *others)
+    cut = lambda tree, batch, *others: (tree, split_microbatches(batch, step.schedule.num_microbatches), *others)
     run = jax.custom_jvp(on_stages(on_device, mesh, in_specs, out_specs, cut, **results))
 
     def refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
@@ -183,10 +182,6 @@ def _run(
     run.defjvp(refuse)
     variables, *others = arguments
     return run({name: dict(variables[name]) for name in plan.layouts}, *others)
-
-
-def _stacked_spec(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(None, *spec)
 
 
 def _specs(plan: Plan) -> dict[str, dict[str, PartitionSpec]]:

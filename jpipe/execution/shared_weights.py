@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jpipe.execution.stage import BackwardWork, Stage
 from jpipe.execution.step import Step
+from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.loops import when
-from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.types import Leaf

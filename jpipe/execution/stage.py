@@ -11,7 +11,7 @@ that the stage doesn't have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution.step import Step
-from jpipe.jax_tools.indexing import look_up, put_row, take_row, take_slice
+from jpipe.jax_tools.indexing import Index, look_up, put_row, take_row, take_slice
 from jpipe.jax_tools.loops import Carry, each, of_trip
 from jpipe.jax_tools.random_keys import Key, layer_key
-from jpipe.memory.buffers import Index
 from jpipe.memory.storage import Buffers, Row
 from jpipe.model.layer_function import Arguments
 from jpipe.types import Batch, Leaf
@@ -44,9 +43,7 @@ class Job(NamedTuple):
     row: Row | None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ForwardWork:
+class ForwardWork(NamedTuple):
     """What the forward of a stage's layers reads and writes. What is empty isn't asked for, and none of it is made.
 
     Attributes:
@@ -63,9 +60,7 @@ class ForwardWork:
     results: list[jax.Array]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BackwardWork:
+class BackwardWork(NamedTuple):
     """What the backward of a stage's layers reads and writes.
 
     Attributes:
@@ -125,7 +120,7 @@ class Stage:
             """(the micro-batch, the layer's input out of the boundary buffers)."""
             first = groups[turn.g].indices[0]
             # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of them.
-            return self._batch_of(turn), step.activations.unpack(work.activation, first - 1) if first else []
+            return self._batch_of(turn), step.activations.read(work.activation, first - 1, 0) if first else []
 
         def visit(turn: _Turn, inputs: tuple[Batch, list[Leaf]], work: ForwardWork) -> ForwardWork:
             """One layer: leaves the next activation and its residuals, adds to the state's totals and the results."""
@@ -135,18 +130,18 @@ class Stage:
             run = step.forwards[turn.g] if turn.row is None else step.layers[turn.g].forward
             found, new = run(arguments, x)
             if work.results and turn.g == step.model.last:
-                work = replace(work, results=self._collected(turn, work.results, found.outputs))
+                work = work._replace(results=self._collected(turn, work.results, found.outputs))
             if work.state and arguments.state:
-                is_last_microbatch = turn.microbatch == step.num_microbatches - 1
+                is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
                 totals = self._read_state(work.state, turn.g, turn.position)
                 totals = step.mergings[turn.g].accumulate(totals, arguments.state, found.state, is_last_microbatch)
-                work = replace(work, state=self._write_state(work.state, turn.g, turn.position, totals))
+                work = work._replace(state=self._write_state(work.state, turn.g, turn.position, totals))
             if turn.g != step.model.last:
-                activation = step.activations.pack(work.activation, groups[turn.g].indices[0], found.outputs)
-                work = replace(work, activation=activation)
+                activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, found.outputs)
+                work = work._replace(activation=activation)
             if turn.row is not None:
                 residuals = step.residuals.write(work.residuals, turn.g, turn.position, new, turn.row)
-                work = replace(work, residuals=residuals)
+                work = work._replace(residuals=residuals)
             return work
 
         return self._sweep(job, reads, visit, work)
@@ -161,7 +156,7 @@ class Stage:
                 # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
                 cotangents = list(map(jnp.ones_like, step.functions[turn.g].differentiated(step.outputs)))
             else:
-                cotangents = step.cotangents.unpack(work.cotangent, step.model.groups[turn.g].indices[0])
+                cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
             return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
 
         def visit(turn: _Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
@@ -172,7 +167,7 @@ class Stage:
             first = step.model.groups[turn.g].indices[0]
             if first == 0:
                 return work
-            return replace(work, cotangent=step.cotangents.pack(work.cotangent, first - 1, cotangents))
+            return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents))
 
         return self._sweep(job, reads, visit, work, reverse=True)
 
@@ -185,8 +180,8 @@ class Stage:
         gradients = self.step.gradient_sums.converted(storage.record_types[v].buffers, gradients, now)
         if v in self.shared:
             sums = [a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[v], gradients, strict=True)]
-            return replace(work, shared_gradients=work.shared_gradients | {v: sums})
-        return replace(work, gradients=storage.add(work.gradients, v, turn.position, gradients))
+            return work._replace(shared_gradients=work.shared_gradients | {v: sums})
+        return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients))
 
     # --- one layer ---
 
@@ -294,7 +289,7 @@ class Stage:
 
         def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
             totals, old = found
-            new = step.mergings[group_of[v]].finish(totals, old, step.num_microbatches)
+            new = step.mergings[group_of[v]].finish(totals, old, step.schedule.num_microbatches)
             return self._write_state(buffers, group_of[v], instance, new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}

@@ -68,11 +68,6 @@ class Step:
     table: TickTable
 
     @property
-    def num_microbatches(self) -> int:
-        """M."""
-        return self.schedule.num_microbatches
-
-    @property
     def has_loss(self) -> bool:
         """Whether the loss follows the last layer."""
         return self.functions[self.model.last].loss_fn is not None

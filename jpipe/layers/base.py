@@ -168,6 +168,9 @@ class Single:
     reads_batch: bool = False
     shared: Shared | None = None
 
+    def to_item(self, variables: LayerVariables) -> Item:
+        return variables
+
 
 @dataclass(frozen=True)
 class PlainLayer(Single):
@@ -182,7 +185,6 @@ class PlainLayer(Single):
         return self.shared, self.init_fn, self.apply_fn
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        del batch
         return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:

@@ -116,7 +116,6 @@ class LinenLayer(Single):
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """`module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
-        del batch
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         return dict(self.module.init(rngs, *inputs, method=self.method, **self._mode(train=False)))
 
@@ -142,9 +141,6 @@ class LinenLayer(Single):
                 f"trains, or where self.is_mutable_collection(...) holds. Flax says: {error}"
             ) from error
         return outputs, {name: _like(variables[name], changed.get(name, {}), name) for name in mutable}
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return variables
 
     def from_item(self, item: Item) -> LayerVariables:
         """The variables without metadata boxes, which values from elsewhere may lack."""
@@ -276,7 +272,6 @@ class NnxLayer(Single):
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """The factory's values under this key; a ready module's own values."""
-        del inputs, batch  # an nnx module knows its shapes
         if self.factory is None:
             assert self.ready is not None
             return self.ready
@@ -313,9 +308,6 @@ class NnxLayer(Single):
                 value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(variable)])
             filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
         return nnx.from_flat_state(filled)
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return variables
 
     def from_item(self, item: Item) -> LayerVariables:
         return as_collections(item)

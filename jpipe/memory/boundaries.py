@@ -17,7 +17,7 @@ import jax
 
 from jpipe.jax_tools.indexing import put_slice
 from jpipe.memory.buffers import FlatBuffer
-from jpipe.memory.storage import Buffers, Leaf, Storage, build_storage
+from jpipe.memory.storage import Buffers, Storage, build_storage
 
 WASTE = 1.0
 """How much more memory (as a share) stacked leaves may take than flat ones would: a device holds one set of these
@@ -25,30 +25,18 @@ buffers, and a copy of the part that crosses for each micro-batch that waits."""
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class Boundaries(Storage):
     """The common format of the activations (or of their cotangents) at all boundaries of a model.
 
+    Record type i is boundary i (what layer i gives and layer i + 1 takes), with a single record; for cotangents, of the
+    floating-point leaves only.
+
     Attributes:
-      storage: its record type i is boundary i (what layer i gives and layer i + 1 takes), with a single record; for
-        cotangents, of the floating-point leaves only.
       crossing_sizes: for each buffer that crosses between stages, how many of its entries do, from the first on: leaves
         of a stacked buffer, elements of a flat one.
     """
 
-    storage: Storage
     crossing_sizes: tuple[tuple[str, int], ...]
-
-    def empty(self) -> Buffers:
-        """Buffers with nothing in them, of any values."""
-        return self.storage.empty()
-
-    def pack(self, buffers: Buffers, boundary: int, leaves: list[Leaf]) -> Buffers:
-        """The buffers with the leaves of the activation at a boundary, a Python integer, in them."""
-        return self.storage.write(buffers, boundary, 0, leaves)
-
-    def unpack(self, buffers: Buffers, boundary: int) -> list[Leaf]:
-        """The leaves that were packed at a boundary, or at one with equal leaves."""
-        return self.storage.read(buffers, boundary, 0)
 
     def crossing(self, buffers: Buffers) -> Buffers:
         """The part of the buffers that crosses from stage to stage."""
@@ -92,7 +80,8 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
         for leaf, name, (entry,) in zip(known.leaves, known.buffers, known.entries, strict=True):
             taken = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
             sizes[name] = max(sizes.get(name, 0), entry + taken)
-    return Boundaries(storage, tuple(sorted(sizes.items())))
+    crossing = tuple(sorted(sizes.items()))
+    return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, crossing)
 
 
 def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:

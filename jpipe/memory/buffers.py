@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.indexing import Index as Index
-from jpipe.jax_tools.indexing import put_slice, take_slice
+from jpipe.jax_tools.indexing import Index, put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
 
 
@@ -90,7 +89,6 @@ class StackedBuffer:
 
     def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
         """The leaf at an entry. `array` may be a device's part; then so is the leaf."""
-        del shape  # as the array has it
         array = in_order(array, self._order)
         leaf = take_slice(array, (entry,), (1, *array.shape[1:])).reshape(array.shape[1:])
         return in_order(leaf, self.type.order)

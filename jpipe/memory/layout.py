@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.memory.buffers import Index
+from jpipe.jax_tools.indexing import Index
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import gather_axes, scatter_axes, split_by

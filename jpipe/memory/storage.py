@@ -44,10 +44,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.indexing import look_up, take_slice
+from jpipe.jax_tools.indexing import Index, look_up, take_slice
 from jpipe.jax_tools.loops import each
 from jpipe.jax_tools.memory_order import Order
-from jpipe.memory.buffers import Buffer, FlatBuffer, Index, LeafType, StackedBuffer
+from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer
 from jpipe.types import Leaf as Leaf
 
 Buffers = dict[str, jax.Array]

@@ -62,8 +62,3 @@ def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly:
     parts = [data] * bool(data) if jointly else [(name,) for name in data]
     first = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in parts]
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
-
-
-def rest_axes(mesh: Mesh | AbstractMesh) -> tuple[Axis, ...]:
-    """The axes that a stage's arrays are split over at rest: each mesh axis but `stage` and those of one device."""
-    return tuple(Axis((n,), (mesh.shape[n],)) for n in mesh.axis_names if n != AXIS and mesh.shape[n] > 1)

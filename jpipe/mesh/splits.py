@@ -16,7 +16,7 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jpipe.mesh.axes import AXIS, check_batch_axes, rest_axes, stage_axes
+from jpipe.mesh.axes import AXIS, check_batch_axes, stage_axes
 from jpipe.mesh.specs import spec_of, split_by
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shape, Sharding, names_in, of_spec
 from jpipe.types import Shapes
@@ -68,7 +68,7 @@ class Splits:
 
         Split by `("fsdp", "model")` at rest, one dimension is in two runs then: `Shard(0, outer=2)` along `model`.
         """
-        axes = rest_axes(self.mesh)
+        axes = stage_axes(self.mesh, ())
         at_rest = {axis.names: along for axis, along in zip(axes, of_spec(spec, axes), strict=True)}
         return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
 

@@ -116,11 +116,6 @@ class Model:
         count = len(self.groups)
         return f"{count} group{'s' * (count > 1)} of layers"
 
-    @property
-    def outputs(self) -> Shapes:
-        """The shapes of what the model returns for a micro-batch."""
-        return self.groups[self.last].gives
-
     def group_at(self, layer: int) -> LayerGroup:
         """A layer's group."""
         return self.groups[self.group_of[layer]]

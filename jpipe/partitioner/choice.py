@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -132,7 +131,7 @@ class Chooser:
           wanted: for each result, from how it lies by itself how it has to lie.
         """
         settled: dict[int, Sharding] = {}
-        choosing = _Choosing(self, flat, arguments)
+        choosing = _Choosing(self, flat, arguments, settled)
         ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
         best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: price(self.prices, plan.cost))
         for find in (_summed_wide, _summed_twice):
@@ -145,7 +144,7 @@ class Chooser:
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
         """The plan that follows from the rules alone, which don't look ahead; arguments as those of `plan`."""
-        choosing = _Choosing(self, flat, arguments)
+        choosing = _Choosing(self, flat, arguments, {})
         return choosing.plan(wanted, choosing.way)
 
     def _results_at(self, flat: FlatJaxpr, arguments: tuple[Sharding, ...]) -> list[Sharding]:
@@ -258,11 +257,7 @@ class _Choosing:
     """
 
     def __init__(
-        self,
-        chooser: Chooser,
-        flat: FlatJaxpr,
-        arguments: Sequence[Sharding],
-        settled: Mapping[int, Sharding] = MappingProxyType({}),
+        self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], settled: Mapping[int, Sharding]
     ):
         self.chooser, self.flat, self.axes, self.settled = chooser, flat, chooser.axes, settled
         self.arguments = tuple(arguments)

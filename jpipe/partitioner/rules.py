@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
 from jax import lax
 
 from jpipe.partitioner.elementwise import elementwise
@@ -138,21 +137,18 @@ def reshape(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -
 _reduce = _keeping(_without("axes"))
 
 
-def _reduce_again(reduce: Callable[[jax.Array, Sequence[int]], jax.Array]) -> Rule:
-    """The rule of a reduction that can be done in any order and more than once, such as a maximum.
+def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """A reduction that can be done in any order and more than once, such as a maximum.
 
     Over a split dimension each device reduces its part, and then the results of all devices.
     """
-
-    def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-        first = shardings[0]
-        if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
-            return _reduce(equation, shardings, axis)
-        # By a gather, since collectives that compare may lose what is not a number.
-        combine = lambda x: reduce(lax.all_gather(x, axis.names, axis_index_groups=axis.groups), (0,))
-        return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
-
-    return rule
+    first = shardings[0]
+    if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
+        return _reduce(equation, shardings, axis)
+    # By a gather, since collectives that compare may lose what is not a number.
+    of_all = lambda x: lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
+    combine = lambda x: getattr(lax, equation.primitive.name)(of_all(x), (0,))
+    return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
 
 
 def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
@@ -177,10 +173,7 @@ def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "reduce_sum": _keeping(_without("axes", summed=True), linear=True),
-    "reduce_max": _reduce_again(lax.reduce_max),
-    "reduce_min": _reduce_again(lax.reduce_min),
-    "reduce_and": _reduce_again(lax.reduce_and),
-    "reduce_or": _reduce_again(lax.reduce_or),
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), reduce_again),
     **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _reduce),
     **dict.fromkeys(("cumsum", "split"), _keeping(_other_than("axis"), linear=True)),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than("axis"))),

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.shardings import Shape
 from jpipe.seam.inside import line_of, scopes_of
-from jpipe.seam.jaxpr_types import Jaxpr, JaxprEqn, shapes_of
+from jpipe.seam.jaxpr_types import Jaxpr, shapes_of
 from jpipe.seam.primitives import COLLECTIVES
 
 
@@ -55,18 +55,10 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
         inner = (*loops, equation.params["length"]) if name == "scan" else loops
         for within in jaxprs_in_params(equation.params):
             yield from _sent(within, sizes, here, inner)
-        axes = tuple(axis for axis in _axes_of(equation) if sizes.get(axis, 1) > 1)
+        named = equation.params.get("axes", equation.params.get("axis_name", ())) if name in COLLECTIVES else ()
+        axes = tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if sizes.get(axis, 1) > 1)
         for leaf in shapes_of(equation.invars) if axes else ():
             groups = equation.params.get("axis_index_groups")
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             size = ring_bytes(COLLECTIVES[name], leaf.size * leaf.dtype.itemsize, count)
             yield Sent(COLLECTIVES[name], axes, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
-
-
-def _axes_of(equation: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes that a collective is over; none of another equation."""
-    if equation.primitive.name not in COLLECTIVES:
-        return ()
-    params = equation.params
-    axes = params["axes"] if "axes" in params else params["axis_name"]
-    return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))

@@ -217,12 +217,8 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
     return found if 0 < len(found) < size - 1 else [[list(range(size))]]
 
 
-def named_axes(closed: ClosedJaxpr) -> frozenset[str]:
+def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
     """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
-    return frozenset(_named(closed.jaxpr))
-
-
-def _named(jaxpr: Jaxpr) -> set[str]:
     found: set[str] = set()
     for equation in jaxpr.eqns:
         p, name = equation.params, equation.primitive.name
@@ -230,8 +226,8 @@ def _named(jaxpr: Jaxpr) -> set[str]:
         if name == "sharding_constraint":
             specs = (getattr(p["sharding"], "spec", None) or (),)
         found.update(axis for spec in specs for entry in spec for axis in names_in(entry))
-        found.update(*map(_named, jaxprs_in_params(p)))
-    return found
+        found.update(*map(named_axes, jaxprs_in_params(p)))
+    return frozenset(found)
 
 
 USER_SHARDINGS: dict[str, Handler] = {

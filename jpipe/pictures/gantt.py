@@ -13,8 +13,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from jpipe.pictures import palette
-from jpipe.pictures.bars import HEIGHT, Bar, bars
-from jpipe.schedules.simulate import Timeline
+from jpipe.pictures.bars import HEIGHT, bars, corners
+from jpipe.schedules.actions import Action
+from jpipe.schedules.simulate import Span, Timeline
 
 
 class Number(Text):
@@ -24,10 +25,10 @@ class Number(Text):
     together.
     """
 
-    def __init__(self, bar: Bar, digits: int, colour: str, font_size: float):
+    def __init__(self, bar: Span, digits: int, colour: str, font_size: float):
         place = {"ha": "center", "va": "center_baseline", "clip_on": True}
         middle = (bar.start + bar.end) / 2
-        super().__init__(middle, bar.stage, str(bar.microbatch), color=colour, fontsize=font_size, **place)
+        super().__init__(middle, bar.stage, str(bar.action.microbatch), color=colour, fontsize=font_size, **place)
         self.bar = bar
         self._digits = digits
         self.set_in_layout(False)
@@ -35,7 +36,7 @@ class Number(Text):
     def fits(self, renderer: RendererBase) -> bool:
         """Whether the widest number, all digits being equally wide, leaves some of the bar free on all sides."""
         assert self.axes is not None
-        (left, low), (right, high) = self.axes.transData.transform([self.bar.corners[0], self.bar.corners[2]])
+        (left, low), (right, high) = self.axes.transData.transform(corners(self.bar)[::2])
         extent = self.get_window_extent(renderer)
         width = extent.width * self._digits / len(self.get_text())
         return 1.15 * width <= abs(right - left) and 1.05 * extent.height <= abs(high - low)
@@ -53,19 +54,19 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> Non
     The x limits are the caller's, and set before: gaps between bars follow from them.
     """
     schedule = timeline.schedule
-    lines = [Bar("", 0, 0, stage, 0.0, timeline.makespan).corners for stage in range(schedule.num_stages)]
+    lines = [corners(Span(stage, Action("", 0), 0.0, timeline.makespan)) for stage in range(schedule.num_stages)]
     axes.add_collection(PolyCollection(lines, facecolors=[palette.BUBBLE], zorder=0.5, label="bubble"))
     drawn = list(bars(timeline))
     narrowest = min(bar.end - bar.start for bar in drawn)
     inches = axes.get_window_extent().width / axes.get_figure(root=True).dpi  # pyright: ignore[reportOptionalMemberAccess]
     gap = float(np.clip(0.08 * 72 * inches * narrowest / axes.get_xlim()[1], 0.1, 0.8))
     digits = len(str(schedule.num_microbatches - 1))
-    for kind, chunk in sorted({(bar.kind, bar.chunk) for bar in drawn}):
+    for kind, chunk in sorted({(bar.action.kind, bar.action.chunk) for bar in drawn}):
         colour = palette.shade(kind, chunk, schedule.num_chunks)
-        own = [bar for bar in drawn if (bar.kind, bar.chunk) == (kind, chunk)]
+        own = [bar for bar in drawn if (bar.action.kind, bar.action.chunk) == (kind, chunk)]
         axes.add_collection(
             PolyCollection(
-                [bar.corners for bar in own],
+                list(map(corners, own)),
                 facecolors=[colour],
                 edgecolors="white",
                 linewidths=gap,
@@ -120,7 +121,7 @@ def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
 def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: bool = False, **look: Any) -> None:
     """Says what is in these timelines: each kind of action, the bubble, and, if they are drawn, what stages hold."""
     num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
-    kinds = {bar.kind for timeline in timelines for bar in bars(timeline)}
+    kinds = {bar.action.kind for timeline in timelines for bar in bars(timeline)}
     handles: dict[str, Any] = {}
     drawn = [kind for kind in palette.NAMES if kind in kinds]
     for kind in drawn:

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jpipe.pictures.bars import Bar, bars
+from jpipe.pictures.bars import bars
 from jpipe.pictures.palette import NAMES
-from jpipe.schedules.simulate import Timeline
+from jpipe.schedules.simulate import Span, Timeline
 
 Json = dict[str, Any]
 
@@ -23,7 +23,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
         raise ValueError(f"unit_in_seconds={unit_in_seconds!r} must be positive and finite")
     scale = 1e6 * unit_in_seconds  # the format counts in microseconds
     drawn = list(bars(timeline))
-    tracks = [kind for kind in NAMES if any(bar.kind == kind for bar in drawn)]
+    tracks = [kind for kind in NAMES if any(bar.action.kind == kind for bar in drawn)]
     events: list[Json] = []
     for stage in range(timeline.schedule.num_stages):
         events += _names(stage, tracks)
@@ -54,14 +54,14 @@ def _names(stage: int, tracks: list[str]) -> list[Json]:
     return [{"ph": "M", "name": name, "pid": stage, "tid": thread, "args": args} for name, thread, args in named]
 
 
-def _slice(bar: Bar, tracks: list[str], scale: float) -> Json:
+def _slice(bar: Span, tracks: list[str], scale: float) -> Json:
     return {
         "ph": "X",
-        "name": f"{bar.kind}{bar.microbatch}" + (f".{bar.chunk}" if bar.chunk else ""),
-        "cat": NAMES[bar.kind],
+        "name": str(bar.action),
+        "cat": NAMES[bar.action.kind],
         "pid": bar.stage,
-        "tid": tracks.index(bar.kind),
+        "tid": tracks.index(bar.action.kind),
         "ts": bar.start * scale,
         "dur": (bar.end - bar.start) * scale,
-        "args": {"micro-batch": bar.microbatch, "chunk": bar.chunk},
+        "args": {"micro-batch": bar.action.microbatch, "chunk": bar.action.chunk},
     }

@@ -96,8 +96,7 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
         for same in zip(*(layers for _, layers in variants), strict=True):
             seconds.append(_seconds(same, device))
             advance()
-    if jax.process_count() > 1:  # all have to cut alike
-        seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()
+    seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()  # all have to cut alike
     return [
         _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
         for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
@@ -195,7 +194,6 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
     Random numbers, since zeros may take less time; zeros where they may be indices.
     """
-    del index
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return example_key(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

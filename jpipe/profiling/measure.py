@@ -125,9 +125,8 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         setup=min(medians["setup"], medians["idle"]),
         noise=noise_of(seconds["step"]),
     )
-    if jax.process_count() > 1:  # all have to find the same
-        found = Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(found))))
-    return found
+    # All have to find the same.
+    return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(found))))
 
 
 def noise_of(seconds: Sequence[float] | np.ndarray) -> float:

@@ -112,17 +112,7 @@ def skips(before: PyTree, after: PyTree) -> list[jax.Array]:
       after: that after it. `optax.apply_if_finite` counts what it skips, a `MultiSteps` with `should_skip_update_fn`
         says it.
     """
-    found = []
-    for old, new in zip(_guards(before), _guards(after), strict=True):
-        if isinstance(new, optax.ApplyIfFiniteState):
-            found.append(new.total_notfinite != old.total_notfinite)  # `last_finite` may be of an earlier step
-        elif isinstance(new.skip_state, dict) and "should_skip" in new.skip_state:
-            found.append(jnp.asarray(new.skip_state["should_skip"]))
-    return found
-
-
-def _guards(opt_state: PyTree) -> list[PyTree]:
-    """The parts of an optimiser's state that may skip updates, those inside of others too."""
-    may_skip = lambda node: isinstance(node, optax.ApplyIfFiniteState | optax.MultiStepsState)
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=may_skip) if may_skip(node)]
-    return found + [inner for node in found for inner in _guards(tuple(node))]
+    values = lambda state, name: [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name)]
+    counts = zip(values(after, "total_notfinite"), values(before, "total_notfinite"), strict=True)
+    # `last_finite` may be of an earlier step.
+    return [*(new != old for new, old in counts), *map(jnp.asarray, values(after, "should_skip"))]

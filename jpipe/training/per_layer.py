@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.tracing import no_mesh, replay
-from jpipe.memory.buffers import Index
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.storage import Buffers, build_storage
-from jpipe.mesh.axes import rest_axes
+from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated
@@ -135,7 +135,7 @@ def _on_device(function: OnTrees, v: int, own: Leaves, layouts: Layouts, extra: 
       The device's parts of the leaves of what `function` returns.
     """
     mesh = next(iter(layouts.values())).mesh
-    axes, known = rest_axes(mesh), {name: layout.storage.record_types[v] for name, layout in layouts.items()}
+    axes, known = stage_axes(mesh, ()), {name: layout.storage.record_types[v] for name, layout in layouts.items()}
     at = lambda names: [of_spec(spec, axes) for name in sorted(names) for spec in known[name].specs]
     whole = {name: jax.tree.unflatten(layouts[name].treedefs[v], known[name].leaves) for name in own}
     with no_mesh():

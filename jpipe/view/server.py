@@ -37,7 +37,6 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
     allow_reuse_address = os.name != "nt"  # where it would let two servers have one port
 
 

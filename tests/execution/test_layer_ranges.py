@@ -31,7 +31,7 @@ def test_a_run_of_equal_layers_is_one_range():
     assert ranges.start.tolist() == [[[0, 0, 0]], [[0, 2, 0]]]
     assert ranges.stop.tolist() == [[[1, 2, 0]], [[0, 4, 1]]]
     assert ranges.always_one.tolist() == [[False, False, False]]
-    assert (ranges.num_virtual_stages, ranges.passes_of.tolist(), ranges.most.tolist()) == (2, [1, 1], [1, 2, 1])
+    assert (ranges.start.shape[0], ranges.passes_of.tolist(), ranges.most.tolist()) == (2, [1, 1], [1, 2, 1])
 
 
 def test_a_group_that_comes_back_takes_another_pass():

@@ -38,7 +38,7 @@ def test_a_training_step(steps, remat, rows):
     pipe, variables = pipeline(remat=remat)
     jax.eval_shape(pipe.value_and_grad, variables, BATCH)
     (step,) = steps
-    assert step.num_microbatches == 4
+    assert step.schedule.num_microbatches == 4
     assert pipe.planner.loss(pipe.planner.for_training(BATCH)).metrics == ("hits",)
     assert [(leaf.shape, leaf.dtype.name) for leaf in step.outputs] == [((), "float32")] * 4
     assert len(step.functions) == len(step.forwards) == len(step.layers) == len(step.mergings) == 3

@@ -28,13 +28,13 @@ def check(boundaries, cuts):
     now = made.empty()
     for index, boundary in enumerate(boundaries):
         given = values(boundary, index)
-        now = made.pack(now, index, given)
+        now = made.write(now, index, 0, given)
         if index in cuts:
             now = made.with_crossed(made.empty(), made.crossing(now))
         assert jax.tree.structure(now) == jax.tree.structure(made.empty())
         for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(made.empty()), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), "the format is common to all boundaries"
-        assert_equal(made.unpack(now, index), given)
+        assert_equal(made.read(now, index, 0), given)
     return made
 
 
@@ -52,7 +52,7 @@ def test_equal_layers_find_their_activation_in_the_same_place():
     """Layers of one group are at several boundaries, of which the first one's index serves them all."""
     boundaries = [[leaf((4, 9))], [leaf((4, 3)), leaf((2,))], [leaf((4, 3)), leaf((2,))], [leaf((2,))]]
     made = check(boundaries, [1])
-    assert_equal(made.unpack(made.pack(made.empty(), 1, values(boundaries[1], 0)), 2), values(boundaries[1], 0))
+    assert_equal(made.read(made.write(made.empty(), 1, 0, values(boundaries[1], 0)), 2, 0), values(boundaries[1], 0))
 
 
 def test_a_leaf_that_no_cut_needs_does_not_cross():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpipe.mesh.axes import BATCH_AXES, check_batch_axes, rest_axes, stage_axes
+from jpipe.mesh.axes import BATCH_AXES, check_batch_axes, stage_axes
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.partitioner.shardings import Axis
 
@@ -19,13 +19,13 @@ def test_axes(mesh):
     joint = Axis(("data", "fsdp"), (2, 2), is_data=True)
     assert stage_axes(mesh, ("data", "fsdp")) == (joint, Axis(("model",), (2,)))
     assert stage_axes(mesh, ("expert",)) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
-    assert rest_axes(mesh) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
+    assert stage_axes(mesh, ()) == tuple(Axis((name,), (2,)) for name in ("model", "fsdp", "data"))
 
 
 def test_axes_of_a_mesh_of_stages():
     mesh = as_mesh(None, 2)
     assert dict(mesh.shape) == {"stage": 2}
-    assert (stage_axes(mesh, ()), rest_axes(mesh)) == ((), ())
+    assert stage_axes(mesh, ()) == ()
 
 
 def test_check_batch_axes(mesh):

@@ -3,7 +3,7 @@
 import pytest
 
 import jpipe
-from jpipe.pictures.bars import HEIGHT, bars
+from jpipe.pictures.bars import HEIGHT, bars, corners
 
 
 def make(**times):
@@ -18,12 +18,15 @@ def test_bars_cover_the_busy_time():
 
 
 def test_recomputation_is_a_bar_before_its_backward():
-    kinds = [bar.kind for bar in bars(make(recompute=0.5)) if bar.stage == 0]
+    kinds = [bar.action.kind for bar in bars(make(recompute=0.5)) if bar.stage == 0]
     assert kinds.count("R") == kinds.count("B") == kinds.count("F") == 12
     assert all(kinds[i + 1] == "B" for i, kind in enumerate(kinds) if kind == "R")
-    assert "R" not in {bar.kind for bar in bars(make())}
+    assert "R" not in {bar.action.kind for bar in bars(make())}
 
 
 def test_a_bar_lies_around_its_stage():
     bar = next(bars(make()))
-    assert bar.corners[0] == (bar.start, bar.stage - HEIGHT / 2) and bar.corners[2] == (bar.end, bar.stage + HEIGHT / 2)
+    assert corners(bar)[0] == (bar.start, bar.stage - HEIGHT / 2) and corners(bar)[2] == (
+        bar.end,
+        bar.stage + HEIGHT / 2,
+    )

@@ -158,7 +158,9 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
     figure = jpipe.compare(NAMES, num_stages=4, num_microbatches=8)
     check_texts(figure)
     shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
-    assert {text.bar.kind for text in shown} == {"F", "B"}, "of GPipe all, though naive takes three times as long"
+    assert {text.bar.action.kind for text in shown} == {"F", "B"}, (
+        "of GPipe all, though naive takes three times as long"
+    )
 
 
 def test_the_picture_in_the_readme_is_drawn(tmp_path):
@@ -184,7 +186,7 @@ def check_texts(figure) -> None:
     for axes in gantts:
         for text in axes.texts:
             if text.fits(renderer):
-                low, high = np.sort(axes.transData.transform([text.bar.corners[0], text.bar.corners[2]]), axis=0)
+                low, high = np.sort(axes.transData.transform(corners(text.bar)[::2]), axis=0)
                 extent = text.get_window_extent(renderer)
                 assert (extent.min >= low).all() and (extent.max <= high).all(), text.get_text()
     others = [text for axes in memories for text in axes.texts]
