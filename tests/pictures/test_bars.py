@@ -26,7 +26,5 @@ def test_recomputation_is_a_bar_before_its_backward():
 
 def test_a_bar_lies_around_its_stage():
     bar = next(bars(make()))
-    assert corners(bar)[0] == (bar.start, bar.stage - HEIGHT / 2) and corners(bar)[2] == (
-        bar.end,
-        bar.stage + HEIGHT / 2,
-    )
+    low, high = bar.stage - HEIGHT / 2, bar.stage + HEIGHT / 2
+    assert corners(bar)[::2] == [(bar.start, low), (bar.end, high)]
