@@ -161,8 +161,6 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
     shown = [text for text in figure.axes[2].texts if text.fits(figure.canvas.get_renderer())]
     kinds = {text.bar.action.kind for text in shown}
     assert kinds == {"F", "B"}, "of GPipe all, though naive takes three times as long"
-        "of GPipe all, though naive takes three times as long"
-    )
 
 
 def test_the_picture_in_the_readme_is_drawn(tmp_path):
