@@ -6,8 +6,8 @@ import fuzz
 from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
-DEFAULT = range(5)
-SLOW = range(5, 320)
+DEFAULT = range(3)
+SLOW = range(3, 320)
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def check(truth, mesh, k, m, *, set_mesh=False, **options):
         ("linen", (2, 2), False, False, "layer"),
         pytest.param("linen", (4, 2), True, False, "none", marks=pytest.mark.slow),
         ("mixed", (2, 2), True, True, "none"),
-        ("mixed", (4, 2), False, True, "stage"),
+        pytest.param("mixed", (4, 2), False, True, "stage", marks=pytest.mark.slow),
         pytest.param("alternating", (4, 2), False, False, "full", marks=pytest.mark.slow),
         pytest.param("nnx factories", (2, 2), True, True, "layer", marks=pytest.mark.slow),
         pytest.param("plain", (2, 4), True, False, "none", marks=pytest.mark.slow),

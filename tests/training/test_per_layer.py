@@ -35,7 +35,9 @@ def pipe():
         return pipeline(truth, "1f1b", 3, 4, balance="even")
 
 
-@pytest.mark.parametrize("tx", BY_PARAMETER)
+@pytest.mark.parametrize(
+    "tx", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("lamb", "lars"))) for name in BY_PARAMETER]
+)
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
     with jax.enable_x64(True):
         check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
