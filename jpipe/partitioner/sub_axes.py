@@ -68,7 +68,8 @@ def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
         return [axis]
     ends = [1]
     for count in [*sorted(counts), axis.size]:
-        ends += [count] * (count % ends[-1] == 0)
+        if count % ends[-1] == 0:
+            ends.append(count)
     pairs = itertools.pairwise(ends)
     return [Axis(axis.names, (end // start,), outer=start, inner=axis.size // end) for start, end in pairs]
 
