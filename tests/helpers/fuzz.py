@@ -326,7 +326,7 @@ def make_case(seed: int, plain: bool = False) -> Case:
     shards = int(np.prod([sizes.get(name, 1) for name in ("replica", "data", "fsdp")]))
     # A norm of two examples is 1 and -1 whatever they are, and its gradients are what rounding leaves.
     least = 4 if any("batch_norm" in name for name in built.names) else 2
-    size = m * max(least, shards) * int(rng.integers(1, 3))
+    size = m * shards * -(-least // shards) * int(rng.integers(1, 3))
     options = {
         "num_stages": k,
         "num_microbatches": m,
