@@ -163,8 +163,8 @@ def test_a_profile_is_the_same_in_all_processes(tmp_path):
 
 @pytest.mark.slow
 def test_the_language_model_runs_in_two_processes_and_the_first_prints(tmp_path):
-    sizes = "--stages 4 --layers 4 --width 32 --seq 32 --steps 4 --length 4 --timeout 280 --processes 2"
-    example = [sys.executable, str(WORKER.parents[1] / "examples" / "lm.py"), *sizes.split()]
+    sizes = "--stages 4 --layers 4 --width 32 --seq 32 --steps 4 --length 4 --timeout 60 --processes 2"
+    example = [sys.executable, str(WORKER.parents[2] / "examples" / "lm.py"), *sizes.split()]
     example += ["--coordinator", f"127.0.0.1:{free_port()}", "--process"]
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     logs = [(tmp_path / str(index)).open("w+") for index in range(2)]
