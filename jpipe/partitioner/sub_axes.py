@@ -12,9 +12,9 @@ axes taken apart begins and ends with arrays that lie along whole ones.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 
 from jax.extend.core import jaxprs_in_params
 
@@ -70,8 +70,7 @@ def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
     for count in [*sorted(counts), axis.size]:
         if count % ends[-1] == 0:
             ends.append(count)
-    pairs = itertools.pairwise(ends)
-    return [Axis(axis.names, (end // start,), outer=start, inner=axis.size // end) for start, end in pairs]
+    return [Axis(axis.names, (end // start,), outer=start, inner=axis.size // end) for start, end in pairwise(ends)]
 
 
 def _shared(size: int, old: Shape, new: Shape) -> set[int]:
@@ -79,9 +78,9 @@ def _shared(size: int, old: Shape, new: Shape) -> set[int]:
 
     Where they can split the one, but not the first of those: [32] on 16 devices, and [8, 4] on 8 pairs of them.
     """
-    starts = dict(zip(itertools.accumulate(old, lambda a, b: a * b, initial=1), old, strict=False))
+    starts = dict(zip(accumulate(old, lambda a, b: a * b, initial=1), old, strict=False))
     found = set()
-    for start, dim in zip(itertools.accumulate(new, lambda a, b: a * b, initial=1), new, strict=False):
+    for start, dim in zip(accumulate(new, lambda a, b: a * b, initial=1), new, strict=False):
         whole = starts.get(start, 0)
         if whole > dim > 1 and whole % size == 0:
             found.add(math.gcd(dim, size))
