@@ -87,13 +87,14 @@ def cheapest_plan(
 
     Arguments are those of `Chooser` and `Chooser.plan`. What the plan says is of its own axes.
     """
-    plans = [Chooser(axes, handlers, *how).plan(flat, arguments, wanted) for how in TRIED]
-    parts = taken_apart(flat, axes)
-    if parts != axes:
+
+    def along(parts: Axes) -> list[DevicePlan]:
+        """The plans along the axes, or along parts of them."""
         along_parts = lambda at: apart(at, axes, parts)
-        wanted = [lambda at, choose=choose: along_parts(choose(together(at, axes, parts))) for choose in wanted]
-        choosers = [Chooser(parts, handlers, *how) for how in TRIED]
-        plans += [chooser.plan(flat, list(map(along_parts, arguments)), wanted) for chooser in choosers]
+        ends = [lambda at, choose=choose: along_parts(choose(together(at, axes, parts))) for choose in wanted]
+        return [Chooser(parts, handlers, *how).plan(flat, list(map(along_parts, arguments)), ends) for how in TRIED]
+
+    plans = [plan for parts in dict.fromkeys([axes, taken_apart(flat, axes)]) for plan in along(parts)]
     return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 

@@ -15,7 +15,7 @@ from jpipe.jax_tools.jaxprs import uses
 from jpipe.partitioner.choice import Chooser, Handler, always, price
 from jpipe.partitioner.flat_jaxpr import FlatJaxpr
 from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, replicated, settled
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, settled
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -182,8 +182,7 @@ def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax
     """
     if not any(plan.sends for plan in plans):
         return decision
-    names = tuple(dict.fromkeys(name for axis in axes for name in axis.names))
-    return lax.pmax(decision.astype(jnp.int32), names).astype(decision.dtype)
+    return lax.pmax(decision.astype(jnp.int32), names_of(axes)).astype(decision.dtype)
 
 
 CONTROL_FLOW: dict[str, Handler] = {"scan": _scan, "while": _while, "cond": _cond}

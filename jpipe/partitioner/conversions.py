@@ -22,29 +22,29 @@ from jpipe.partitioner.shardings import (
     Shard,
     Sharding,
     blocks_of,
+    by_mesh_axis,
+    names_of,
     part_shape,
 )
 
 
 class Hop(NamedTuple):
-    """One step of a conversion: a sharding changes along one axis.
+    """One step of a conversion: a sharding changes along one axis, or a sum is taken over several.
 
     Attributes:
       now: how the array lies before it.
-      i: the axis.
-      wanted: how it lies along this axis after it.
-      also: of a sum over several axes, the others.
+      over: the axes, along which it lies alike.
+      wanted: how it lies along these axes after it.
     """
 
     now: Sharding
-    i: int
+    over: tuple[int, ...]
     wanted: AxisSharding
-    also: tuple[int, ...] = ()
 
     @property
     def then(self) -> Sharding:
         """How the array lies after it."""
-        return tuple(self.wanted if i in (self.i, *self.also) else s for i, s in enumerate(self.now))
+        return tuple(self.wanted if i in self.over else s for i, s in enumerate(self.now))
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
@@ -63,40 +63,36 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
 
 def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     """The steps from one sharding to another."""
-    # One axis after the other; what makes parts smaller comes first, gathers come last. On the way the blocks of axes
-    # that split the same dimension may cease to lie within one another, so that no device has its part in one slice of
-    # another's. From (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3 on the devices (0, 0), (0, 1),
-    # (1, 0), (1, 1):
+    # On the way the blocks of axes that split the same dimension may cease to lie within one another, so that no device
+    # has its part in one slice of another's. From (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3
+    # on the devices (0, 0), (0, 1), (1, 0), (1, 1):
     #
     #   now          0  2  1  3
     #   between      (Shard(0), Shard(0)): both axes cut at the middle, and of (0, 1) nothing would be left
     #   wanted       0  1  2  3
     #
     # Then it goes by way of whole arrays, along the axes that change.
-    order = sorted(range(len(axes)), key=lambda i: (not isinstance(wanted[i], Shard), isinstance(now[i], Shard)))
-    path = _path(axes, now, wanted, order)
+    path = _path(axes, now, wanted)
     if any(blocks_of(hop.then, axes) is None for hop in path):
         between = tuple(REPLICATED if a != b else a for a, b in zip(now, wanted, strict=True))
-        path = [*_path(axes, now, between, order), *_path(axes, between, wanted, order)]
+        path = [*_path(axes, now, between), *_path(axes, between, wanted)]
     return path
 
 
-def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding, order: Sequence[int]) -> list[Hop]:
-    """The steps from `now` to `wanted`, if axes are changed in this order: one by one, but sums taken at once."""
-    found = []
-    at_once = _summed_at_once(axes, now, wanted)
+def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
+    """The steps from `now` to `wanted`, one axis after the other, but one sum over all mesh axes that are summed.
+
+    What makes parts smaller comes first, gathers come last.
+    """
+    order = sorted(range(len(axes)), key=lambda i: (not isinstance(wanted[i], Shard), isinstance(now[i], Shard)))
+    is_summed = lambda i: (now[i], wanted[i]) == (PARTIAL, REPLICATED)
+    at_once = tuple(i for parts in by_mesh_axis(axes) if all(map(is_summed, parts)) for i in parts)
+    found: list[Hop] = []
     for i in order:
-        if now[i] != wanted[i]:
-            found.append(Hop(now, i, wanted[i], at_once[1:] if i in at_once else ()))
-            now = found[-1].then
+        before = found[-1].then if found else now
+        if before[i] != wanted[i]:
+            found.append(Hop(before, at_once if i in at_once else (i,), wanted[i]))
     return found
-
-
-def _summed_at_once(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> tuple[int, ...]:
-    """The axes over which one sum is taken: of a mesh axis that is taken apart all parts or none."""
-    summed = [pair == (PARTIAL, REPLICATED) for pair in zip(now, wanted, strict=True)]
-    apart = {axis.names for axis, is_summed in zip(axes, summed, strict=True) if not is_summed}
-    return tuple(i for i, axis in enumerate(axes) if summed[i] and axis.names not in apart)
 
 
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
@@ -104,8 +100,9 @@ Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
     """What a step sends; None if each device makes its part of what it has."""
-    old, wanted = hop.now[hop.i], hop.wanted
-    one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, hop.i) == 1
+    i, wanted = hop.over[0], hop.wanted
+    old = hop.now[i]
+    one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, i) == 1
     if isinstance(old, Shard) and wanted != PARTIAL:
         exchanges = one_run(old) and one_run(wanted) and isinstance(wanted, Shard) and old.dim != wanted.dim
         return "all_to_all" if exchanges else "all_gather"
@@ -116,7 +113,7 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
 
 def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
     """The bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
-    kind, size = collective_of(axes, hop), math.prod(axes[i].size for i in (hop.i, *hop.also))
+    kind, size = collective_of(axes, hop), math.prod(axes[i].size for i in hop.over)
     return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, size) if kind else 0.0
 
 
@@ -135,21 +132,22 @@ def ring_bytes(kind: str, part: float, size: int) -> float:
 
 def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
     """A device's part after a step."""
-    now, i, wanted, also = hop
+    now, (i, *others), wanted = hop
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
-    over = {"axis_name": axis.names, "axis_index_groups": axis.groups}
+    joined = {"axis_name": axis.names, "axis_index_groups": axis.groups}
+    if others:
+        joined = {"axis_name": names_of([axes[j] for j in hop.over])}
     outer = lambda shard: _outer_in_part(shard, axes, now, i)
     if isinstance(old, Shard):
         if kind == "all_to_all" and isinstance(wanted, Shard):
-            return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **over)
+            return lax.all_to_all(part, split_axis=wanted.dim, concat_axis=old.dim, tiled=True, **joined)
         if wanted == PARTIAL:
             return _among_zeros(part, axis, old.dim, outer(old))
         part = _joined(part, axis, old.dim, outer(old))
     elif old == PARTIAL:
         if kind == "reduce_scatter" and isinstance(wanted, Shard):
-            return lax.psum_scatter(part, scatter_dimension=wanted.dim, tiled=True, **over)
-        names = tuple(dict.fromkeys(name for j in (i, *also) for name in axes[j].names))
-        part = lax.psum(part, names) if also else lax.psum(part, **over)
+            return lax.psum_scatter(part, scatter_dimension=wanted.dim, tiled=True, **joined)
+        part = lax.psum(part, **joined)
     elif wanted == PARTIAL:  # the first device has the array, the others zeros
         return jnp.where(axis.index() == 0, part, jnp.zeros_like(part))
     return _cut(part, axis, wanted.dim, outer(wanted)) if isinstance(wanted, Shard) else part

@@ -29,16 +29,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """One or several mesh axes that arrays are split over jointly.
+    """A mesh axis that arrays are split over, or several jointly, or a part of one (`jpipe.partitioner.sub_axes`).
 
     Attributes:
       names: the names of the mesh axes, the major first.
-      sizes: their sizes, in the same order.
+      sizes: their sizes, in the same order; of a part its own.
       is_data: whether examples are split over them. Along data axes random bits are split at once, and sharding
         constraints change nothing.
       sums_late: whether sums are added up after casts to wider types; along data axes they are, after any casts.
-      outer, inner: of a part of a mesh axis, whose devices are seen as `[outer, size, inner]`
-        (`jpipe.partitioner.sub_axes`).
+      outer, inner: of a part of a mesh axis, whose devices are seen as `[outer, size, inner]`.
     """
 
     names: tuple[str, ...]
@@ -99,6 +98,16 @@ class Replicated:
 @dataclass(frozen=True)
 class Partial:
     """The whole array is the sum of what the devices along an axis have, each of the whole shape."""
+
+
+def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """The names of all mesh axes, each once."""
+    return tuple(dict.fromkeys(name for axis in axes for name in axis.names))
+
+
+def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
+    """The indices of axes, those together that are parts of one mesh axis."""
+    return [[i for i, axis in enumerate(axes) if axis.names == own] for own in dict.fromkeys(a.names for a in axes)]
 
 
 REPLICATED, PARTIAL = Replicated(), Partial()
@@ -195,7 +204,7 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
                     f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly; "
                     "name all of them, in this order"
                 )
-            for i in (i for i, axis in enumerate(axes) if axis.names == first):
+            for i in (i for i, axis in enumerate(axes) if axis.names == first):  # all of its parts
                 found[i] = Shard(dim, outer)
                 outer *= axes[i].size
             names = names[len(first) :]

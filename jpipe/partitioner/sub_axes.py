@@ -39,9 +39,9 @@ def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
 
 
 def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """How an array may lie along axes, along whose parts it lies so.
+    """How an array may lie along axes, along whose parts it lies so; to be converted to that.
 
-    Where it lies otherwise along each part: partial, if it is along one, else replicated.
+    Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
     """
 
     def along(axis: Axis) -> AxisSharding:
@@ -66,7 +66,7 @@ def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
     counts = {count for old, new in reshapes for count in _shared(axis.size, old, new)}
     if axis.is_data or not counts:
         return [axis]
-    ends = [1]
+    ends = [1]  # of 4 and 6 of 12 devices, which don't divide one another, the smaller
     for count in [*sorted(counts), axis.size]:
         if count % ends[-1] == 0:
             ends.append(count)

@@ -20,7 +20,8 @@ class Sent(NamedTuple):
 
     Attributes:
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
-      axes: the mesh axes whose devices it joins.
+      axes: the mesh axes along which it joins devices.
+      devices: how many it joins: all along these axes, or a part of them.
       shape: of the part that a device puts in.
       dtype: of that part.
       bytes: that a device sends, each time.
@@ -31,6 +32,7 @@ class Sent(NamedTuple):
 
     collective: str
     axes: tuple[str, ...]
+    devices: int
     shape: Shape
     dtype: str
     bytes: float
@@ -60,5 +62,6 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
         for leaf in shapes_of(equation.invars) if axes else ():
             groups = equation.params.get("axis_index_groups")
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
-            size = ring_bytes(COLLECTIVES[name], leaf.size * leaf.dtype.itemsize, count)
-            yield Sent(COLLECTIVES[name], axes, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))
+            kind = COLLECTIVES[name]
+            size = ring_bytes(kind, leaf.size * leaf.dtype.itemsize, count)
+            yield Sent(kind, axes, count, leaf.shape, leaf.dtype.name, size, loops, here, line_of(equation))

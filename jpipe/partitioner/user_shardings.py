@@ -177,11 +177,13 @@ def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mappin
 
 def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
     """A user's own permutation, by gathers: as a permutation it would be one collective of all devices of the mesh."""
-    axes, result = equation.params["axis_name"], jnp.zeros_like(x)
-    sources = {target: source for source, target in equation.params["perm"]}
-    for groups in _gathered_among(equation.params["perm"], lax.axis_size(axes)):
+    axes, sources = equation.params["axis_name"], {target: source for source, target in equation.params["perm"]}
+    size, device = lax.axis_size(axes), lax.axis_index(axes)
+    stays = jnp.asarray([sources.get(i) == i for i in range(size)])
+    result = jnp.where(stays[device], x, jnp.zeros_like(x))
+    for groups in _gathered_among([pair for pair in equation.params["perm"] if pair[0] != pair[1]], size):
         places = [(i, group.index(s) if (s := sources.get(i)) in group else -1) for group in groups for i in group]
-        place = jnp.asarray([place for _, place in sorted(places)])[lax.axis_index(axes)]
+        place = jnp.asarray([place for _, place in sorted(places)])[device]
         given = lax.all_gather(x, axes, axis_index_groups=groups)
         found = lax.dynamic_index_in_dim(given, jnp.maximum(place, 0), keepdims=False)
         result = jnp.where(place >= 0, found, result)
@@ -192,12 +194,15 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
     """Groups of devices, one set of groups after the other, so that each is with its source in one of them.
 
     In pairs, if that is less: of a ring 0 -> 1 -> 2 -> 3 -> 0 first (0, 1), (2, 3), then (1, 2), (3, 0). That sends an
-    array twice, among all devices it would be sent three times.
+    array twice, among all devices it would be sent three times. An odd number of devices can't be paired, as groups
+    have to be equally large.
 
     Args:
-      permutation: (source, target) pairs.
+      permutation: (source, target) pairs, of different devices.
       size: the number of devices.
     """
+    if permutation and size % 2:
+        return [[list(range(size))]]
     targets, sent = dict(permutation), []
     have_source = {target for _, target in permutation}
     for source in sorted(range(size), key=lambda i: i in have_source):  # along chains, from their ends, and rings
@@ -205,16 +210,16 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
             sent.append((source, targets[source]))
             source = targets.pop(source)
     found: list[list[list[int]]] = []
-    while sent and size % 2 == 0:
+    while sent:
         pairs, alone = [], dict.fromkeys(range(size))
         for source, target in sent:
-            if source != target and {source, target} <= alone.keys():
+            if {source, target} <= alone.keys():
                 pairs.append([source, target])
                 del alone[source], alone[target]
         rest = list(alone)
         found.append([*pairs, *map(list, zip(rest[::2], rest[1::2], strict=True))])
         sent = [pair for pair in sent if not any({*pair} <= {*own} for own in found[-1])]
-    return found if 0 < len(found) < size - 1 else [[list(range(size))]]
+    return found if len(found) < size - 1 else [[list(range(size))]]
 
 
 def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, replicated
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
@@ -72,19 +72,18 @@ class PlannedEquation(NamedTuple):
     conversions: tuple[Conversion, ...]
     way: Way
 
-    @property
-    def is_unsplit(self) -> bool:
-        """Whether along some axis every device does the same, though an operand was split and had to be gathered.
+    def is_unsplit(self, axes: Axes) -> bool:
+        """Whether along some mesh axis all devices do the same, though an operand was split and had to be gathered.
 
         What has no rule counts also where an operand was a sum over devices.
         """
         has_rule = self.flat.equation.primitive.name in RULES
         was_apart = lambda now: isinstance(now, Shard) or (now == PARTIAL and not has_rule)
-        along_axes = zip(*self.way.operands, *self.way.results, strict=True) if self.way.operands else ()
+        lying = (*self.way.operands, *self.way.results)
         return any(
-            all(s == REPLICATED for s in along)
-            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions)
-            for i, along in enumerate(along_axes)
+            all(sharding[i] == REPLICATED for sharding in lying for i in parts)
+            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions for i in parts)
+            for parts in by_mesh_axis(axes)
         )
 
 
@@ -115,7 +114,7 @@ class DevicePlan:
         """The equations that every device carries out whole though an operand was split, and how often each runs."""
         inner = [pair for planned in self.equations for pair in planned.way.plans]
         within = [(flat, count * times) for plan, times in inner for flat, count in plan.unsplit]
-        return within + [(planned.flat, 1.0) for planned in self.equations if planned.is_unsplit]
+        return within + [(planned.flat, 1.0) for planned in self.equations if planned.is_unsplit(self.axes)]
 
     @property
     def sends(self) -> bool:

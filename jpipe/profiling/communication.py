@@ -38,7 +38,8 @@ class Transfer:
       loop: "forward", "backward", "between stages" or "step": in each turn of which loop.
       layer: the kind of layer and which ones, as "Block 1-8"; empty outside of layers.
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
-      axes: the mesh axes whose devices take part.
+      axes: the mesh axes along which devices take part.
+      devices: how many take part: all along these axes, or a part of them.
       array: the part that a device puts in, as "bfloat16[1,2048,4096]".
       bytes: that a device sends in one turn of the loop.
       count: how many such collectives one turn has.
@@ -49,6 +50,7 @@ class Transfer:
     layer: str
     collective: str
     axes: tuple[str, ...]
+    devices: int
     array: str
     bytes: float
     count: float
@@ -80,11 +82,9 @@ class Communication:
         return sum(transfer.bytes for transfer in self.transfers if transfer.loop == loop)
 
     def _table(self) -> Table:
-        header = ("loop", "layer", "collective", "axes", "array", "times", "MiB sent", "line")
-        rows = [
-            (t.loop, t.layer, t.collective, ", ".join(t.axes), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}", t.line)
-            for t in self.transfers
-        ]
+        header = ("loop", "layer", "collective", "axes", "devices", "array", "times", "MiB sent", "line")
+        sizes = lambda t: (str(t.devices), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}")
+        rows = [(t.loop, t.layer, t.collective, ", ".join(t.axes), *sizes(t), t.line) for t in self.transfers]
         notes = [f"{loop}: {often}" for loop, often in HOW_OFTEN.items() if any(t.loop == loop for t in self.transfers)]
         notes += [
             f"{layer}: {one.operation} ({one.line or 'of no line'}) is computed whole on every device, "
@@ -115,7 +115,8 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
         layer = next((names[scope] for scope in sent.scope if scope in names), "")
         times = math.prod(sent.loops if loop == STEP else sent.loops[1:])  # the outermost is that over ticks
         array = f"{sent.dtype}[{','.join(map(str, sent.shape))}]"
-        counts[Transfer(loop, layer, sent.collective, sent.axes, array, sent.bytes, 1.0, sent.line)] += times
+        kind = sent.collective, sent.axes, sent.devices
+        counts[Transfer(loop, layer, *kind, array, sent.bytes, 1.0, sent.line)] += times
     transfers = [replace(one, bytes=one.bytes * count, count=count) for one, count in counts.items()]
     of_layers = zip(step.model.traced_as, step.model.groups, strict=True)
     unsplit = [

@@ -41,7 +41,8 @@ def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     For transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay masks,
     `optax.multi_transform`. What they sum over a tree (a clipped norm) they then sum over one layer; keep global norms
-    outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`.
+    outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`. So too what
+    skips updates, `optax.apply_if_finite`: inside, each layer would skip for itself.
 
     Args:
       tx: any optax transformation.

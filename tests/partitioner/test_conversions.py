@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jpipe.partitioner.conversions import convert
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape
+from jpipe.partitioner.conversions import bytes_sent, convert, hops
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, is_possible, part_shape, replicated
+from jpipe.partitioner.traffic import sent_in
 from parts import AXES, DEVICES, X, cut
 
 
@@ -63,3 +64,35 @@ def test_convert(make_mesh, now, axes, shape, names):
         expected = np.stack([cut(X, wanted, device) for device in DEVICES])
         found = whole_of(parts, wanted)
         np.testing.assert_array_equal(found.reshape(expected.shape), expected, f"{now} -> {wanted}")
+
+
+THREE_AXES = tuple(Axis((name,), (2,)) for name in ("a", "b", "c"))
+AXES_AND_PARTS = Axis(("a",), (2,)), Axis(("b",), (2,), inner=2), Axis(("b",), (2,), outer=2)
+
+
+@pytest.mark.parametrize(("axes", "shape"), [(THREE_AXES, (2, 2, 2)), (AXES_AND_PARTS, (2, 4))], ids=["axes", "parts"])
+def test_chance_conversions_among_three(make_mesh, axes, shape):
+    """From whole arrays to a sharding, to another one and back; and what is sent is what was counted."""
+    whole, x, mesh = (
+        replicated(axes),
+        np.arange(16.0 * 8).reshape(16, 8),
+        make_mesh(shape, ("a", "b", "c")[: len(shape)]),
+    )
+    rng = np.random.default_rng(0)
+    one = lambda: [REPLICATED, PARTIAL, Shard(int(rng.integers(2)), int(2 ** rng.integers(3)))][rng.integers(3)]
+    drawn = [tuple(one() for _ in axes) for _ in range(300)]
+    pairs = list(itertools.pairwise(s for s in drawn if is_possible(x.shape, s, axes)))[:60]
+    pairs.append(((PARTIAL, Shard(1), PARTIAL), (REPLICATED, Shard(0), Shard(1))))  # one by way of whole arrays
+    everywhere = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+    on_all = lambda function: jax.jit(jax.shard_map(function, mesh=mesh, **everywhere))
+
+    def there_and_back(x):
+        return [convert(convert(convert(x, axes, whole, a), axes, a, b), axes, b, whole) for a, b in pairs]
+
+    for pair, found in zip(pairs, on_all(there_and_back)(x), strict=True):
+        np.testing.assert_allclose(found, x, rtol=1e-6, err_msg=str(pair))
+    for a, b in pairs:
+        part = jax.ShapeDtypeStruct(part_shape(x.shape, a, axes), np.float32)
+        traced = jax.make_jaxpr(on_all(lambda x, a=a, b=b: convert(x, axes, a, b)))(part)
+        counted = sum(bytes_sent(axes, x.shape, 4, hop) for hop in hops(axes, a, b))
+        assert sum(sent.bytes for sent in sent_in(traced.jaxpr, dict(mesh.shape))) == counted, (a, b)

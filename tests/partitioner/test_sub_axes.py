@@ -103,10 +103,11 @@ def test_fewer_heads_of_keys_and_values_than_devices(make_mesh, specs):
 def test_a_sum_over_all_parts_is_one_sum():
     """Where it is needed whole: along each part in turn more would be sent."""
     axes, whole = (part(8, inner=2), part(2, outer=8)), (REPLICATED,) * 2
-    for now, also in [((PARTIAL, PARTIAL), (1,)), ((PARTIAL, REPLICATED), ()), ((PARTIAL, Shard(0)), ())]:
-        assert [hop.also for hop in hops(axes, now, whole)][:1] == [also]
+    for now, over in [((PARTIAL, PARTIAL), (0, 1)), ((PARTIAL, REPLICATED), (0,)), ((PARTIAL, Shard(0)), (0,))]:
+        assert [hop.over for hop in hops(axes, now, whole)][:1] == [over]
     (hop,) = hops(axes, (PARTIAL, PARTIAL), whole)
     assert bytes_sent(axes, (32,), 1, hop) == 2 * 15 / 16 * 32
     data = Axis(("data",), (2,))
-    assert [hop.also for hop in hops((data, *axes), (PARTIAL, PARTIAL, Shard(0)), (REPLICATED,) * 3)] == [(), (), ()]
-    assert [hop.also for hop in hops((data, *SIXTEEN), (PARTIAL, PARTIAL), whole)] == [(1,)]
+    found = hops((data, *axes), (PARTIAL, PARTIAL, Shard(0)), (REPLICATED,) * 3)
+    assert [hop.over for hop in found] == [(0,), (1,), (2,)], "a part is summed by itself"
+    assert [hop.over for hop in hops((data, *SIXTEEN), (PARTIAL, PARTIAL), whole)] == [(0, 1)]

@@ -67,8 +67,8 @@ PERMUTATIONS = {
     "a chain": (ROUND[2:6], 2),
     "rings of odd length": ([(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)], 3),
     "some stay": ([(1, 1), (0, 2), (5, 5)], 1),
-    "all stay": ([(i, i) for i in range(8)], 1),
-    "none": ([], 7),
+    "all stay": ([(i, i) for i in range(8)], 0),
+    "none": ([], 0),
 }
 
 
