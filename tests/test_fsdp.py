@@ -76,7 +76,9 @@ def test_gradients_over_two_data_axes(make_mesh, split_model, gather):
         check_step(pipe, split_model)
 
 
-@pytest.mark.parametrize(("gather", "remat"), [("step", "layer"), ("use", "none"), ("use", "stage")])
+@pytest.mark.parametrize(
+    ("gather", "remat"), [("step", "layer"), ("use", "none"), pytest.param("use", "stage", marks=pytest.mark.slow)]
+)
 def test_shard_over_a_data_axis(make_mesh, plain_model, gather, remat):
     """ZeRO-1: after two steps of adamw everything is as without it, and parameters and moments are split."""
     results = []

@@ -6,8 +6,8 @@ import fuzz
 from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
-DEFAULT = range(3)
-SLOW = range(3, 320)
+DEFAULT = range(2)
+SLOW = range(2, 320)
 
 
 @pytest.fixture(scope="module")

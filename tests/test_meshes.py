@@ -63,7 +63,7 @@ def check(truth, mesh, k, m, *, set_mesh=False, **options):
 @pytest.mark.parametrize(
     ("kind", "shape", "explicit", "set_mesh", "remat"),
     [
-        ("linen", (2, 2), False, False, "layer"),
+        pytest.param("linen", (2, 2), False, False, "layer", marks=pytest.mark.slow),
         pytest.param("linen", (4, 2), True, False, "none", marks=pytest.mark.slow),
         ("mixed", (2, 2), True, True, "none"),
         pytest.param("mixed", (4, 2), False, True, "stage", marks=pytest.mark.slow),
@@ -483,7 +483,14 @@ def test_axes_of_several_types_are_refused():
 
 
 @pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", [("tp", "fsdp"), pytest.param(("fsdp", "tp"), marks=pytest.mark.slow), ("tp", None)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tp", "fsdp"),
+        pytest.param(("fsdp", "tp"), marks=pytest.mark.slow),
+        pytest.param(("tp", None), marks=pytest.mark.slow),
+    ],
+)
 def test_a_table_that_is_split_over_two_axes(make_mesh, names, explicit):
     """A regression (F2): a look-up in such a table aborted the process, in XLA's partitioner."""
     table = nn.with_partitioning(nn.initializers.normal(1.0), (names, None))
@@ -529,7 +536,7 @@ def over_all_axes(mesh, inside):
     return Layer()
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("sums", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_program_of_single_devices_that_is_manual_over_stages_too(make_mesh, sums):
     """A regression: the transpose summed over `stage`, and the first step waited for other stages for ever."""
 

@@ -473,7 +473,7 @@ CUTS = [
 
 def some_slow(cases: list) -> list:
     """Some of `CUTS`, those marked as slow that differ from the others by their sizes alone."""
-    slow = (CUTS[0], CUTS[2], CUTS[4])
+    slow = (*CUTS[:3], CUTS[4])
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 

@@ -68,7 +68,12 @@ def sequential_with_state(layers, trees, batch, m, loss_fn):
 
 @pytest.mark.parametrize(
     ("order", "k", "v", "remat"),
-    [("1f1b", 2, 1, "layer"), ("gpipe", 3, 1, "none"), ("interleaved", 2, 2, "full"), ("1f1b", 1, 1, "stage")],
+    [
+        ("1f1b", 2, 1, "layer"),
+        pytest.param("gpipe", 3, 1, "none", marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, 2, "full", marks=pytest.mark.slow),
+        ("1f1b", 1, 1, "stage"),
+    ],
 )
 def test_state_is_merged_over_micro_batches(x64, order, k, v, remat):
     layers = [Normed(), Counts(), Normed(), Normed(), Counts()]

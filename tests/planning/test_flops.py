@@ -71,7 +71,7 @@ def compilers_layer(layer: TracedLayer) -> float:
     return again + compilers(local.forward, arguments, activation) + backward
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     """Each layer, forward and backward, to 1 %, or a thousandth of the largest: embeddings have no product."""
