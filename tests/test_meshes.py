@@ -419,7 +419,7 @@ def split_attention():
     [
         (half_dropped, "data"),
         (jpipe.Layer(lambda key, x: jax.random.normal(key, (8, 8), x.dtype), solved), "data"),
-        (split_attention(), "model"),
+        pytest.param(split_attention(), "model", marks=pytest.mark.slow),
         (lambda x: jnp.where(x > 0, x, 0.5), "data"),
     ],
     ids=["nnx dropout", "linear solver", "attention with metadata", "weak scalars"],

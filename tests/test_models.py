@@ -90,7 +90,13 @@ def test_amoebanet_b_has_the_parameters_of_the_paper():
 
 @pytest.mark.parametrize(
     ("size", "millions"),
-    [((18, 208), 81.1), ((18, 416), 317.5), ((18, 544), 540.2), ((36, 544), 1053), ((72, 512), 1843)],
+    [
+        ((18, 208), 81.1),
+        pytest.param((18, 416), 317.5, marks=pytest.mark.slow),
+        pytest.param((18, 544), 540.2, marks=pytest.mark.slow),
+        pytest.param((36, 544), 1053, marks=pytest.mark.slow),
+        pytest.param((72, 512), 1843, marks=pytest.mark.slow),
+    ],
 )
 def test_amoebanet_d_has_the_parameters_of_table_1(size, millions):
     model = traced(amoebanet.amoebanet(*size), images(224))

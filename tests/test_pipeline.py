@@ -361,8 +361,8 @@ def sequential_trajectory():
 @pytest.mark.parametrize(
     ("order", "k", "v", "remat"),
     [
-        pytest.param("1f1b", 3, 1, "none", marks=pytest.mark.slow),
-        ("interleaved", 2, 3, "layer"),
+        ("1f1b", 3, 1, "none"),
+        pytest.param("interleaved", 2, 3, "layer", marks=pytest.mark.slow),
         pytest.param("gpipe", 2, 1, "stage", marks=pytest.mark.slow),
         pytest.param("naive", 4, 1, "full", marks=pytest.mark.slow),
         pytest.param("interleaved", 3, 2, "full", marks=pytest.mark.slow),

@@ -72,7 +72,7 @@ def sequential_with_state(layers, trees, batch, m, loss_fn):
         ("1f1b", 2, 1, "layer"),
         pytest.param("gpipe", 3, 1, "none", marks=pytest.mark.slow),
         pytest.param("interleaved", 2, 2, "full", marks=pytest.mark.slow),
-        ("1f1b", 1, 1, "stage"),
+        pytest.param("1f1b", 1, 1, "stage", marks=pytest.mark.slow),
     ],
 )
 def test_state_is_merged_over_micro_batches(x64, order, k, v, remat):

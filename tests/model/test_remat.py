@@ -96,6 +96,7 @@ def test_evaluation_has_room_for_larger_batches():
     assert temporary_bytes("1f1b", "none", 4, examples=4 * 32, train=False) < training
 
 
+@pytest.mark.slow
 def test_memory_of_the_modes():
     sizes = {remat: temporary_bytes("gpipe", remat, 16) for remat in MODES}
     hidden = 8 // 2 * 16 * 32 * 256 * 4  # layers of a stage * micro-batches * examples * width * bytes

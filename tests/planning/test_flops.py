@@ -72,7 +72,7 @@ def compilers_layer(layer: TracedLayer) -> float:
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "amoebanet")) for n in EXAMPLES])
 def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     """Each layer, forward and backward, to 1 %, or a thousandth of the largest: embeddings have no product."""
     loss_fn, make, batch = EXAMPLES[name]
