@@ -36,10 +36,7 @@ def worker():
 
 
 def call(worker, function, *arguments):
-    result = worker.call("tunix_llama", function, *arguments)
-    if result.outcome != "ok":
-        pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
-    return result.value
+    return worker.value("tunix_llama", function, *arguments)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "tied", "chosen"), QUICK)

@@ -19,10 +19,7 @@ def worker():
 
 
 def call(worker, function, *arguments):
-    result = worker.call("tunix_experts", function, *arguments)
-    if result.outcome != "ok":
-        pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
-    return result.value
+    return worker.value("tunix_experts", function, *arguments)
 
 
 @pytest.mark.parametrize("gather", ["step", "use"])

@@ -48,9 +48,9 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
 
 
 def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True) -> tuple[Axis, ...]:
-    """The axes that a stage's arrays are split over while it computes: the data axes, and each of the others.
+    """The axes that a stage's arrays are split over: the data axes, and each of the others.
 
-    Mesh axes of one device are left out.
+    Mesh axes of one device are left out. At rest, where no axis is told from another, there are no data axes.
 
     Args:
       mesh: all devices.

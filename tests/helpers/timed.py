@@ -76,6 +76,15 @@ class Worker:
         self._process.stdin.flush()
         return self._wait()
 
+    def value(self, module: str, function: str, *arguments: Any) -> Any:
+        """What `module.function(*arguments)` gives; fails the test if it hung, died or raised."""
+        import pytest  # which a worker has no use for
+
+        result = self.call(module, function, *arguments)
+        if result.outcome != "ok":
+            pytest.fail(f"{result.outcome}: {result.detail}", pytrace=False)
+        return result.value
+
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:

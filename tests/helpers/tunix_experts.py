@@ -124,7 +124,6 @@ def check(gather: str) -> int:
 
 def compiled() -> list[str]:
     """Compiles the path for TPUs that aren't there; the kinds of collectives, none of which may wait in vain."""
-
     from tunix.models.qwen3 import model as qwen3
 
     layers = make_layers(qwen3, config_of(qwen3, embed_dim=256, hidden_dim=128, head_dim=64))
