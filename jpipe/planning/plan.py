@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import numpy as np
 
 from jpipe.layers.base import describe
 from jpipe.memory.layout import Layout, make_layouts
@@ -63,6 +64,22 @@ class Plan:
         request, axes = self.request, self.request.splits.batch_axes
         cuts, placement = self.partition.bounds, request.schedule.placement
         return make_layouts(self.model, cuts, placement, request.mesh, axes, apart=request.options.unroll)
+
+    @cached_property
+    def stage_times(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What a micro-batch's forward and backward take on each stage, `[K]` each, all its chunks together.
+
+        In FLOPs or measured seconds. Where no layer was looked at, because `balance` is "even" or gives costs, in the
+        unit of these, a third of it forward. A stage takes at least a millionth of all, since the simulator's times
+        are positive; a model without costs 1 and 2.
+        """
+        given = [(cost.forward, cost.backward) for cost in self.costs]
+        given = given or [(cost / 3, 2 * cost / 3) for cost in self.partition.layer_costs]
+        times = np.zeros((self.request.schedule.num_stages, 2))
+        for s, (start, stop) in enumerate(self.partition.bounds):
+            times[self.request.schedule.placement.stage_of(s)] += np.sum(given[start:stop], axis=0)
+        forward, backward = np.maximum(times, times.sum() / 1e6 or [1.0, 2.0]).T.tolist()
+        return tuple(forward), tuple(backward)
 
     def check_model(self, model: Model) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.

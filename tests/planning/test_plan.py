@@ -46,6 +46,20 @@ def test_cuts_that_follow_from_shapes():
     assert found.plan is None, "making a plan leaves the planner as it was"
 
 
+def test_times_of_stages():
+    """Matrix products of `[4, 16]` and `[16, 16]`: one forward, two more backward; without costs a third is forward."""
+    forward, backward = plan(planner([1, 3])).stage_times
+    assert 2.9 < forward[1] / forward[0] < 3.1
+    assert 1.9 < backward[1] / forward[1] < 2.3
+    given = plan(planner([3.0, 3.0, 3.0, 2.7], num_chunks=2, schedule="interleaved"))
+    np.testing.assert_allclose(given.stage_times, [(2.0, 1.9), (4.0, 3.8)], err_msg="layers 0 and 2; 1 and 3")
+    with pytest.warns(UserWarning, match="layer 0"):
+        idle = plan(planner([3.0, 0.0, 0.0, 0.0]))
+    assert idle.partition.counts == (1, 3)
+    np.testing.assert_allclose(idle.stage_times, [(1.0, 3e-6), (2.0, 3e-6)])
+    assert plan(planner([0.0] * 4)).stage_times == ((1.0, 1.0), (2.0, 2.0))
+
+
 @pytest.mark.parametrize("unroll", [False, True])
 def test_the_model_as_the_stages_run_it(unroll):
     made = plan(planner("even", unroll=unroll))
