@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
-import jax
 import numpy as np
 
 from jpipe.execution.planner import Planner
-from jpipe.pictures.tables import Table
+from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.planning.balance import measure_of
+from jpipe.planning.holdings import Holdings, holdings
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
+from jpipe.planning.request import Request
 from jpipe.schedules.simulate import simulate
 
 SHOWN_DEVICES = 4
@@ -24,27 +26,30 @@ def summarize(title: str, planner: Planner) -> Table:
       title: the pipeline in a line.
       planner: the pipeline's.
     """
-    schedule = planner.request.schedule
+    schedule, plan = planner.request.schedule, planner.plan
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
-    timeline = simulate(schedule)
+    even = simulate(schedule)
     columns: dict[str, list[str]] = {"stage": [str(stage) for stage in range(num_stages)] * num_chunks}
     if num_chunks > 1:
         columns["chunk"] = [str(chunk) for chunk in range(num_chunks) for _ in range(num_stages)]
-    held = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
-    notes = [
-        f"bubble {timeline.bubble_fraction:.1%} where stages take equally long, and a backward twice a forward; "
-        f"in flight: the most {held} that a stage holds"
-    ]
+    notes = []
     try:
         partition = planner.partition
     except ValueError:
         notes.append(f"the layers are cut when a batch is seen (balance={planner.request.balance!r})")
     else:
         columns |= _layers(planner, partition)
-    if planner.plan is not None:
-        columns["parameters"] = _parameters(planner.plan)
-    columns["in flight"] = [str(peak) for peak in timeline.peak_in_flight] * num_chunks
+    bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
+    if plan is not None:
+        found = holdings(plan)
+        columns["parameters"] = _parameters(plan, found)
+        notes += [*_held(found), *_shared(plan, found)]
+        by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
+        bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
+    columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
     columns["devices"] = _devices(planner) * num_chunks
+    held = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
+    notes += [f"bubble: {bubble}", f"in flight: the most {held} that a stage holds"]
     rows = list(zip(*columns.values(), strict=True))
     return Table(title, list(columns), rows, {}, notes)
 
@@ -71,13 +76,41 @@ def in_words(names: list[str]) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
 
 
-def _parameters(plan: Plan) -> list[str]:
-    """How many parameters the layers of each virtual stage have, shared ones at every use."""
-    counts = [
-        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.traced.group_at(index).variables.get("params", {})))
-        for index in range(plan.traced.num_layers)
+def _parameters(plan: Plan, found: Holdings) -> list[str]:
+    """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
+    texts = []
+    for own, (start, stop) in zip(found.own["params"], plan.partition.bounds, strict=True):
+        elsewhere = any(first < start <= layer < stop for first, *others in found.shared for layer in others)
+        texts.append(f"{own.elements:,}" + " + shared" * elsewhere)
+    return texts
+
+
+def _held(found: Holdings) -> list[str]:
+    """What a device holds, whatever its stage has."""
+    notes = []
+    for name, device in found.device.items():
+        what = "parameters" if name == "params" else f"elements of {name}"
+        part = f", its part of {found.room[name].elements:,}" if device != found.room[name] else ""
+        notes.append(f"{device.elements:,} {what} ({bytes_in_words(device.bytes)}{part})")
+    return [f"each device holds {' and '.join(notes)}: of each type of array the most that a stage has"]
+
+
+def _shared(plan: Plan, found: Holdings) -> list[str]:
+    """Which layers share what lies where."""
+    placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
+    return [
+        f"layers {', '.join(map(str, users))} share parameters, which lie on stage "
+        f"{placement.stage_of(int(np.searchsorted(starts, users[0], 'right')) - 1)} and count there alone"
+        for users in found.shared
     ]
-    return [f"{sum(counts[start:stop]):,}" for start, stop in plan.partition.bounds]
+
+
+def _costs_in_words(request: Request) -> str:
+    """What the times of stages come from."""
+    measure = measure_of(request.balance)
+    if measure is None:
+        return "if layers take equally long" if isinstance(request.balance, str) else "by the costs given"
+    return "by the layers' FLOPs" if measure.unit == "flops" else "by the layers' measured times"
 
 
 def _devices(planner: Planner) -> list[str]:

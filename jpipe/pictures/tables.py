@@ -3,6 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
+
+WIDTH = 120
+"""Columns of a terminal that texts fit."""
+DOTS = "..."
+"""What stands for a text's middle."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,9 @@ class Table:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """Columns aligned to the right, marks behind their rows; without the title.
+        """Columns aligned to the right, marks behind their rows, in at most `WIDTH` columns if it can; without title.
+
+        The middle of a text is left out where its column would be too wide; `html` has all of it.
 
         >>> print(Table("costs", ("stage", "cost"), [("0", "7"), ("1", "14")], {1: "slowest"}).text())
         stage  cost
@@ -32,15 +40,21 @@ class Table:
             1    14  <- slowest
         """
         lines = [self.header, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+        needed = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        room = WIDTH - 2 * (len(needed) - 1) - max((5 + len(mark) for mark in self.marks.values()), default=0)
+        most = next((most for most in range(max(needed), 8, -1) if sum(min(most, n) for n in needed) <= room), 8)
+        widths = [min(most, n) for n in needed]
+        texts = ["  ".join(map(_fitted, line, widths)) for line in lines]
         for row, mark in self.marks.items():
             texts[1 + row] += f"  <- {mark}"
-        return "\n".join([*texts, *self.notes])
+        left_out = [f'"{DOTS}" stands for text that is too wide here; a notebook shows all of it'] * (widths != needed)
+        for note in [*self.notes, *left_out]:
+            texts += wrap(note, WIDTH, subsequent_indent="  ")
+        return "\n".join(texts)
 
     def described(self) -> str:
         """The text below the title."""
-        return f"{self.title}\n{self.text()}"
+        return "\n".join([*wrap(self.title, WIDTH, subsequent_indent="  "), self.text()])
 
     def html(self) -> str:
         """A `<table>` that needs nothing but itself; all texts are escaped, rows with marks are bold."""
@@ -57,3 +71,19 @@ class Table:
         style = "text-align: right" + ("; font-weight: bold" if mark else "")
         title = f' title="{escape(mark)}"' if mark else ""
         return f"<tr{title}>" + "".join(f'<td style="{style}">{escape(text)}</td>' for text in row) + "</tr>"
+
+
+def _fitted(text: str, width: int) -> str:
+    """A text of this width, aligned to the right; the middle of a longer one is left out."""
+    kept = width - len(DOTS)
+    return text.rjust(width) if len(text) <= width else text[: kept - kept // 2] + DOTS + text[len(text) - kept // 2 :]
+
+
+def bytes_in_words(count: int) -> str:
+    """Bytes in the unit that suits their number.
+
+    >>> bytes_in_words(96), bytes_in_words(22_632), bytes_in_words(3 * 2**30)
+    ('96 bytes', '22.1 KiB', '3.0 GiB')
+    """
+    power = min(4, max(0, count.bit_length() - 1) // 10)
+    return f"{count / 2 ** (10 * power):,.1f} {['', 'KiB', 'MiB', 'GiB', 'TiB'][power]}" if power else f"{count} bytes"

@@ -35,6 +35,7 @@ def test_a_pipeline_before_and_after_a_batch(num_chunks):
     assert sum(int(number.replace(",", "")) for number in column["parameters"]) == 16 + 20 + 20
     assert column["devices"] == ["cpu:0", "cpu:1"] * num_chunks
     assert column["in flight"] == list(map(str, jpipe.simulate(pipe.schedule).peak_in_flight)) * num_chunks
+    assert "\nbubble: " in str(pipe) and "% by the layers' FLOPs; " in str(pipe)
     for line, row in zip(str(pipe).splitlines()[1:], after, strict=False):
         assert line.split() == " ".join(row).split()
     assert repr(pipe) == str(pipe).splitlines()[0] and "\n" not in repr(pipe)
@@ -52,3 +53,35 @@ def test_devices_of_a_stage_are_counted():
     mesh = jax.make_mesh((4, 2), ("data", "stage"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rows = cells(make(mesh=mesh)._repr_html_())
     assert [row[-1] for row in rows[1:]] == ["cpu:0 cpu:2 cpu:4 cpu:6", "cpu:1 cpu:3 cpu:5 cpu:7"]
+
+
+def test_what_a_device_holds_and_what_is_shared():
+    """In words what `jpipe.planning.holdings` counts; the bubble is the simulator's, of these costs."""
+    table = jpipe.Shared(nn.Embed(32, 4))
+    layers = [table, *[nn.Dense(4) for _ in range(5)], table.using("attend")]
+    costs, sizes = [1.0, 2, 2, 1, 2, 1, 2.5], {"num_stages": 2, "num_microbatches": 4}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), balance=costs, **sizes)
+    variables = pipe.init(jax.random.key(0), np.ones((4, 3), np.int32))
+    assert pipe.partition.counts == (4, 3)
+    device = pipe.mesh.devices.flat[1]
+    held = [s.data for a in jax.tree.leaves(variables) for s in a.addressable_shards if s.device == device]
+    words = " ".join(str(pipe).split())
+    assert f"each device holds {sum(a.size for a in held)} parameters ({sum(a.nbytes for a in held)} bytes): " in words
+    assert "layers 0, 6 share parameters, which lie on stage 0 and count there alone" in words
+    after = cells(pipe._repr_html_())
+    parameters = [row[after[0].index("parameters")] for row in after[1:]]
+    assert parameters == [str(32 * 4 + 3 * 20), f"{2 * 20} + shared"]
+    bubble = jpipe.simulate(pipe.schedule, [2.0, 5.5 / 3], [4.0, 11 / 3]).bubble_fraction
+    assert f"bubble: {bubble:.1%} by the costs given; 20.0% if stages take equally long" in words
+
+
+def test_the_part_that_a_device_holds():
+    mesh = jax.make_mesh((2, 4), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layers = [nn.Dense(64) for _ in range(4)]
+    sizes = {"num_stages": 2, "num_microbatches": 2, "shard_over": ["data"]}
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), balance="even", mesh=mesh, **sizes)
+    jax.eval_shape(pipe.init, jax.random.key(0), np.ones((8, 64), np.float32))
+    words = " ".join(str(pipe).split())
+    held, whole = 2 * (16 * 64 + 64), 2 * 65 * 64
+    assert f"each device holds {held:,} parameters (8.5 KiB, its part of {whole:,}): of each type" in words
+    assert "bubble: 33.3% if layers take equally long; 33.3% if stages take equally long" in words
