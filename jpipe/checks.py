@@ -42,11 +42,6 @@ def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
     for name, tree in variables.items():
         if name not in plan.layouts:
             raise ValueError(f"variables have the unknown collection {name!r}; expected {sorted(plan.layouts)}")
-        if not isinstance(tree, StageTree):
-            raise TypeError(
-                f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
-                "use pipe.from_layer_variables(trees, batch)"
-            )
         if tree.layout != plan.layouts[name]:
             stages, here = tree.layout.num_stages, plan.layouts[name].num_stages
             differs = f"num_stages={stages}, here {here}; layers, balance or mesh may differ too"
@@ -75,6 +70,12 @@ def check_is_variables(variables: object) -> None:
     if not isinstance(variables, dict) or not variables:
         what = "state.variables" if hasattr(variables, "variables") else "what pipe.init returned, a dict by collection"
         raise TypeError(f"variables is a {type(variables).__name__}; pass {what}")
+    for name, tree in variables.items():
+        if not isinstance(tree, StageTree):
+            raise TypeError(
+                f"variables[{name!r}] is a {type(tree).__name__}, not laid out by a pipeline; "
+                "use pipe.from_layer_variables(trees, batch) (a batch comes after the variables)"
+            )
 
 
 def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:

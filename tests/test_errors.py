@@ -74,9 +74,9 @@ def nothing_compiles(key):
         ({"remat": 1}, TypeError, "remat=1 is neither a name"),
         ({"remat": None}, TypeError, "remat=None is neither a name"),
         ({"balance": "equal"}, ValueError, r"balance='equal' is unknown.*'flops', 'time', 'size', 'even'"),
-        ({"balance": [1, 1, 2]}, ValueError, r"balance=\[1, 1, 2\] has 3 layer counts; .* 2 of them"),
-        ({"balance": [1, 2]}, ValueError, r"balance=\[1, 2\] sums to 3 but there are 4 layers"),
-        ({"balance": [0, 4]}, ValueError, r"balance=\[0, 4\] has a stage without layers"),
+        ({"balance": [1, 1, 2]}, ValueError, r"balance=\[1, 1, 2\] has 3 layer counts; .* 2 of them, such as \[2, 2\]"),
+        ({"balance": [1, 2]}, ValueError, r"balance=\[1, 2\] sums to 3 but there are 4 layers; .* such as \[2, 2\]"),
+        ({"balance": [0, 4]}, ValueError, r"balance=\[0, 4\] has a stage without layers; .* such as \[2, 2\]"),
         ({"balance": [-1, 5]}, ValueError, r"balance=\[-1, 5\] has a stage without layers"),
         ({"balance": [1.0, 2.0]}, ValueError, "balance has 2 costs but there are 4 layers"),
         ({"balance": [1.0, 2.0, -1.0, 1.0]}, ValueError, r"-1\.0"),
@@ -381,8 +381,16 @@ class TestVariables:
         # It was jaxlib's "__ne__(): incompatible function arguments", of a comparison with None.
         pipe, variables, _ = ready
         for wrong in ({"x": BATCH["inputs"]}, variables):
-            with pytest.raises(ValueError, match=r"neither that of a training batch.* nor that of the bare inputs"):
+            with pytest.raises(ValueError, match=r"neither a training batch.* nor the bare inputs"):
                 pipe.apply(variables, wrong)
+
+    def test_variables_and_batch_are_swapped(self, ready):
+        """A regression: pages of treedefs."""
+        pipe, variables, _ = ready
+        with pytest.raises(TypeError, match=r"variables\['inputs'\] is a ndarray, not laid out .*batch comes after"):
+            pipe.apply(BATCH, variables)
+        with pytest.raises(ValueError, match=r"it has batch\['params'\]\[.* besides"):
+            pipe.value_and_grad(BATCH, variables)
 
     def test_another_shape(self, ready):
         pipe, variables, _ = ready

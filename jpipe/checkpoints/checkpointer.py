@@ -280,7 +280,8 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     if (step is not None and step not in steps) or not steps:
         which = "" if step is None else f" of step {step!r}"
         parent = f"; did you mean {path.parent}?" if path.name.isdigit() else ""
-        raise FileNotFoundError(f"{path} has no checkpoint{which}; it has those of {sorted(steps)}{parent}")
+        has = f"it has those of the steps {sorted(steps)}" if steps else "pass the folder of a jpipe.Checkpointer"
+        raise FileNotFoundError(f"{path} has no checkpoint{which}; {has}{parent}")
 
     def read(step: int) -> list[PyTree]:
         about = files.read_about(path / str(step))

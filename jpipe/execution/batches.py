@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.jax_tools.trees import outline
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
 
@@ -57,8 +58,8 @@ def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callabl
         if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == wanted:
             return False
     raise ValueError(
-        f"the batch has the structure {structure}: neither that of a training batch, "
-        f"{jax.tree.structure(expected)}, nor that of the bare inputs, {wanted}"
+        f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
+        f"inputs, {outline('inputs', inputs)}"
     )
 
 

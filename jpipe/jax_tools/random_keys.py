@@ -50,7 +50,7 @@ def as_key(key: Leaf) -> Key:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ():
         return key
     if dtype != np.uint32 or key.ndim != 1:
-        raise TypeError(f"key is {key!r}, which is no random key; use jax.random.key(0)")
+        raise TypeError(f"key is {key!r:.60}, which is no random key; use jax.random.key(0)")
     default = jax.random.key(0)
     expected = jax.random.key_data(default).shape
     if key.shape != expected:

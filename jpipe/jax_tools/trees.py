@@ -17,18 +17,32 @@ def check_same_structure(what: str, given: PyTree, expected: PyTree) -> None:
     """
     if jax.tree.structure(given) == jax.tree.structure(expected):
         return
-    paths_of = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    now, then = paths_of(given), paths_of(expected)
-    missing = [f"it lacks {what}{path}" for path in then if path not in now]
-    extra = [f"it has {what}{path} besides" for path in now if path not in then]
-    detail, *_ = [*missing, *extra, "its containers differ"]
+    now, then = _names(what, given), _names(what, expected)
+    missing, extra = [name for name in then if name not in now], [name for name in now if name not in then]
+    lacks = [f"it lacks {_listed(missing)}"] if missing else []
+    has = [f"it has {_listed(extra)} besides"] if extra else []
     raise ValueError(
-        f"the {what} has another structure than at init: {detail}; expected {_outline(then)}, got {_outline(now)}"
+        f"the {what} has another structure than at init: {' and '.join(lacks + has) or 'its containers differ'}; "
+        f"expected {outline(what, expected)}, got {outline(what, given)}"
     )
 
 
-def _outline(paths: list[str]) -> str:
-    return "[" + ", ".join(path or "a bare array" for path in paths[:8]) + (", ..." if len(paths) > 8 else "") + "]"
+def outline(what: str, tree: PyTree) -> str:
+    """The leaves of a pytree as a user would write them, and what holds them.
+
+    >>> outline("batch", {"inputs": 0, "targets": 0}), outline("batch", (0, 0)), outline("batch", 0)
+    ("batch['inputs'], batch['targets'] in a dict", 'batch[0], batch[1] in a tuple', 'a bare array')
+    """
+    names = _names(what, tree)
+    return "a bare array" if names == [what] else f"{_listed(names)} in a {type(tree).__name__}"
+
+
+def _names(what: str, tree: PyTree) -> list[str]:
+    return [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:

@@ -74,15 +74,21 @@ def as_balance(balance: object, num_layers: int, num_parts: int) -> Balance:
 
 
 def _check_counts(values: tuple[int, ...], num_layers: int, num_parts: int) -> None:
+    such_as = f"such as {list(partition([1.0] * num_layers, num_parts).counts)}"
     if len(values) != num_parts:
         raise ValueError(
             f"balance={list(values)} has {len(values)} layer counts; give num_stages * num_chunks = {num_parts} of "
-            "them (or one cost a layer, as floats)"
+            f"them, {such_as} (or one cost a layer, as floats)"
         )
     if any(value < 1 for value in values):
-        raise ValueError(f"balance={list(values)} has a stage without layers; every count has to be at least 1")
+        raise ValueError(
+            f"balance={list(values)} has a stage without layers; every count has to be at least 1, {such_as}"
+        )
     if sum(values) != num_layers:
-        raise ValueError(f"balance={list(values)} sums to {sum(values)} but there are {num_layers} layers")
+        raise ValueError(
+            f"balance={list(values)} sums to {sum(values)} but there are {num_layers} layers; give counts that sum to "
+            f"{num_layers}, {such_as}"
+        )
 
 
 def _counts(balance: Balance) -> tuple[int, ...] | None:

@@ -157,8 +157,10 @@ def test_each_layers_own_tree_is_read_without_a_pipeline(run):
     plain = jax.tree.map(lambda x: x.value if isinstance(x, nn.Partitioned) else x, then, is_leaf=_is_box)
     assert_equal(jpipe.load_layers(directory), plain)
     assert_equal(jpipe.load_layers(str(directory), step=SAVED_STEP), plain)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; it has those of \[2\]"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; it has those of the steps \[2\]"):
         jpipe.load_layers(directory, step=7)
+    with pytest.raises(FileNotFoundError, match=r"nothing has no checkpoint; pass the folder of a jpipe\.Checkpointer"):
+        jpipe.load_layers(directory / "nothing")
 
 
 def _is_box(x):
