@@ -17,6 +17,7 @@ import jax
 import pytest
 
 import jpipe
+from view_chromium import chromium, find
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -138,10 +139,38 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
 
-@pytest.mark.slow
-def test_builds_without_warnings(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site; a warning fails it."""
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(folder)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "index.html").is_file()
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_the_playground_and_the_notebooks_in_order(site):
+    first = (site / "index.html").read_text()
+    frame = re.search(r'<iframe[^>]* src="([^"]+)"', first)[1]
+    assert (site / frame).read_text() == (ROOT / "jpipe" / "view" / "page.html").read_text()
+    assert f'<a href="{frame}">' in first
+    stored = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert re.findall(r'toctree-l2"><a class="[^"]*" href="notebooks/([^"]+)\.html"', first) == [p.stem for p in stored]
+    for path in stored:
+        shown = (site / "notebooks" / f"{path.stem}.html").read_text()
+        assert shown.count('src="../_images/') == path.read_text().count('"image/png": ')
+        assert 'href="../start.html"' in shown
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_a_telephone(site):
+    """What is wider, a table or a line of code, scrolls in a box of its own."""
+    with chromium(find()) as browser:
+        browser.appear(width=390)
+        for path in sorted(site.rglob("*.html")):
+            browser.call("Page.navigate", url="about:blank")
+            browser.call("Page.navigate", url=path.as_uri())
+            browser.wait("document.readyState === 'complete'")
+            assert browser.get("document.documentElement.scrollWidth") == 390, path
