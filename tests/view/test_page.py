@@ -3,15 +3,20 @@
 import functools
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jpipe.memory.storage import build_storage
+from jpipe.planning.partition import partition
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
+from jpipe.schedules.ticks import lower
 from jpipe.view.server import PAGE
 from view_chromium import Page, chromium, find
 
@@ -60,9 +65,10 @@ def focus(page: Page, name: str) -> None:
 
 
 def move(page: Page, name: str, value: float | str) -> None:
-    """Moves a slider as a pointer does: the value, then the event."""
+    """Moves a slider as a pointer does: the value (or its place in a list of values), then the event."""
     page.get(
-        f"(() => {{ const e = document.getElementById('{name}'); e.value = {json.dumps(value)};"
+        f"(() => {{ const e = document.getElementById('{name}'), value = {json.dumps(value)};"
+        f"e.value = jpipe.values('{name}')?.indexOf(value) ?? value;"
         "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input')); })()"
     )
 
@@ -149,52 +155,73 @@ def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(pag
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bars_are_the_spans_of_simulate(page, name):
-    """Every bar, in order: stage, kind, micro-batch, chunk, start and end."""
+    """Every bar, in order: stage, kind, micro-batch, chunk, start and end; and what every stage holds over time."""
     schedule = schedule_of(name, 3, 5, 2 if name == "interleaved" else 1)
     setting = {"num_stages": 3, "num_microbatches": 5, "num_chunks": schedule.num_chunks, "schedule": name}
     times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
-    spans = page.get(f"jpipe.simulate({json.dumps(setting | times)}).spans")
+    found = page.get(f"jpipe.simulate({json.dumps(setting | times)})")
+    timeline = simulate(schedule, **times)
     expected = [
-        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk}
-        for s in simulate(schedule, **times).spans
+        {"stage": s.stage, "kind": s.action.kind, "m": s.action.microbatch, "v": s.action.chunk} for s in timeline.spans
     ]
-    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in spans] == expected
-    found = [[span["start"], span["end"]] for span in spans]
-    assert found == [[s.start, s.end] for s in simulate(schedule, **times).spans]
+    assert [{key: span[key] for key in ("stage", "kind", "m", "v")} for span in found["spans"]] == expected
+    assert [(span["start"], span["end"]) for span in found["spans"]] == [(s.start, s.end) for s in timeline.spans]
+    changes = lambda counts: [pair for i, pair in enumerate(counts) if not i or counts[i - 1][1] != pair[1]]
+    for stage, counts in enumerate(found["held"]):
+        assert changes(list(map(tuple, counts))) == changes(timeline.in_flight(stage))
+
+
+@pytest.mark.parametrize("keep_inputs", [False, True])
+def test_what_waits_has_the_rows_of_the_tick_table(page, keep_inputs):
+    """Rows that any device writes, and the most that a stage's own values are in."""
+    rng = random.Random(5)
+    shapes = [(name, rng.randint(1, 6), rng.randint(1, 12), rng.randint(1, 3)) for name in NAMES for _ in range(8)]
+    shapes = [(name, K, M, V if name == "interleaved" else 1) for name, K, M, V in shapes]
+    for shape in shapes:
+        table = lower(schedule_of(*shape), keep_inputs=keep_inputs)
+        for name in ("activation", "cotangent"):
+            found = page.get(f"jpipe.waiting(...{json.dumps([*shape, name, keep_inputs])})")
+            own = 1 + np.max([getattr(slot, name).max(axis=0) for slot in table.slots], axis=0)
+            assert (found["rows"], found["own"]) == (table.rows_written(name), own.tolist()), (shape, name)
 
 
 def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
-    """What sliders say is what `simulate` is called with: slow stages, recomputation and transfers."""
+    """What sliders say is what `simulate` is called with: slow stages, recomputation and transfers; twice."""
     rng = random.Random(3)
     again = {"none": 0, "layer": 1, "stage": 1, "full": 2}
     for _ in range(25):
-        K, M, V = rng.randint(1, 9), rng.randint(1, 20), rng.randint(1, 3)
-        name, remat = rng.choice(NAMES), rng.choice(list(again))
-        V = V if name == "interleaved" else 1
+        K, V, N = rng.randint(1, 9), rng.randint(1, 3), rng.choice([12, 16, 64, 90])
+        M = rng.choice([m for m in range(1, 21) if N % m == 0])
+        names, remat = rng.sample(NAMES, 2), rng.choice(list(again))
         ratio, transfer = rng.randint(1, 50) / 10, rng.randint(0, 60) / 20
         slowness, slow = rng.randint(10, 50) / 10, rng.randrange(K)
-        setting = f"#schedule={name}&K={K}&M={M}&V={V}&remat={remat}"
+        setting = f"#schedule={names[0]}&beside={names[1]}&N={N}&K={K}&M={M}&V={V}&remat={remat}"
         setting += f"&ratio={ratio}&transfer={transfer}&slowness={slowness}&slow={slow}"
         page.get(f"location.hash = {json.dumps(setting)}")
         page.wait(f"jpipe.state().ratio === {ratio} && jpipe.state().transfer === {transfer}")
         forward = [slowness if k == slow else 1.0 for k in range(K)]
         backward = [time * (ratio + again[remat]) for time in forward]
-        timeline = simulate(schedule_of(name, K, M, V), forward, backward, transfer)
         one = simulate(schedule_of("naive", 1, M, 1), sum(forward), sum(time * ratio for time in forward)).makespan
-        expected = {
-            "makespan": timeline.makespan,
-            "bubble": timeline.bubble_fraction,
-            "utilisation": 1 - timeline.bubble_fraction,
-            "speedup-naive": timeline.speedup_over_naive,
-            "speedup-one": one / timeline.makespan,
-            "in-flight": max(timeline.peak_in_flight),
-        }
-        assert {key: shown(page, key) for key in expected} == pytest.approx(expected, rel=CLOSE, abs=CLOSE), setting
+        peaks = []
+        for name, suffix in zip(names, ("", "-beside"), strict=True):
+            chunks = V if name == "interleaved" else 1
+            timeline = simulate(schedule_of(name, K, M, chunks), forward, backward, transfer)
+            expected = {
+                "makespan": timeline.makespan,
+                "bubble": timeline.bubble_fraction,
+                "speedup-naive": timeline.speedup_over_naive,
+                "speedup-one": one / timeline.makespan,
+                "in-flight": max(timeline.peak_in_flight) / chunks,
+            }
+            found = {key: shown(page, key + suffix) for key in expected}
+            assert found == pytest.approx(expected, rel=CLOSE, abs=CLOSE), (setting, name)
+            peaks.append([peak / chunks for peak in timeline.peak_in_flight])
         cells = page.get(
             "[...document.querySelectorAll('#stages tr')].map((r) => [...r.cells].map((c) => c.textContent))"
         )
-        assert [int(cell[3]) for cell in cells] == list(timeline.peak_in_flight)
-        assert [cell[2] for cell in cells] == [f"{100 * busy / timeline.makespan:.1f} %" for busy in timeline.busy]
+        np.testing.assert_allclose(
+            [[float(cell[3]) for cell in cells], [float(cell[4]) for cell in cells]], peaks, 1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,40 +232,60 @@ def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
         ("#schedule=1f1b&K=4&M=16", "bubble", "15.8 %"),
         ("#schedule=1f1b&K=8&M=64", "bubble", "9.9 %"),
         ("#schedule=interleaved&K=4&M=8&V=2", "bubble", "15.8 %"),
-        ("#schedule=1f1b&K=8&M=16&remat=none", "speedup-naive", "5.57 x"),
-        ("#schedule=interleaved&K=4&M=8&V=2&remat=none&transfer=0.5", "bubble", "32.4 %"),
-        ("#schedule=1f1b&K=4&M=8&remat=none&transfer=0.5", "bubble", "33.3 %"),
+        ("#schedule=1f1b&K=8&M=16", "speedup-naive", "5.57 x"),
+        ("#schedule=interleaved&beside=1f1b&K=4&M=8&V=2&transfer=0.5", "bubble", "32.4 %"),
+        ("#schedule=interleaved&beside=1f1b&K=4&M=8&V=2&transfer=0.5", "bubble-beside", "1f1b: 33.3 %"),
         ("#schedule=naive&K=4&M=8", "speedup-naive", "1.00 x"),
         ("#schedule=1f1b&K=4&M=8&remat=layer", "speedup-one", "2.18 x"),  # 32/11 * (F+B)/(2F+B)
-        ("#schedule=gpipe&K=4&M=32", "in-flight", "32"),
-        ("#schedule=1f1b&K=4&M=32", "in-flight", "7"),
-        ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fits", "yes"),
-        ("#view=memory&K=1&M=1&remat=none&P=82&A=0.1&device=8", "fixed", "1.31 GB"),
-        ("#view=memory&K=1&M=1&remat=none&P=82&L=24&A=509.5&device=8", "total", "7.57 GB"),  # 1.31 and table 1's 6.26
-        ("#view=memory&K=2&M=8&P=557&L=24&A=509.5&device=8", "fits", "yes"),
-        ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fits", "no"),
-        ("#view=memory&K=1&M=1&remat=none&P=557&A=0.1&device=8", "fixed", "8.91 GB"),
-        ("#view=memory&schedule=gpipe&K=1&M=1&remat=none&L=40&N=128", "kept", "5120"),
-        ("#view=memory&schedule=gpipe&K=4&M=8&remat=none&L=40&N=128", "kept", "1280"),
-        ("#view=memory&schedule=gpipe&K=1&M=8&remat=stage&L=40&N=128", "kept", "768"),
-        ("#view=memory&schedule=gpipe&K=4&M=8&remat=stage&L=40&N=128", "kept", "288"),
-        ("#view=memory&schedule=gpipe&K=4&M=8&remat=stage&L=40&N=128", "less", "17.8 x"),
+        ("#K=4&M=32", "in-flight-beside", "gpipe: 32"),
+        ("#K=4&M=32", "in-flight", "7"),
+        ("#K=4&M=32&schedule=interleaved&V=2", "in-flight", "5.5"),
+        ("#K=4&M=8&schedule=interleaved&V=2", "formula-bubble", "Here 15.8 %."),
+        ("#K=4&M=2&schedule=interleaved&V=2", "formula-bubble",
+         "They don't hold here, where M=2 is less than K=4: it is 55.6 %."),
+        ("#K=4&M=8&transfer=0.5", "formula-bubble", "Here they would give 27.3 %; as it is set above it is 33.3 %."),
+        ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fixed", "1.31 GB"),
+        ("#view=memory&K=1&M=1&P=82&E=0&L=24&N=128&A=509.5&R=1&device=8", "total", "7.57 GB"),  # 1.31, and table 1's 6.26
+        ("#view=memory&K=2&M=8&P=557&E=0&L=24&N=128&A=509.5&R=1&device=8", "fits", "yes"),
+        ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fits", "no"),
+        ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fixed", "8.91 GB"),
     ],
-)
+)  # fmt: skip
 def test_figures_of_the_papers(tab, setting, name, expected):
     """GPipe's formulas (arXiv 1811.06965, section 2.3), interleaved's (arXiv 2104.04473), and 16 bytes a parameter."""
     open_at(tab, setting)
     assert text(tab, name) == expected
 
 
+def test_the_papers_counts_of_activations(tab):
+    open_at(tab, "#view=memory&K=4&M=8&L=40&N=128")
+    counts = tab.get("[...document.querySelectorAll('#counts td:last-child')].map((c) => c.textContent)")
+    assert counts == ["5120", "1280", "768", "288"]
+
+
 def test_every_example_says_what_it_shows(page):
     """All links of both views are settings without a fault."""
     links = page.get("[...document.querySelectorAll('.examples a')].map((a) => a.getAttribute('href'))")
-    assert len(links) >= 12
+    assert len(links) >= 10
     for link in links:
         open_at(page, link)
         assert not page.get("[...document.querySelectorAll('.wrong:not(dd)')].map((e) => e.textContent).join('')"), link
         assert page.get("document.querySelectorAll('dd[data-value]').length") >= 6
+
+
+def test_a_newcomer_sees_what_m_and_1f1b_are_for(page):
+    """By default: more micro-batches, less bubble in both; GPipe holds all of them, 1F1B at most 2K - 1, and fits."""
+    bubbles, peaks = [], []
+    for M in (4, 16, 64):
+        move(page, "M", M)
+        assert text(page, "bubble-beside") == f"gpipe: {text(page, 'bubble')}"
+        bubbles.append(shown(page, "bubble"))
+        peaks.append((shown(page, "in-flight"), shown(page, "in-flight-beside")))
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 9 * bubbles[2]
+    assert peaks == [(4, 4), (7, 16), (7, 64)]
+    open_at(page, "#view=memory")
+    assert (text(page, "fits"), text(page, "fits-beside")) == ("yes", "gpipe: no")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -256,54 +303,66 @@ def test_every_example_says_what_it_shows(page):
     ],
 )
 def test_parts_of_the_memory_add_up(tab, optimiser, precision, remat):
-    """By the formulas on the page, written a second time."""
-    setting = dict(K=4, M=16, V=2, P=5300, L=48, N=64, A=2097, R=12, device=16)
+    """By the formulas on the page, written a second time, from jpipe's own partition, peaks and tick table."""
+    setting = dict(K=4, M=16, V=2, P=5300, E=2, L=50, N=64, A=2097, R=12, device=16)
     words = dict(view="memory", schedule="interleaved", optimiser=optimiser, precision=precision, remat=remat)
     open_at(tab, "#" + "&".join(f"{key}={value}" for key, value in (setting | words).items()))
     width = {"float32": 4, "mixed": 2, "bfloat16": 2}[precision]
-    stored = {"float32": 4, "mixed": 6, "bfloat16": 2}[precision]
-    state = {"sgd": 0, "momentum": 1, "adam": 2, "rmsprop": 2}[optimiser] * (2 if precision == "bfloat16" else 4)
-    params, n, chunk = 5300e6 / 4, 64 / 16, 48 / 8
-    for p, stage in zip(
-        simulate(schedule_of("interleaved", 4, 16, 2)).peak_in_flight,
-        tab.get("jpipe.memory(jpipe.state())"),
-        strict=True,
-    ):
-        waits = {"none": 0, "layer": 0, "stage": p * n, "full": p * n}[remat]
-        inside = {
-            "none": p * n * chunk * 12,
-            "layer": p * n * chunk + n * 11,
-            "stage": n * chunk * 12,
-            "full": n * chunk + n * 11,
-        }[remat]
-        expected = {
-            "parameters": params * stored,
-            "gradients": params * 4,
-            "optimiser": params * state,
-            "activations": inside * 2097e3 * width,
-            "boundaries": waits * 2097e3 * width,
-        }
-        assert stage["parts"] == pytest.approx(expected, rel=1e-12)
-        assert stage["total"] == pytest.approx(sum(expected.values()), rel=1e-12)
-    assert shown(tab, "total") == max(stage["total"] for stage in tab.get("jpipe.memory(jpipe.state())"))
+    each = {
+        "parameters": {"float32": 4, "mixed": 6, "bfloat16": 2}[precision],
+        "gradients": 4,
+        "optimiser": {"sgd": 0, "momentum": 1, "adam": 2, "rmsprop": 2}[optimiser] * (2 if precision == "bfloat16" else 4),
+        "other": 0,
+    }  # fmt: skip
+    schedule, n, unit = schedule_of("interleaved", 4, 16, 2), 64 / 16, 2097e3 * width
+    chunks = np.reshape(partition([1.0] * 50, 4, num_chunks=2).counts, (2, 4))
+    has = 5300e6 * (0.96 / 50 * chunks.sum(axis=0) + [0.02, 0, 0, 0.02])
+    room = 5300e6 * (0.96 / 50 * chunks.sum(axis=0).max() + 2 * 0.02)
+    keeps = remat in ("stage", "full")
+    table, rows = lower(schedule, keep_inputs=keeps), 1 if keeps else np.asarray(simulate(schedule).peak_in_flight)
+    values = {"none": 12, "layer": 1, "stage": 12, "full": 1}[remat]
+    filled = n * unit * (values * chunks.max(axis=0) * rows + (11 if values == 1 else 0))
+    waits = lambda name: 1 + np.max([getattr(slot, name).max(axis=0) for slot in table.slots], axis=0)
+    own = {part: has * size for part, size in each.items()}
+    own |= {"activations": filled, "boundaries": n * unit * (waits("activation") + waits("cotangent"))}
+    all_rows = table.rows_written("activation") + table.rows_written("cotangent")
+    rooms = {part: room * size for part, size in each.items()}
+    rooms |= {"activations": filled.max(), "boundaries": n * unit * all_rows}
+    found = tab.get("jpipe.shown()[0].memory")
+    assert found["room"] == pytest.approx(rooms, rel=1e-12)
+    assert found["total"] == shown(tab, "total") == pytest.approx(sum(rooms.values()), rel=1e-12)
+    for k, stage in enumerate(found["stages"]):
+        assert stage == pytest.approx({part: sizes[k] for part, sizes in own.items()}, rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.5, 3, 5, 8, 30])
+def test_ends_have_the_room_that_storage_gives_them(tab, share):
+    """Fifty layers and two ends in four stages, as `memory.storage` lays out leaves of these sizes."""
+    open_at(tab, f"#view=memory&P=1&L=50&E={share}&beside=none")
+    each, end = round((1e6 - 2e4 * share) / 50), round(1e4 * share)
+    leaf = lambda *shape: [jax.ShapeDtypeStruct(shape, np.float32)]
+    stage_of = [k for k, count in enumerate(partition([1.0] * 50, 4).counts) for _ in range(count)]
+    storage = build_storage([leaf(each), leaf(1, end), leaf(end, 1)], [stage_of, [0], [3]], device_of=range(4))
+    held = sum(4 * np.prod(buffer.shape) for buffer in storage.buffers.values())
+    assert tab.get("jpipe.shown()[0].memory.room.parameters") == pytest.approx(held, rel=1e-3)
 
 
 # --- sliders, keys and the address ------------------------------------------------------------------------------------
 
 
 def test_sliders_move_by_keys(page):
-    assert (shown(page, "makespan"), shown(page, "in-flight")) == (44, 7)
+    assert (shown(page, "makespan"), shown(page, "in-flight")) == (57, 7)
     focus(page, "M")
     page.press("ArrowRight", 2)
-    assert text(page, "time-title") == "1f1b: 4 stages, 10 micro-batches"
-    assert shown(page, "makespan") == 4 * 13
+    assert text(page, "time-title") == "4 stages, 64 micro-batches"
+    assert shown(page, "makespan") == 3 * 67
     page.press("Home")
     assert (text(page, "bubble"), shown(page, "in-flight")) == ("75.0 %", 1)
     page.press("End")
     assert page.get("jpipe.state().M") == 128
     focus(page, "K")
     page.press("ArrowLeft", 3)
-    assert (text(page, "bubble"), text(page, "speedup-one")) == ("0.0 %", "0.75 x")
+    assert (text(page, "bubble"), text(page, "speedup-one")) == ("0.0 %", "1.00 x")
 
 
 def test_tab_goes_from_view_to_sliders(page):
@@ -312,7 +371,7 @@ def test_tab_goes_from_view_to_sliders(page):
     for _ in range(9):
         page.press("Tab")
         seen.append(page.get("document.activeElement.id"))
-    assert seen == ["copy", "reset", "schedule", "K", "K-typed", "M", "M-typed", "remat", "ratio"]  # V is switched off
+    assert seen == ["copy", "reset", "schedule", "beside", "M", "M-typed", "K", "K-typed", "N"]  # V is switched off
 
 
 def test_arrow_keys_change_the_view(page):
@@ -330,7 +389,7 @@ def test_arrow_keys_change_the_view(page):
 
 def test_sliders_move_by_events_and_the_address_keeps_all(page):
     for name, value in {
-        "schedule": "interleaved", "K": 6, "M": 12, "V": 3, "remat": "none", "ratio": 1.5, "transfer": 0.25,
+        "schedule": "interleaved", "K": 6, "N": 96, "M": 12, "V": 3, "remat": "none", "ratio": 1.5, "transfer": 0.25,
         "slowness": 2, "slow": 4,
     }.items():  # fmt: skip
         move(page, name, value)
@@ -347,7 +406,7 @@ def test_sliders_move_by_events_and_the_address_keeps_all(page):
 
 def test_the_memory_view_keeps_its_setting_too(page):
     page.click("#tab-memory")
-    for name, value in {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 64, "N": 256}.items():
+    for name, value in {"P": 2.5, "optimiser": "sgd", "precision": "mixed", "device": 24, "L": 60, "N": 512}.items():
         move(page, name, value)
     assert page.get("jpipe.state().P") == 316  # a logarithmic slider, three digits
     type_into(page, "A", "1234.5")
@@ -355,6 +414,36 @@ def test_the_memory_view_keeps_its_setting_too(page):
     assert "P=316&" in kept and "A=1234.5&" in kept
     open_at(page, kept)
     assert page.get("jpipe.state()") == state
+
+
+@pytest.mark.parametrize("view", ["time", "memory"])
+def test_no_slider_reaches_an_impossible_value(tab, view):
+    """Every place of every slider, one after the other and at both ends of the others, shows numbers and no fault."""
+    open_at(tab, f"#view={view}&schedule=interleaved&slowness=2")
+    sliders = tab.get(
+        "[...document.querySelectorAll('input[type=range]')].filter((e) => e.offsetParent).map((e) => e.id)"
+    )
+    assert {"M", "K", "V", "N", "L"} < set(sliders)
+    for name in sliders:
+        faults = tab.get(f"""(() => {{
+          const found = [], slider = document.getElementById("{name}"), others = ["M", "K", "V", "N", "L"];
+          const to = (e, place) => {{ e.value = place; e.dispatchEvent(new Event("input")); }};
+          for (const end of ["min", "max"]) {{
+            document.getElementById("reset").click();
+            for (const other of others) to(document.getElementById(other), document.getElementById(other)[end]);
+            const places = Number(slider.max) - Number(slider.min);
+            for (let i = 0; i <= 12; i++) {{
+              to(slider, Number(slider.min) + Math.round(places * i / 12));
+              const {{ N, M, K, V, L, slow }} = jpipe.state();
+              const numbers = [...document.querySelectorAll("dd[data-value]")].map((e) => e.textContent).join();
+              const faults = [...document.querySelectorAll(".wrong:not(dd)")].map((e) => e.textContent).join("");
+              if (faults || N % M || K * V > L || slow >= K || /NaN|undefined|Infinity/.test(numbers))
+                found.push([end, i, faults, N, M, K, V, L, numbers]);
+            }}
+          }}
+          return found;
+        }})()""")
+        assert not faults, (name, faults[:2])
 
 
 def test_back_to_the_defaults(page):
@@ -371,8 +460,9 @@ def test_back_to_the_defaults(page):
     ("name", "value", "message"),
     [
         ("K", "0", "K=0 is impossible here; use 1 to 32 (stages, one device each)"),
-        ("M", "2.5", "M=2.5 must be a whole number from 1 to 128"),
-        ("M", "1000", "M=1000 is impossible here; use 1 to 128 (micro-batches of a step)"),
+        ("M", "2.5", "M=2.5 does not divide the batch N=256; use 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("N", "2.5", "N=2.5 must be a whole number from 1 to 4096"),
+        ("L", "2", "L=2 is impossible here; use 4 to 512 (layers of the model)"),
         ("transfer", "-1", "transfer=-1 is impossible here; use 0 to 3 (time of a hop, in F)"),
         ("ratio", "0", "ratio=0 is impossible here; use 0.1 to 5 (times F, without recomputation)"),
         ("ratio", "", "ratio= is not a number; use 0.1 to 5"),
@@ -386,36 +476,40 @@ def test_what_is_typed_wrong_is_named_at_its_slider(page, name, value, message):
     assert text(page, f"{name}-wrong") == message
     assert page.get(f"document.getElementById('{name}-typed').getAttribute('aria-invalid')") == "true"
     assert shown(page, "makespan") == before
-    move(page, name, 2)
+    move(page, name, 2 if name != "L" else 8)
     assert text(page, f"{name}-wrong") == ""
+
+
+SETTINGS = (
+    "schedule, beside, M, K, V, N, L, remat, ratio, transfer, slowness, slow, P, E, optimiser, precision, device, A, R"
+)
 
 
 @pytest.mark.parametrize(
     ("setting", "name", "message"),
     [
-        ("#K=99", "K-wrong", "K=99 is impossible here; use 1 to 32 (stages, one device each); 4 is shown"),
+        ("#K=99", "K-wrong", "K=99 is impossible here; use 1 to 32 (stages, one device each); 32 is shown"),
         ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
         ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved; "
          "1f1b is shown"),
         ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
          "interleaved; 1f1b is shown"),
         ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
-         "memory), schedule, K, M, V, remat, ratio, transfer, slowness, slow, P, optimiser, precision, device, L, N, "
-         "A, R."),
-        ("#schedule=gpipe&V=3", "V-wrong", "V=3, but gpipe has one chunk a stage; use interleaved or V=1"),
-        ("#K=3&slow=3&slowness=2", "slow-wrong", "stage 3 does not exist; with K=3 use 0 to 2"),
-        ("#view=memory&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128"),
-        ("#view=memory&L=3", "L-wrong", "L=3 layers are too few for K·V=4 cuts; use more"),
-        ("#stages=4", "address-wrong", "The address has stages=4, which is no setting; there are view (time, memory), "
-         "schedule, K, M, V, remat, ratio, transfer, slowness, slow, P, optimiser, precision, device, L, N, A, R."),
+         f"memory), {SETTINGS}."),
+        ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1 to 2 (chunks of layers a stage, if interleaved); "
+         "2 is shown"),
+        ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); 2 is shown"),
+        ("#N=128&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128; 4 is shown"),
+        ("#L=3&K=4", "K-wrong", "K=4 is impossible here; use 1 to 3 (stages, one device each); 3 is shown"),
+        ("#stages=4", "address-wrong", f"The address has stages=4, which is no setting; there are view (time, memory), "
+         f"{SETTINGS}."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_the_address_is_named(tab, setting, name, message):
+    """Beside what is shown instead."""
     open_at(tab, setting)
     assert text(tab, name) == message
-    if "shown" not in message and name != "address-wrong":
-        assert text(tab, "nothing") == f"No numbers for this: {message}."
-        assert tab.get("getComputedStyle(document.querySelector('.numbers')).display") == "none"
+    assert tab.get("[...document.querySelectorAll('dd[data-value]')].every((e) => e.textContent)")
 
 
 # --- how it looks -----------------------------------------------------------------------------------------------------
@@ -447,7 +541,7 @@ def test_dark_mode_turns_the_page_dark(page):
 
 
 def test_numbers_are_left_out_where_they_do_not_fit(page):
-    assert page.get("jpipe.drawn()") == 2 * 4 * 8
+    assert page.get("jpipe.drawn()") == 2 * 2 * 4 * 16
     move(page, "M", 128)
     assert page.get("jpipe.drawn()") == 0
 
@@ -456,10 +550,15 @@ def test_pointing_at_a_bar_names_it(page):
     box = page.get(
         "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
     )
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 12)
-    assert text(page, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + 48)
-    assert text(page, "pointed").startswith("Stage 1 waits at ")
+
+    def told(down: float) -> str:
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 66, y=box[1] + down)
+        return text(page, "pointed")
+
+    assert told(32) == "1f1b, stage 0: forward of micro-batch 0, from 0 F to 1 F."
+    assert told(60).startswith("1f1b, stage 1 waits at 0.")
+    assert told(20 + 4 * 28 + 12).startswith("1f1b, stage 0 holds 1 micro-batches at 0.")
+    assert told(20 + 4 * 28 + 4 * 17 + 12 + 32) == "gpipe, stage 0: forward of micro-batch 0, from 0 F to 1 F."
     move(page, "K", 5)  # of another chart: nothing is said of it yet
     assert text(page, "pointed").startswith("Point at a bar")
 
@@ -471,11 +570,27 @@ def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
     box = tab.get(
         "(() => { const b = document.getElementById('gantt').getBoundingClientRect(); return [b.x, b.y]; })()"
     )
-    touched = [{"x": box[0] + 64, "y": box[1] + 12}]
+    touched = [{"x": box[0] + 64, "y": box[1] + 28}]
     tab.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=touched)
     tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-    assert text(tab, "pointed") == "Stage 0: forward of micro-batch 0, from 0 to 1 F."
+    assert text(tab, "pointed") == "1f1b, stage 0: forward of micro-batch 0, from 0 F to 1 F."
     assert tab.get("document.getElementById('pointed').getBoundingClientRect().bottom") < 844
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("num_chunks", [2, 3, 4, 5, 6, 7, 8])
+def test_chunks_are_told_apart(tab, num_chunks, dark):
+    """By shade or hatching in the legend: neighbours by hatching, those that are both hatched or both plain by shade."""
+    tab.appear(width=1280, dark=dark)
+    open_at(tab, f"#schedule=interleaved&V={num_chunks}&M=8&L=64")
+    marks = tab.get("""[...document.querySelectorAll("#legend li")].slice(0, 2).map((li) => [...li.querySelectorAll("i")].map(
+      (i) => [i.textContent, getComputedStyle(i).backgroundColor, getComputedStyle(i).backgroundImage !== "none"]))""")
+    assert [[mark[0] for mark in kind] for kind in marks] == [[str(v) for v in range(num_chunks)]] * 2
+    looks = [(np.asarray(re.findall(r"\d+", colour), int), hatched) for kind in marks for _, colour, hatched in kind]
+    for i, (colour, hatched) in enumerate(looks):
+        for other, also in looks[:i]:
+            assert hatched != also or np.linalg.norm(colour - other) > 25
+    assert num_chunks > 3 or tab.get("jpipe.drawn()") >= 2 * 4 * 8 * num_chunks
 
 
 @pytest.mark.parametrize("width", [1280, 390])
