@@ -181,9 +181,7 @@ def show_pipeline(pipe: jpipe.Pipeline, sizes: list[int], options: argparse.Name
         ends = names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
         table.add_row(str(part % options.stages), ends, f"{sum(sizes[start:stop]):,}", f"{cost / total:.1%}")
     console.print(table)
-    picture = str(pipe.schedule)
-    if max(map(len, picture.splitlines())) <= max(console.width, 120):
-        console.print(picture, markup=False, highlight=False, soft_wrap=True)
+    console.print(pipe.schedule.grid(width=max(console.width, 120)), markup=False, highlight=False, soft_wrap=True)
     timeline = jpipe.simulate(pipe.schedule)
     console.print(
         f"{options.schedule}, {options.microbatches} micro-batches: bubble {timeline.bubble_fraction:.1%}, "

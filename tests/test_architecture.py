@@ -74,6 +74,7 @@ MAY_IMPORT = {
     "view": set(),
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types
+    "jpipe.schedules.schedule": {"jpipe.pictures.figures"},
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
     "jpipe.pipeline": {"jpipe.profiling.communication"},
@@ -254,7 +255,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 9660
+MOST_LINES = 9704
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

@@ -6,8 +6,11 @@ matplotlib is imported when something is drawn.
 from __future__ import annotations
 
 import os
+from base64 import b64encode
 from collections.abc import Sequence
+from html import escape
 from importlib import import_module
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from jpipe.schedules.orders import make_schedule
@@ -18,8 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Target = str | os.PathLike[str] | BytesIO | None
+"""Where a picture is saved; None for a figure of pyplot's, which isn't."""
+
 CHUNKED = ("interleaved",)
 """The names of schedules that `compare` makes with `num_chunks`; others have one chunk."""
+MOST_SPANS = 4096
+"""The most actions of a timeline that a notebook draws by itself: some seconds."""
 
 
 def plot(
@@ -38,6 +46,24 @@ def plot(
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     draw_legend(path_or_ax, [timeline], **place, fontsize=8)
     return path_or_ax
+
+
+def to_html(what: Schedule | Timeline) -> str:
+    """What a notebook shows: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
+    timeline, why_not = simulate(what) if isinstance(what, Schedule) else what, ""
+    if len(timeline.spans) > MOST_SPANS:
+        why_not = f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does"
+    try:
+        check_matplotlib()
+    except ImportError as error:
+        why_not = str(error)
+    if why_not:
+        return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(why_not)}</pre>"
+    picture = BytesIO()
+    figure = _draw([timeline], [str(timeline)], picture, None)
+    style = f"width: {100 * figure.get_figwidth():.0f}px; max-width: 100%"
+    source = b64encode(picture.getvalue()).decode()
+    return f'<img alt="{escape(str(timeline))}" style="{style}" src="data:image/png;base64,{source}">'
 
 
 def compare(
@@ -100,9 +126,7 @@ def check_matplotlib() -> None:
         raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 
-def _draw(
-    timelines: Sequence[Timeline], titles: Sequence[str], path: str | os.PathLike[str] | None, unit: str | None
-) -> Figure:
+def _draw(timelines: Sequence[Timeline], titles: Sequence[str], path: Target, unit: str | None) -> Figure:
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
     from jpipe.pictures.gantt import draw_gantt, draw_memory, peak
 
@@ -126,9 +150,7 @@ def _draw(
     return finish(figure, timelines, path, memory=any(timeline.schedule.trains for timeline in timelines))
 
 
-def finish(
-    figure: Figure, timelines: Sequence[Timeline], path: str | os.PathLike[str] | None, *, memory: bool = False
-) -> Figure:
+def finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memory: bool = False) -> Figure:
     """The figure with a legend of its timelines below it; saved, if it has a path."""
     from jpipe.pictures.gantt import draw_legend
 
@@ -138,7 +160,7 @@ def finish(
     return figure
 
 
-def new_figure(path: str | os.PathLike[str] | None, size: tuple[float, float]) -> Figure:
+def new_figure(path: Target, size: tuple[float, float]) -> Figure:
     """A figure of pyplot's, for a window or a notebook, unless it is to be saved."""
     if path is not None:
         from matplotlib.figure import Figure

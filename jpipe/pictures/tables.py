@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from textwrap import wrap
+from textwrap import fill
 
 WIDTH = 120
 """Columns of a terminal that texts fit."""
@@ -48,13 +48,11 @@ class Table:
         for row, mark in self.marks.items():
             texts[1 + row] += f"  <- {mark}"
         left_out = [f'"{DOTS}" stands for text that is too wide here; a notebook shows all of it'] * (widths != needed)
-        for note in [*self.notes, *left_out]:
-            texts += wrap(note, WIDTH, subsequent_indent="  ")
-        return "\n".join(texts)
+        return "\n".join([*texts, *map(folded, [*self.notes, *left_out])])
 
     def described(self) -> str:
         """The text below the title."""
-        return "\n".join([*wrap(self.title, WIDTH, subsequent_indent="  "), self.text()])
+        return f"{folded(self.title)}\n{self.text()}"
 
     def html(self) -> str:
         """A `<table>` that needs nothing but itself; all texts are escaped, rows with marks are bold."""
@@ -71,6 +69,11 @@ class Table:
         style = "text-align: right" + ("; font-weight: bold" if mark else "")
         title = f' title="{escape(mark)}"' if mark else ""
         return f"<tr{title}>" + "".join(f'<td style="{style}">{escape(text)}</td>' for text in row) + "</tr>"
+
+
+def folded(text: str) -> str:
+    """A text in lines of at most `WIDTH` columns."""
+    return fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _fitted(text: str, width: int) -> str:

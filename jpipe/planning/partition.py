@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -78,11 +79,18 @@ class Partition:
         """The variance of `costs`, which the paper minimises."""
         return float(np.var(self.costs))
 
+    def __repr__(self) -> str:
+        return f"<Partition of {len(self.layer_costs)} layers into {reprlib.repr(self.counts)}; {self._slowest}>"
+
     def __str__(self) -> str:
         return self._table().text()
 
     def _repr_html_(self) -> str:
         return self._table().html()
+
+    @property
+    def _slowest(self) -> str:
+        return f"slowest/mean {self.imbalance:.3f}"
 
     def _table(self) -> Table:
         """A row for each virtual stage, the slowest one marked."""
@@ -98,7 +106,7 @@ class Partition:
             rows.append((*names, layers, str(count), f"{cost:.4g}", f"{share:.1%}"))
         even = replace(self, cuts=partition([1.0] * len(self.layer_costs), len(costs)).cuts)
         note = (
-            f"slowest/mean {self.imbalance:.3f}; cut into even counts the slowest stage would cost "
+            f"{self._slowest}; cut into even counts the slowest stage would cost "
             f"{max(even.costs):.4g} ({even.imbalance:.3f})"
         )
         header = ("stage", *(("chunk",) if self.num_chunks > 1 else ()), "layers", "count", "cost", "share")

@@ -71,6 +71,9 @@ class Communication:
     transfers: tuple[Transfer, ...]
     whole: tuple[tuple[str, Unsplit], ...]
 
+    def __repr__(self) -> str:
+        return f"<Communication of {self.title}: {len(self.transfers)} transfers>"
+
     def __str__(self) -> str:
         return self._table().described()
 

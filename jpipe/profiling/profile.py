@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jpipe.checks import check_batch, check_complete, check_state
-from jpipe.pictures.tables import Table
+from jpipe.pictures.tables import Table, folded
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
@@ -63,8 +63,11 @@ class Profile:
     findings: tuple[Finding, ...]
     predicted: Timeline = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"<Profile of {self.schedule.title}; step {1e3 * self.step:.3g} ms, {len(self.findings)} findings>"
+
     def __str__(self) -> str:
-        findings = [f"- {finding.text}" for finding in self.findings] or ["none"]
+        findings = [folded(f"- {finding.text}") for finding in self.findings] or ["none"]
         return "\n\n".join([*(table.described() for table in self._tables()), "\n".join(["Findings", *findings])])
 
     def _repr_html_(self) -> str:

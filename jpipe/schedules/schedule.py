@@ -9,7 +9,7 @@ K is the number of stages, M of micro-batches, V of chunks a stage.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
@@ -74,27 +74,58 @@ class Schedule(Orders):
         """The schedule lowered to lockstep ticks, as `jpipe.schedules.ticks.lower(self)`."""
         return lower(self)
 
+    @property
+    def title(self) -> str:
+        """Its name and sizes."""
+        return f"{self.name}: K={self.num_stages}, M={self.num_microbatches}, V={self.num_chunks}"
+
+    def __repr__(self) -> str:
+        return f"<Schedule {self.title}>"
+
     def __str__(self) -> str:
-        """The grid: a line for each stage, a column for each slot in time, "." where the stage idles."""
+        return self.grid(width=120)
+
+    def _repr_html_(self) -> str:
+        from jpipe.pictures.figures import to_html
+
+        return to_html(self)
+
+    def grid(self, width: int | None = None) -> str:
+        """The grid: a line for each stage, a column for each slot in time, "." where the stage idles.
+
+        Args:
+          width: of a terminal, in columns: ticks in the middle are left out until the others fit, or one at each end
+            remains. None for all.
+
+        >>> print(Schedule([[f"F{m}" for m in range(100)]], slots=("F",)).grid(width=50))
+        custom: K=1 stages, M=100 micro-batches, V=1 chunks; slots of a tick: F
+        tick    |0   |1   |2   |3   | ... |97  |98  |99  |
+        stage 0 |F0  |F1  |F2  |F3  | ... |F97 |F98 |F99 |
+        93 of 100 ticks are left out; schedule.grid() has all
+        """
         times = slot_times(self)
-        width = len(self.slots)
-        num_ticks = max(times.values()) // width + 1
+        in_tick = len(self.slots)
+        num_ticks = max(times.values()) // in_tick + 1
         labels = {(stage, tau): str(action) for (stage, action), tau in times.items()}
-        widest = max(map(len, labels.values()))
+        widest, label = max(map(len, labels.values())), max(8, len(f"stage {self.num_stages - 1}"))
+        size, shown = in_tick * (widest + 1) + 1, [range(num_ticks)]
+        if width is not None and label + 1 + num_ticks * size > width:
+            room = max(2, (width - label - len("| ... |")) // size)
+            shown = [range(room - room // 2), range(num_ticks - room // 2, num_ticks)]
+
+        def line(name: str, text_at: Callable[[int], str]) -> str:
+            tick = lambda t: "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
+            return f"{name:<{label}}|" + " ... |".join("".join(map(tick, part)) for part in shown)
+
         lines = [
             f"{self.name}: K={self.num_stages} stages, M={self.num_microbatches} micro-batches, "
             f"V={self.num_chunks} chunks; slots of a tick: {', '.join(self.slots)}",
-            _line("tick", [[str(tick)] + [""] * (width - 1) for tick in range(num_ticks)], widest),
+            line("tick", lambda tau: "" if tau % in_tick else str(tau // in_tick)),
+            *(line(f"stage {k}", lambda tau, k=k: labels.get((k, tau), ".")) for k in range(self.num_stages)),
         ]
-        for stage in range(self.num_stages):
-            texts = [[labels.get((stage, tick * width + i), ".") for i in range(width)] for tick in range(num_ticks)]
-            lines.append(_line(f"stage {stage}", texts, widest))
+        if left_out := num_ticks - sum(map(len, shown)):
+            lines.append(f"{left_out} of {num_ticks} ticks are left out; schedule.grid() has all")
         return "\n".join(lines)
-
-
-def _line(label: str, ticks: list[list[str]], widest: int) -> str:
-    """One line of the grid: its label, then each tick's texts (one for each slot), padded to the widest."""
-    return f"{label:<8}|" + "".join("".join(f"{text:<{widest + 1}}" for text in tick) + "|" for tick in ticks)
 
 
 def _check_sequence(label: str, value: object, remedy: str) -> None:

@@ -5,7 +5,7 @@ It reads the same tick table as the executor, so it times what will run, and not
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from numbers import Real
@@ -47,7 +47,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[Span, ...]
     makespan: float
     busy: tuple[float, ...]
     transfer: float = 0.0
@@ -59,9 +59,15 @@ class Timeline:
         >>> print(simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8)))
         1f1b: K=4, M=8, V=1; time 33, bubble 27.3 %, peak in flight 7, 5, 3, 1
         """
-        schedule = self.schedule
-        sizes = f"K={schedule.num_stages}, M={schedule.num_microbatches}, V={schedule.num_chunks}"
-        return f"{schedule.name}: {sizes}; {self.in_numbers}"
+        return f"{self.schedule.title}; {self.in_numbers}"
+
+    def __repr__(self) -> str:
+        return f"<Timeline {self}>"
+
+    def _repr_html_(self) -> str:
+        from jpipe.pictures.figures import to_html
+
+        return to_html(self)
 
     @property
     def in_numbers(self) -> str:

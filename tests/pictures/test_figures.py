@@ -1,9 +1,12 @@
 """What is drawn is what the timeline says, and can be read: at both sizes, with any colour vision."""
 
+import base64
+import io
 import itertools
 import runpy
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 import jpipe
+from jpipe.pictures import palette
 from jpipe.pictures.bars import corners
 from jpipe.schedules.simulate import Timeline, simulate
 
@@ -231,3 +235,30 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jpipe\[plot\]'"):
         draw(make("gpipe", 2, 2))
+
+
+@pytest.mark.parametrize(
+    "what", [make("interleaved", 4, 8, 2), make("1f1b", 4, 8).schedule], ids=["timeline", "schedule"]
+)
+def test_a_notebook_shows_the_picture(what):
+    image = ElementTree.fromstring(what._repr_html_().replace(">", "/>"))
+    timeline = what if isinstance(what, Timeline) else simulate(what)
+    assert image.get("alt") == str(timeline)
+    kind, data = image.get("src").split(",")
+    assert kind == "data:image/png;base64"
+    pixels = pyplot.imread(io.BytesIO(base64.b64decode(data)))
+    assert pixels.shape[1] > 1000 and (pixels[..., 3] == 1).all(), "opaque, so that it can be read on any background"
+    assert np.isclose(pixels[..., :3], palette.COLOURS["F"], atol=0.01).all(-1).mean() > 0.02
+    assert not pyplot.get_fignums()
+
+
+def test_a_notebook_shows_text_where_there_is_no_picture(monkeypatch):
+    """Where there are many actions, and where matplotlib is missing; either is said."""
+    long = make("1f1b", 32, 128, 1)
+    assert "8,192 actions take long to draw; Timeline.plot() does" in long.schedule._repr_html_()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    schedule = jpipe.Schedule([["F0", "B0"], ["F0", "B0"]], name="<b>")
+    html = ElementTree.fromstring(schedule._repr_html_())
+    *shown, remedy = html.text.splitlines()
+    assert html.tag == "pre" and shown == [str(simulate(schedule)), *str(schedule).splitlines()]
+    assert "pip install 'jpipe[plot]'" in remedy

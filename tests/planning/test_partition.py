@@ -109,6 +109,12 @@ def test_picture():
     ]
 
 
+def test_in_short():
+    assert repr(partition([3, 4, 8, 6, 5, 6, 3], 3)) == "<Partition of 7 layers into (2, 2, 3); slowest/mean 1.200>"
+    many = repr(partition(range(1, 1001), 100))
+    assert many.startswith("<Partition of 1000 layers into (") and ", ...); slowest/mean " in many and len(many) < 100
+
+
 def test_picture_of_chunks():
     assert str(partition([1, 1, 1, 1, 2], 2, num_chunks=2)).splitlines() == [
         "stage  chunk  layers  count  cost  share",

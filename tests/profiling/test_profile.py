@@ -100,7 +100,9 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
     text = str(found)
     for word in ("stage", "slowest", "computation", "weight update", "predicted", "optimizer", "Findings"):
         assert word in text, word
-    assert found.findings[0].text in text
+    assert found.findings[0].text in " ".join(text.split())
+    assert repr(found).startswith("<Profile of ") and len(repr(found)) < 120
+    assert max(map(len, text.splitlines())) <= 120
     html = found._repr_html_()
     assert html.count("<table>") == 4 and "<li>" in html
     assert json.loads(json.dumps(found.as_dict()))["slices"] == pytest.approx(found.slices)

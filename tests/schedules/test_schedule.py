@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jpipe.schedules.actions import Action
+from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 
 
@@ -61,3 +62,31 @@ def test_validation_names_the_first_fault(actions, slots, message):
 def test_wrong_types_are_named(actions, slots, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         Schedule(actions, slots=slots)
+
+
+@pytest.mark.parametrize("width", [20, 60, 120, 10_000])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "forward"])
+def test_a_wide_grid_is_the_ends_of_the_whole_one(name, width):
+    """Of each line some first ticks and some last ones, as many as there is room for; how many are missing."""
+    schedule = make_schedule(name, num_stages=12, num_microbatches=120, num_chunks=2 if name == "interleaved" else 1)
+    whole, lines = schedule.grid().splitlines(), schedule.grid(width).splitlines()
+    assert len(whole) == 14 and "left out" not in whole[-1]
+    if width == 10_000:
+        assert lines == whole
+        return
+    *lines, note = lines
+    assert lines[0] == whole[0]
+    for line, all_ticks in zip(lines[1:], whole[1:], strict=True):
+        first, last = line.split(" ... |")
+        assert all_ticks.startswith(first) and all_ticks.endswith(last) and first.endswith("|") and last
+        ticks = line.count("|") - 2
+        assert len(line) <= width < len(line) + (len(last) // (ticks // 2)) or ticks == 2
+        assert note == f"{all_ticks.count('|') - 1 - ticks} of {all_ticks.count('|') - 1} ticks are left out; " + (
+            "schedule.grid() has all"
+        )
+    if width == 120:
+        assert str(schedule).splitlines() == [*lines, note]
+
+
+def test_in_short():
+    assert repr(make_schedule("1f1b", num_stages=16, num_microbatches=64)) == "<Schedule 1f1b: K=16, M=64, V=1>"

@@ -263,3 +263,9 @@ def test_a_timeline_in_words_counts_micro_batches_and_no_pairs_with_chunks():
     """A regression: of 8 micro-batches 11 were said to be in flight, as each of two chunks counted for itself."""
     timeline = simulate(make_schedule("interleaved", num_stages=4, num_microbatches=8, num_chunks=2))
     assert str(timeline) == ("interleaved: K=4, M=8, V=2; time 28.5, bubble 15.8 %, peak in flight 5.5, 4.5, 3.5, 2.5")
+
+
+def test_a_timeline_in_short():
+    for num_stages, num_microbatches in ((4, 8), (64, 512)):
+        timeline = simulate(make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches))
+        assert repr(timeline) == f"<Timeline {timeline}>" and len(repr(timeline)) <= 120
