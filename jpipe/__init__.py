@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jpipe.layers.base import Layer
 from jpipe.layers.connections import pop, reads, stash
+from jpipe.layers.frozen import freeze
 from jpipe.layers.shared import Shared
 from jpipe.mesh.device_order import make_mesh
 from jpipe.pictures.figures import compare
@@ -25,8 +26,8 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Action", "Checkpointer", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared", "Timeline",
-    "TrainState", "compare", "initialize", "load_layers", "make_mesh", "make_schedule", "partition", "per_layer",
-    "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "TrainState", "compare", "freeze", "initialize", "load_layers", "make_mesh", "make_schedule", "partition",
+    "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
 ]  # fmt: skip
 
 

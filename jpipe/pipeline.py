@@ -62,7 +62,8 @@ class Pipeline:
         layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
       loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, summed over
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
-        pairs `(sum, weight)`, which `train_step` gives divided.
+        pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,
+        metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules.
@@ -74,8 +75,10 @@ class Pipeline:
         its axes, as their Flax metadata says. Default: the first K devices.
       batch_axes: the mesh's data axes, a name or several in order. Default: its "replica", "data" and "fsdp".
       inputs: batch -> what the first layer takes. Default: `batch["inputs"]`, the first of a tuple, or a bare array.
-      merge: rules by collection for state other than parameters (`jpipe.model.merging`): "mean", "sum", "last" or
-        "moments". Default: "moments" for "batch_stats", else the mean of floats and the last value of others.
+      merge: rules by collection for variables other than parameters (`jpipe.model.merging`): "mean", "sum", "last",
+        "moments", "keep" (only read) or "gradient" (its gradient is its new value). Default: "moments" for
+        "batch_stats", "keep" for "frozen", "gradient" for "_overwrite_with_gradient", else the mean of floats and the
+        last value of others.
       shard_over: data axes of the mesh over which parameters of some size, and so their optimiser state, are split at
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".

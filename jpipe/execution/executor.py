@@ -26,6 +26,7 @@ from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
+from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
@@ -76,15 +77,16 @@ def run_inference(stage: Stage) -> list[jax.Array]:
       The leaves of the outputs, `[M, b, ...]`, or the sums [loss_sum, weight_sum, ...], on all stages.
     """
     step = stage.step
-    if step.has_loss:
+    if step.loss is not None:
         results = list(map(_accumulator, step.outputs))
     else:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}), waiting, {})).forward.results
+    results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {})).forward.results
     # On all stages but the last outputs are zero. Of bools JAX adds up integers.
-    return _total_loss(step, results) if step.has_loss else [jax.lax.psum(x, AXIS).astype(x.dtype) for x in results]
+    over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
+    return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
 
 
 def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dict[str, Buffers], Buffers]:
@@ -100,11 +102,13 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     """
     step = stage.step
     activation, cotangent = step.activations.empty(), step.cotangents.empty()
-    state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.storages if name != "params"}
-    shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in stage.shared.items()}
+    state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
+    lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
+    overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
+    shared_gradients = {v: list(map(_accumulator, weights["params"])) for v, weights in stage.shared.items()}
     carry = TickCarry(
         forward=ForwardWork(activation, step.residuals.empty(), state, list(map(_accumulator, step.outputs))),
-        backward=BackwardWork(cotangent, gradients, shared_gradients),
+        backward=BackwardWork(cotangent, gradients, shared_gradients, overwritten),
         waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
     )
@@ -112,7 +116,10 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     if stage.only is not None:  # without ticks too, what is done with their results is done
         carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(stage, carry.backward)
-    return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state), gradients
+    # Places that no layer owns hold zeros, as ever.
+    found = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
+    new = {name: jax.tree.map(found, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
+    return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:

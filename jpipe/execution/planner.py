@@ -86,7 +86,7 @@ class Planner:
         given = self.request
         read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with self.tracing(), task(f"tracing {len(given.layers)} layers"):
-            model = trace_model(given.layers, read, micro.shapes, given.splits)
+            model = trace_model(given.layers, read, micro.shapes, given.splits, given.rules)
         if self.plan is not None:
             self.plan.check_model(model)
         return model
@@ -110,7 +110,7 @@ class Planner:
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """What the layers of each group compute; the loss follows the last."""
         model, given = self.model(micro), self.request
-        loss = lambda g: given.loss_fn if with_loss and g == model.last else None
+        loss = lambda g: self.loss(micro) if with_loss and g == model.last else None
         return [LayerFunction(group, key, given.remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---

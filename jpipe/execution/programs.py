@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
 from jpipe.execution.executor import run_inference, run_training
+from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
@@ -27,7 +28,7 @@ from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_st
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages, shapes_only
-from jpipe.model.groups import LayerGroup
+from jpipe.model.groups import GRADIENT, KEEP, WEIGHTS, LayerGroup
 from jpipe.model.trace import trace_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated, to_spec
@@ -99,28 +100,29 @@ def value_and_grad(
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gathered))
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
-        # sums are [loss_sum, W, then a sum and a weight for each metric].
+        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means, see `loss_scales`.
         divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
             grads = jax.tree.map(divide, params.reduced(grads, partial_along), stage.variables["params"])
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
-    state_specs = {name: tree for name, tree in specs.items() if name != "params"}
+    state_specs = {name: specs[name] for name in step.collections("state", GRADIENT)}
     out_specs = [PartitionSpec()] * len(step.outputs), state_specs, specs["params"]
     sums, updates, grads = _run(step, work, (variables, batch, key, only), out_specs)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
-    names = planner.loss(planner.for_training(batch)).metrics
-    loss, *metrics = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-    return (loss, updates, dict(zip(names, metrics, strict=True))), StageTree(grads, params)
+    updates |= {name: variables[name] for name in step.collections(KEEP)}
+    assert step.loss is not None
+    loss, metrics = step.loss.means(sums)
+    return (loss, updates, metrics), StageTree(grads, params)
 
 
 def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
     step = planner.evaluation_step(batch, with_loss=True)
     specs = [PartitionSpec()] * len(step.outputs)
-    loss_sum, weight_sum, *_ = _run(step, run_inference, (variables, batch, None, None), specs)
-    return loss_sum / weight_sum
+    assert step.loss is not None
+    return step.loss.means(_run(step, run_inference, (variables, batch, None, None), specs))[0]
 
 
 def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
@@ -163,8 +165,10 @@ def _run(
     def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
         variables, device = drop_stage_axis(variables), device_index(mesh)
         if plan.request.splits.gather == "step":
-            variables = variables | {"params": plan.layouts["params"].gathered(variables["params"])}
-        return work(Stage(step, variables, batch, key, only, send_shared(step, variables, device), device))
+            weights = step.collections(*WEIGHTS)
+            variables = variables | {name: plan.layouts[name].gathered(variables[name]) for name in weights}
+        scales = loss_scales(step, batch) if step.schedule.trains else []
+        return work(Stage(step, variables, batch, key, only, scales, send_shared(step, variables, device), device))
 
     splits = plan.request.splits
     of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0]), splits.axes, a.ndim))

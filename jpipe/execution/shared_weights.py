@@ -15,19 +15,21 @@ from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.loops import when
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
+from jpipe.model.groups import WEIGHTS
 from jpipe.types import Leaf
 
 
-def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, list[Leaf]]:
-    """Shared parameters from the stage that holds them to all stages, by set of variables; as layers use them."""
-    storage = step.storages["params"]
-    found = {}
-    for v, known in enumerate(step.model.variable_sets):
-        if known.shared:
-            mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
-            leaves = storage.read(variables["params"], v, 0)
-            found[v] = [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
-    return found
+def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, dict[str, list[Leaf]]]:
+    """Shared weights from the stage that holds them to all, by set of variables and collection; as layers use them."""
+
+    def sent(collection: str, v: int) -> list[Leaf]:
+        storage = step.storages[collection]
+        mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
+        leaves = storage.read(variables[collection], v, 0)
+        return [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
+
+    shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared]
+    return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}
 
 
 def sum_shared_gradients(stage: Stage, work: BackwardWork) -> Buffers:

@@ -50,8 +50,8 @@ class ForwardWork(NamedTuple):
       activation: boundary buffers with what the next layer takes.
       residuals: buffers of residuals, a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
-      results: where there is a loss, sums over the micro-batches so far, scalars: of the loss, of its weight, and such
-        a pair for each metric; else the outputs of all micro-batches, `[M, b, ...]`.
+      results: where there is a loss, sums over the micro-batches so far, scalars: of each of its terms and of that
+        one's weight, and such a pair for each metric; else the outputs of all micro-batches, `[M, b, ...]`.
     """
 
     activation: Buffers
@@ -67,11 +67,13 @@ class BackwardWork(NamedTuple):
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
       gradients: buffers with the sums of gradients so far, partial along axes as `Step.gradient_sums` says.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
+      overwritten: by collection whose gradient is its new value, buffers with the largest so far.
     """
 
     cotangent: Buffers
     gradients: Buffers
     shared_gradients: dict[int, list[jax.Array]]
+    overwritten: dict[str, Buffers]
 
 
 class _Turn(NamedTuple):
@@ -100,7 +102,8 @@ class Stage:
       key: the step's key; None in evaluation.
       only: which actions of the first T ticks to run, `[slots, T, K]` of 0 and 1, and no further ticks, to measure what
         they take (the results then mean nothing); None for all.
-      shared: for each shared set of variables, the leaves of its parameters, on every stage, as layers use them.
+      scales: the cotangents of the sums of the loss's terms.
+      shared: for each shared set of variables, its weights by collection, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
     """
 
@@ -109,7 +112,8 @@ class Stage:
     batch: Batch
     key: Key | None
     only: jax.Array | None
-    shared: dict[int, list[Leaf]]
+    scales: list[jax.Array]
+    shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 
     def forward(self, job: Job, work: ForwardWork) -> ForwardWork:
@@ -133,9 +137,10 @@ class Stage:
                 work = work._replace(results=self._collected(turn, work.results, found.outputs))
             if work.state and arguments.state:
                 is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
-                totals = self._read_state(work.state, turn.g, turn.position)
+                names = groups[turn.g].state_names
+                totals = self._read(work.state, names, turn.g, turn.position)
                 totals = step.mergings[turn.g].accumulate(totals, arguments.state, found.state, is_last_microbatch)
-                work = work._replace(state=self._write_state(work.state, turn.g, turn.position, totals))
+                work = work._replace(state=self._write(work.state, names, turn.g, turn.position, totals))
             if turn.g != step.model.last:
                 activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, found.outputs)
                 work = work._replace(activation=activation)
@@ -153,8 +158,8 @@ class Stage:
         def reads(turn: _Turn, work: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             if turn.g == step.model.last:
-                # d loss_sum / d loss_sum: the only output of the last layer that is differentiated.
-                cotangents = list(map(jnp.ones_like, step.functions[turn.g].differentiated(step.outputs)))
+                sums = step.functions[turn.g].differentiated(step.outputs)
+                cotangents = [scale.astype(total.dtype) for scale, total in zip(self.scales, sums, strict=True)]
             else:
                 cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
             return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
@@ -162,8 +167,15 @@ class Stage:
         def visit(turn: _Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
             """One layer: adds its gradients, leaves the cotangents of its inputs."""
             batch, kept, cotangents = found
-            gradients, cotangents = step.layers[turn.g].backward(self._arguments(turn, batch), kept, cotangents)
+            arguments = self._arguments(turn, batch)
+            gradients, new, cotangents = step.layers[turn.g].backward(arguments, kept, cotangents)
             work = self._add_gradients(turn, work, gradients)
+            if new:
+                names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
+                largest = self._read(work.overwritten, names, turn.g, turn.position)
+                largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(largest, new, strict=True)]
+                overwritten = self._write(work.overwritten, names, turn.g, turn.position, largest)
+                work = work._replace(overwritten=overwritten)
             first = step.model.groups[turn.g].indices[0]
             if first == 0:
                 return work
@@ -188,7 +200,7 @@ class Stage:
     def _collected(self, turn: _Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = zip(results, outputs, strict=True)
-        if self.step.has_loss:
+        if self.step.loss is not None:
             return [a + new.astype(a.dtype) for a, new in pairs]
         return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
@@ -200,19 +212,21 @@ class Stage:
 
     def _arguments(self, turn: _Turn, batch: Batch) -> Arguments:
         """What a layer is called with besides its activation, in forward and backward."""
-        group, params, key = self.step.model.groups[turn.g], [], None
+        group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
             key = layer_key(self.key, look_up(group.indices, turn.position), turn.microbatch)
-        if group.variable_set in self.shared:
-            params = self.shared[group.variable_set]
-        elif group.variable_set is not None:
-            storage = self.step.storages["params"]
-            params = storage.read(self.variables["params"], group.variable_set, turn.position)
-        # A layer that computes in another dtype casts its parameters. Times a one that only the trip knows, they can't
+
+        def read(names: list[str]) -> list[Leaf]:
+            if group.variable_set in self.shared:
+                return [leaf for name in names for leaf in self.shared[group.variable_set][name]]
+            return self._read(self.variables, names, turn.g, turn.position)
+
+        params, fixed = read(["params"]), read(group.fixed_names)
+        # A layer that computes in another dtype casts its weights. Times a one that only the trip knows, they can't
         # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept.
         if self.step.plan.request.options.cast == "use":
-            params = [of_trip(leaf, turn.microbatch) for leaf in params]
-        return Arguments(params, self._read_state(self.variables, turn.g, turn.position), key, batch)
+            params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
+        return Arguments(params, read(group.state_names), fixed, key, batch)
 
     # --- all layers ---
 
@@ -281,33 +295,33 @@ class Stage:
         """
         step = self.step
         group_of = [known.group for known in step.model.variable_sets]
+        names = lambda v: step.model.groups[group_of[v]].state_names
 
         # Layers with state never share, so that their instance is their position.
         def read(v: int, instance: Index, _: object) -> list[list[Leaf]]:
             """The totals and the old state of an instance."""
-            return [self._read_state(tree, group_of[v], instance) for tree in (totals, self.variables)]
+            return [self._read(tree, names(v), group_of[v], instance) for tree in (totals, self.variables)]
 
         def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
             totals, old = found
             new = step.mergings[group_of[v]].finish(totals, old, step.schedule.num_microbatches)
-            return self._write_state(buffers, group_of[v], instance, new)
+            return self._write(buffers, names(v), group_of[v], instance, new)
 
         zeros = {name: jax.tree.map(jnp.zeros_like, self.variables[name]) for name in totals}
         return step.storages["params"].for_each_local(read, visit, self.device, zeros)
 
-    def _read_state(self, buffers: dict[str, Buffers], g: int, position: Index) -> list[Leaf]:
-        """The leaves of a layer's state, of all its collections in order, out of buffers by collection."""
-        group = self.step.model.groups[g]
-        storages, v = self.step.storages, group.variable_set
-        return [leaf for n in group.state_names if v is not None for leaf in storages[n].read(buffers[n], v, position)]
+    def _read(self, buffers: dict[str, Buffers], names: list[str], g: int, position: Index) -> list[Leaf]:
+        """The leaves of some of a layer's collections, in order, out of buffers by collection."""
+        storages, v = self.step.storages, self.step.model.groups[g].variable_set
+        return [leaf for name in names if v is not None for leaf in storages[name].read(buffers[name], v, position)]
 
-    def _write_state(
-        self, buffers: dict[str, Buffers], g: int, position: Index, leaves: list[Leaf]
+    def _write(
+        self, buffers: dict[str, Buffers], names: list[str], g: int, position: Index, leaves: list[Leaf]
     ) -> dict[str, Buffers]:
-        """The inverse of `_read_state`: the buffers with these leaves written."""
-        group, buffers, rest = self.step.model.groups[g], dict(buffers), iter(leaves)
-        for name in group.state_names:
-            storage, v = self.step.storages[name], group.variable_set
+        """The inverse of `_read`: the buffers with these leaves written."""
+        v, buffers, rest = self.step.model.groups[g].variable_set, dict(buffers), iter(leaves)
+        for name in names:
+            storage = self.step.storages[name]
             assert v is not None
             own = [next(rest) for _ in storage.record_types[v].leaves]
             buffers[name] = storage.write(buffers[name], v, position, own)

@@ -19,8 +19,9 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.memory_order import result_orders
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage, build_storage, each_apart
-from jpipe.model.groups import Model
+from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
+from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
@@ -68,14 +69,18 @@ class Step:
     table: TickTable
 
     @property
-    def has_loss(self) -> bool:
-        """Whether the loss follows the last layer."""
-        return self.functions[self.model.last].loss_fn is not None
+    def loss(self) -> TracedLoss | None:
+        """The loss, if it follows the last layer."""
+        return self.functions[self.model.last].loss
 
     @property
     def storages(self) -> dict[str, Storage]:
         """The places of the variables, by collection."""
         return {name: layout.storage for name, layout in self.plan.layouts.items()}
+
+    def collections(self, *roles: str) -> list[str]:
+        """The collections of variables that have one of these roles (`groups.role_of`)."""
+        return [name for name in self.plan.layouts if role_of(name, self.plan.request.rules) in roles]
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
@@ -142,7 +147,7 @@ def build_step(
         functions=spread(functions),
         forwards=spread(kept if stores_residuals else [trace_forward(function, splits) for function in functions]),
         layers=spread(layers),
-        mergings=spread([make_merging(layer.function, request.merge, splits) for layer in trained]),
+        mergings=spread([make_merging(layer.function, splits) for layer in trained]),
         stores_residuals=stores_residuals,
         gradient_sums=make_gradient_sums(model, spread(layers), plan.layouts["params"].storage, splits.axes),
         residuals=residuals,

@@ -12,6 +12,7 @@ from flax import nnx
 from jpipe.layers.base import AnyLayer, Layer, PlainLayer
 from jpipe.layers.connections import Marked, connect
 from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
+from jpipe.layers.frozen import Frozen, FrozenLayer
 from jpipe.layers.functions import signature_of
 from jpipe.layers.shared import Shared, Use
 
@@ -35,7 +36,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     plain = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
     _check_repeats(plain, opened is not layers)
     adapted = [_as_layer(layer, index) for index, layer in enumerate(plain)]
-    check_variable_types(adapted)
+    check_variable_types([layer.inner if isinstance(layer, FrozenLayer) else layer for layer in adapted])
     return connect(adapted, marks)
 
 
@@ -50,6 +51,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
+        module = module.layer if isinstance(module, Frozen) else module
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         for part in parts_of(module):
             first, other, tied = owners.setdefault(id(part), (index, owner, ties))
@@ -61,9 +63,11 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
                 )
 
 
-def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
+def _as_layer(layer: object, index: int) -> AnyLayer:
     if isinstance(layer, Use):
         return _as_use(layer, index)
+    if isinstance(layer, Frozen):
+        return FrozenLayer(_as_layer(layer.layer, index), layer.where)
     if isinstance(layer, nn.Module):
         if layer.scope is not None:
             raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
@@ -88,14 +92,23 @@ def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
     )
 
 
-def _as_use(use: Use, index: int) -> PlainLayer | LinenLayer | NnxLayer:
+def _as_use(use: Use, index: int) -> AnyLayer:
     """The layer that a use shares, called through the use's method."""
     if isinstance(use.shared.layer, Marked):
         raise TypeError(
             f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
-    layer, method = _as_layer(use.shared.layer, index), use.method
+    layer = _as_layer(use.shared.layer, index)
+    if isinstance(layer, FrozenLayer):
+        return replace(layer, inner=_used(layer.inner, use, index))
+    return _used(layer, use, index)
+
+
+def _used(layer: AnyLayer, use: Use, index: int) -> AnyLayer:
+    """A layer as one of its uses calls it."""
+    assert isinstance(layer, PlainLayer | LinenLayer | NnxLayer)
+    method = use.method
     if method is None:
         return replace(layer, shared=use.shared)
     if isinstance(layer, PlainLayer):

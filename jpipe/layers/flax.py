@@ -38,6 +38,10 @@ Module = TypeVar("Module")
 ARRAYS = "arrays"
 """The collection of the arrays that nnx modules hold without an `nnx.Variable` around them (masks, tables)."""
 
+SOWN = (
+    "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them "
+    "(the page on losses has an example)"
+)
 NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
     "`deterministic` or `train`, which jpipe gives it"
@@ -166,10 +170,7 @@ def _like(old: PyTree, new: PyTree, collection: str) -> PyTree:
     """The leaves of `new` in the structure of `old`, with its metadata boxes."""
     leaves, structure = jax.tree.leaves(new), jax.tree.structure(old)
     if len(leaves) != structure.num_leaves:
-        raise LayerError(
-            f"changes the structure of its collection {collection!r} in training, as self.sow does; "
-            "give the values back as outputs instead"
-        )
+        raise LayerError(f"changes the structure of its collection {collection!r} in training, as {SOWN}")
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -289,7 +290,10 @@ class NnxLayer(Single):
         after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise LayerError(NO_KEY)
-        new = {name: tree for name, tree in _collections(after).items() if name in variables and name != "params"}
+        found = _collections(after)
+        if lost := [name for name in found if train and name not in (*variables, "intermediates")]:
+            raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
+        new = {name: tree for name, tree in found.items() if name in variables and name != "params"}
         return outputs, (new if train else {})
 
     def _function(self, module: nnx.Module) -> Callable[..., Activation]:

@@ -174,7 +174,7 @@ def make_layouts(
     groups = [model.groups[known.group] for known in sets]
     owners = [[stage_of[users[0]] for users in known.users] for known in sets]
     layouts = {}
-    for name in ["params", *sorted({name for group in groups for name in group.state_names})]:
+    for name in ["params", *sorted({name for group in groups for name in group.variables} - {"params"})]:
         trees = [group.variables.get(name, {}) for group in groups]
         leaves = [jax.tree.leaves(tree) for tree in trees]
         storage = build_storage(

@@ -73,7 +73,11 @@ class Splits:
         return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
 
     def at_rest(
-        self, name: str, variables: Mapping[str, Shapes], specs: Mapping[str, Sequence[PartitionSpec]]
+        self,
+        name: str,
+        variables: Mapping[str, Shapes],
+        specs: Mapping[str, Sequence[PartitionSpec]],
+        weights: Collection[str] = ("params",),
     ) -> dict[str, list[PartitionSpec]]:
         """What each leaf of a layer's variables is split over at rest.
 
@@ -81,9 +85,10 @@ class Splits:
           name: the layer's name, for errors.
           variables: collection -> pytree of ShapeDtypeStructs.
           specs: collection -> for each leaf the PartitionSpec that the layer's metadata asks for.
+          weights: the collections that don't change within a step.
 
         Returns:
-          Collection -> for each leaf its PartitionSpec, of mesh axes with several devices. Parameters may be split over
+          Collection -> for each leaf its PartitionSpec, of mesh axes with several devices. Weights may be split over
           data axes, other collections aren't, since they aren't gathered before their layer computes.
 
         Raises:
@@ -93,7 +98,7 @@ class Splits:
         is_split = lambda name: name != AXIS and self.mesh.shape.get(name, 1) > 1
         for collection, tree in variables.items():
             found[collection] = []
-            without, more = ((), self.shard_over) if collection == "params" else (self.batch_axes, ())
+            without, more = ((), self.shard_over) if collection in weights else (self.batch_axes, ())
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
                 spec = split_by(spec, lambda name, without=without: is_split(name) and name not in without)

@@ -7,8 +7,8 @@ by its index in the user's sequence, or by its group and its position among the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -18,6 +18,27 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.base import AnyLayer
 from jpipe.partitioner.shardings import Axis, Sharding, part_structs
 from jpipe.types import PyTree, Shapes
+
+KEEP, GRADIENT = "keep", "gradient"
+"""Rules of collections that a layer's forward only reads: nothing becomes of one, the other's gradient is its new
+value."""
+DEFAULT_RULES: Mapping[str, str] = {"batch_stats": "moments", "frozen": KEEP, "_overwrite_with_gradient": GRADIENT}
+"""What becomes of collections other than parameters (`jpipe.model.merging`), by their names in Flax and here."""
+
+
+def role_of(collection: str, rules: Mapping[str, str]) -> str:
+    """What a collection is to a step: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
+
+    Args:
+      collection: its name.
+      rules: by collection.
+    """
+    rule = rules.get(collection)
+    return "params" if collection == "params" else rule if rule in (KEEP, GRADIENT) else "state"
+
+
+WEIGHTS = ("params", KEEP)
+"""The roles of collections that are the same for a whole step, so that data axes may split them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +59,7 @@ class LayerGroup:
       gives_at: how those of `gives` lie.
       needs_key: whether they draw random numbers in training.
       constrained: the mesh axes that sharding constraints and `shard_map`s in them name.
+      rules: what becomes of collections other than parameters, by name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
     """
 
@@ -51,12 +73,27 @@ class LayerGroup:
     gives_at: list[Sharding]
     needs_key: bool
     constrained: frozenset[str] = frozenset()
+    rules: Mapping[str, str] = field(default_factory=lambda: DEFAULT_RULES)
     variable_set: int | None = None
 
     @property
     def state_names(self) -> list[str]:
-        """The collections that aren't parameters, in the order of `variables`."""
-        return [name for name in self.variables if name != "params"]
+        """The collections of which every micro-batch gives new values, in the order of `variables`."""
+        return [name for name in self.variables if role_of(name, self.rules) == "state"]
+
+    @property
+    def fixed_names(self) -> list[str]:
+        """The collections that a forward only reads, in the order of `variables`."""
+        return [name for name in self.variables if role_of(name, self.rules) in (KEEP, GRADIENT)]
+
+    @property
+    def names(self) -> list[str]:
+        """All collections in the order in which a layer is called with them: parameters, state, what is only read."""
+        return ["params"] * ("params" in self.variables) + self.state_names + self.fixed_names
+
+    def leaves(self, names: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the leaves of some collections, in order."""
+        return [leaf for name in names for leaf in jax.tree.leaves(self.variables[name])]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import Context, LayerError, describe, positional
 from jpipe.mesh.splits import Splits
-from jpipe.model.groups import LayerGroup, same_shapes
-from jpipe.model.loss import LossFn, loss_sums
+from jpipe.model.groups import GRADIENT, LayerGroup, same_shapes
+from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
@@ -29,23 +29,30 @@ class Arguments(NamedTuple):
 
     Attributes:
       params: the leaves of its parameters.
-      state: the leaves of its other collections, in the order of `LayerGroup.state_names`.
+      state: the leaves of its state, in the order of `LayerGroup.state_names`.
+      fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`.
       key: its random key for the micro-batch; None in evaluation.
       batch: the micro-batch `[b, ...]`, a pytree; None for a layer that doesn't look at it.
     """
 
     params: list[Leaf]
     state: list[Leaf]
+    fixed: list[Leaf]
     key: Leaf | None
     batch: Batch
+
+    @property
+    def variables(self) -> list[Leaf]:
+        """Those that are the same for all micro-batches, which come first: variables as they were before the step."""
+        return [*self.params, *self.state, *self.fixed]
 
 
 class Results(NamedTuple):
     """What a layer's forward returns.
 
     Attributes:
-      outputs: the leaves of its activation; where the loss follows it, scalars: the loss's sum, its weight's, and such
-        a pair for each metric (`jpipe.model.loss.loss_sums`).
+      outputs: the leaves of its activation; where the loss follows it, scalars: a sum and a weight for each term of the
+        loss, and for each metric (`TracedLoss.sums`).
       state: the leaves of the new state, of all collections in order; empty in evaluation.
     """
 
@@ -62,14 +69,14 @@ class LayerFunction:
       key: the type of their random keys in training; None in evaluation.
       remat: which residuals its vjp keeps (`jpipe.model.traced_layer` takes it).
       batch: the shapes of the micro-batch.
-      loss_fn: of the last layer the user's loss, or None to return its outputs; None for all others.
+      loss: of the last layer the user's, or None to return its outputs; None for all others.
     """
 
     group: LayerGroup
     key: jax.ShapeDtypeStruct | None
     remat: Remat
     batch: Shapes
-    loss_fn: LossFn | None = None
+    loss: TracedLoss | None = None
 
     @property
     def train(self) -> bool:
@@ -79,24 +86,31 @@ class LayerFunction:
     @property
     def reads_batch(self) -> bool:
         """Whether it has to be called with its micro-batch."""
-        return self.loss_fn is not None or self.group.layer.reads_batch
+        return self.loss is not None or self.group.layer.reads_batch
 
     @property
     def arguments(self) -> Arguments:
         """The shapes of its arguments."""
-        variables = self.group.variables
+        group = self.group
         return Arguments(
-            params=jax.tree.leaves(variables.get("params")),
-            state=[leaf for name in self.group.state_names for leaf in jax.tree.leaves(variables[name])],
+            params=jax.tree.leaves(group.variables.get("params")),
+            state=group.leaves(group.state_names),
+            fixed=group.leaves(group.fixed_names),
             key=self.key,
             batch=self.batch if self.reads_batch else None,
         )
 
+    @property
+    def overwritten(self) -> list[int]:
+        """Which leaves of `Arguments.fixed` get their gradients as new values."""
+        rules = [self.group.rules[name] for name in self.group.fixed_names for _ in self.group.leaves([name])]
+        return [i for i, rule in enumerate(rules) if rule == GRADIENT]
+
     def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
         """Calls the layer, and the loss if it follows."""
-        group, params, state = self.group, iter(arguments.params), iter(arguments.state)
-        filled = lambda name, tree: jax.tree.map(lambda _: next(params if name == "params" else state), tree)
-        variables = {name: filled(name, tree) for name, tree in group.variables.items()}
+        group, leaves = self.group, iter(arguments.variables)
+        filled = lambda name: jax.tree.map(lambda _: next(leaves), group.variables[name])
+        variables = {name: filled(name) for name in group.names}
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
         context = Context(arguments.key, self.train, arguments.batch)
         try:
@@ -104,8 +118,8 @@ class LayerFunction:
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
-        if self.loss_fn is not None:
-            outputs = loss_sums(self.loss_fn(outputs, arguments.batch))
+        if self.loss is not None:
+            outputs = self.loss.sums(outputs, arguments.batch)
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:
@@ -120,8 +134,10 @@ class LayerFunction:
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
-        """The outputs that have cotangents: of the loss's sums the first, else the floating-point ones."""
-        return outputs[:1] if self.loss_fn is not None else [leaf for leaf in outputs if is_float(leaf)]
+        """The outputs that have cotangents: the sums of the loss's terms, else the floating-point ones."""
+        if self.loss is not None:
+            return outputs[: 2 * len(self.loss.terms) : 2]
+        return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
         """How all that the layer works on lies on the devices of a stage, where arrays are split so."""
@@ -129,21 +145,23 @@ class LayerFunction:
         # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
         over_axes = lambda shardings: list(shardings) if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
-        params = [splits.at_work(spec) for spec in group.specs.get("params", [])]
-        state = [splits.at_work(spec) for name in group.state_names for spec in group.specs[name]]
+        at_work = lambda names: [splits.at_work(spec) for name in names for spec in group.specs[name]]
+        variables, fixed = at_work(group.names), at_work(group.fixed_names)
+        params = variables[: len(self.arguments.params)]
         key = [replicated(axes)] * self.train
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = over_axes(group.takes_at), over_axes(group.gives_at)
-        moved = [*(_unreduced(s, axes) for s in params), *map(always, of_floats(group.takes, takes_at))]
+        whole = [*(fixed[i] for i in self.overwritten), *of_floats(group.takes, takes_at)]
+        sums = [] if self.loss is None else [replicated(axes)] * len(self.loss.terms)
         return LayerShardings(
-            params=params,
-            gathered=[splits.gathered(spec) for spec in group.specs.get("params", [])],
-            state=state,
-            arguments=[*params, *state, *key, *batch],
+            variables=variables,
+            gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]],
+            state=at_work(group.state_names),
+            arguments=[*variables, *key, *batch],
             activation=takes_at,
-            outputs=None if self.loss_fn is not None else gives_at,
-            cotangents=[replicated(axes)] if self.loss_fn is not None else of_floats(group.gives, gives_at),
-            gradients=moved,
+            outputs=None if self.loss is not None else gives_at,
+            cotangents=sums if self.loss is not None else of_floats(group.gives, gives_at),
+            gradients=[*(_unreduced(s, axes) for s in params), *map(always, whole)],
         )
 
 
@@ -152,17 +170,18 @@ class LayerShardings:
     """How what a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
-      params: the leaves of its parameters at work.
+      variables: the leaves of its variables at work (`Arguments.variables`).
       gathered: the same, gathered over the data axes.
-      state: those of its other variables.
+      state: those of its state.
       arguments: those of all its `Arguments`.
       activation: what it takes.
       outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
       cotangents: of the outputs that have some (`LayerFunction.differentiated`).
-      gradients: how the gradients of its parameters have to lie, and the cotangents of the activation.
+      gradients: how the gradients of its parameters have to lie, what is overwritten, and the cotangents of the
+        activation.
     """
 
-    params: list[Sharding]
+    variables: list[Sharding]
     gathered: list[Sharding]
     state: list[Sharding]
     arguments: list[Sharding]

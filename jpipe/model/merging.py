@@ -3,7 +3,12 @@
 Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
 collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
 *moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`jpipe.model.running_averages`). A
-micro-batch's new state is that of all its examples already, on whatever devices they are.
+micro-batch's new state is that of all its examples already, on whatever devices they are. By default it is "moments"
+for "batch_stats", and for others the mean of floating-point leaves and the last value of the rest.
+
+Two rules are for collections that a forward only reads. *Keep* is that nothing becomes of them: weights that aren't
+trained. *Gradient* is that their gradients are their new values, of several micro-batches the largest, as of Flax's
+fp8 operations, which keep the largest amplitudes that they saw in "_overwrite_with_gradient".
 """
 
 from __future__ import annotations
@@ -18,16 +23,13 @@ import jax.numpy as jnp
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import describe
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.groups import LayerGroup
+from jpipe.model.groups import DEFAULT_RULES, GRADIENT, KEEP, LayerGroup
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.running_averages import PathsAndLeaves, RunningAverages, find_rates, mean_variance_pairs
 from jpipe.types import Leaf
 
 Flag = bool | jax.Array
 """Known, or of a value that is traced."""
-
-DEFAULTS = {"batch_stats": "moments"}
-"""Rules by collection; of any other, the mean of floating-point leaves and the last value of others."""
 
 
 class MergeRule(NamedTuple):
@@ -56,6 +58,8 @@ CHOICES = {
     "sum": "numbers",
     "last": "any values",
     "moments": 'running averages called "mean" and "var" side by side',
+    KEEP: "any values",
+    GRADIENT: "floating-point values",
 }
 """What users may choose, and what it merges; "moments" is "mean", but with the variance of the micro-batches' means in
 variances."""
@@ -98,12 +102,11 @@ class Merging:
         return [leaf.astype(a.dtype) for leaf, a in zip(self.averages.spread(wide, merged, -1), old, strict=True)]
 
 
-def make_merging(function: LayerFunction, rules: Mapping[str, str], splits: Splits = WHOLE) -> Merging:
+def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
     """How the state of a layer is merged.
 
     Args:
       function: the layer in training.
-      rules: by collection, where they differ from the defaults.
       splits: what arrays are split over.
 
     Raises:
@@ -114,7 +117,7 @@ def make_merging(function: LayerFunction, rules: Mapping[str, str], splits: Spli
     pairs: list[tuple[int, int]] = []
     for name in group.state_names:
         paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
-        rule = (DEFAULTS | dict(rules)).get(name)
+        rule = group.rules.get(name)
         if rule == "moments":
             pairs += [(len(found) + i, len(found) + j) for i, j in mean_variance_pairs(paths_and_leaves)]
         found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
@@ -132,6 +135,11 @@ def _rule_of(leaf: Leaf, rule: str | None) -> str:
     if rule in ("last", "sum"):
         return rule
     return "mean" if is_float(leaf) else "last"
+
+
+def with_defaults(rules: Mapping[str, str]) -> dict[str, str]:
+    """The user's rules, and those of collections for which there is a rule by default."""
+    return {**DEFAULT_RULES, **rules}
 
 
 def check_rules(rules: object) -> dict[str, str]:
@@ -159,12 +167,12 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
     Raises:
       ValueError: naming the first that isn't.
     """
-    known = sorted({name for group in groups for name in group.state_names})
+    known = sorted({name for group in groups for name in group.variables} - {"params"})
     unknown = [name for name in rules if name not in known]
     if unknown:
         raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
     for name, rule in rules.items():
-        trees = [group.variables[name] for group in groups if name in group.state_names]
+        trees = [group.variables[name] for group in groups if name in group.variables]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
             raise ValueError(
                 f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none: "
@@ -176,4 +184,6 @@ def _applies(rule: str, paths_and_leaves: PathsAndLeaves) -> bool:
     """Whether a rule does anything for a collection of these leaves."""
     if rule == "moments":
         return bool(mean_variance_pairs(paths_and_leaves))
+    if rule in (KEEP, GRADIENT):
+        return rule == KEEP or all(is_float(leaf) for _, leaf in paths_and_leaves)
     return any(_rule_of(leaf, rule) == rule for _, leaf in paths_and_leaves)

@@ -7,7 +7,7 @@ same shapes are traced once and form a group (`jpipe.model.groups`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,7 +21,16 @@ from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.mesh.splits import WHOLE, Splits
-from jpipe.model.groups import LayerGroup, Model, same_shapes, same_type, with_variable_sets
+from jpipe.model.groups import (
+    DEFAULT_RULES,
+    WEIGHTS,
+    LayerGroup,
+    Model,
+    role_of,
+    same_shapes,
+    same_type,
+    with_variable_sets,
+)
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
@@ -32,7 +41,11 @@ from jpipe.types import Batch, PyTree, Shapes
 
 
 def trace_model(
-    layers: Sequence[AnyLayer], read_inputs: Callable[[Batch], PyTree], batch: Shapes, splits: Splits = WHOLE
+    layers: Sequence[AnyLayer],
+    read_inputs: Callable[[Batch], PyTree],
+    batch: Shapes,
+    splits: Splits = WHOLE,
+    rules: Mapping[str, str] = DEFAULT_RULES,
 ) -> Model:
     """Follows the shapes of one micro-batch through the layers and groups those that are the same.
 
@@ -41,6 +54,7 @@ def trace_model(
       read_inputs: micro-batch -> what the first of them takes.
       batch: the shapes of the micro-batch `[b, ...]`.
       splits: what arrays are split over.
+      rules: what becomes of collections other than parameters, by name.
 
     Raises:
       ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
@@ -62,7 +76,7 @@ def trace_model(
             called_with = f"{before}: {describe(takes if index else inputs)}"
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
-            group = _trace_layer((index, layer, called_with), takes, takes_at, batch, variables, splits)
+            group = _trace_layer((index, layer, called_with), takes, takes_at, batch, variables, splits, rules)
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
@@ -101,6 +115,7 @@ def _trace_layer(
     batch: Shapes,
     shared: dict[str, Shapes] | None,
     splits: Splits,
+    rules: Mapping[str, str],
 ) -> LayerGroup:
     """The group of a layer that is the first of its group.
 
@@ -110,6 +125,7 @@ def _trace_layer(
       batch: the shapes of the micro-batch.
       shared: its variables, if another layer made them.
       splits: what arrays are split over.
+      rules: what becomes of collections other than parameters.
     """
     index, layer, called_with = place
     name = f"layer {index} ({layer.name})"
@@ -120,7 +136,8 @@ def _trace_layer(
             made = trace_init(layer, key_shape(), takes, batch)[1]
         variables = _strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
-        if layer.shared is not None and set(variables) - {"params"}:
+        weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
+        if layer.shared is not None and set(variables).difference(weights):
             raise LayerError(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
@@ -131,8 +148,8 @@ def _trace_layer(
         raise ValueError(f"{name} {error}") from error
     except Exception as error:
         raise ValueError(f"{name} {_fault(name, called_with, variables, error)}") from error
-    specs, named = splits.at_rest(name, variables, asked), named_axes(jaxpr)
-    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named)
+    specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
+    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes

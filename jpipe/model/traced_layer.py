@@ -1,7 +1,7 @@
 """A layer's forward and backward as two jaxprs, traced once, with the residuals between them in plain sight.
 
 `jax.vjp` returns a pytree: its leaves are what the backward needs. Some are at hand in the backward anyway (arguments
-of the layer), some follow from the parameters alone (a cast kernel) and are made again, the rest are the *residuals*,
+of the layer), some follow from the variables alone (a cast kernel) and are made again, the rest are the *residuals*,
 which have to be stored. Forward and backward are kept as jaxprs and replayed: so both agree on the residuals wherever
 they run, and a layer's Python code runs once for both.
 """
@@ -49,10 +49,10 @@ class TracedLayer:
     Attributes:
       function: what it computes.
       forward: arguments, activation -> results, leaves of the vjp; all flat.
-      remake: parameters -> those leaves of the vjp that are made again.
-      backward: leaves of the vjp, cotangents of the outputs -> gradients, cotangents of the activation.
+      remake: variables -> those leaves of the vjp that are made again.
+      backward: leaves of the vjp, cotangents of the outputs -> what `gradients` lists.
       results: the shapes of the results.
-      gradients: the shapes of `(gradients, cotangents of the activation)`.
+      gradients: the shapes of (gradients, new values of what they overwrite, cotangents of the activation).
       sources: where the backward finds each leaf of the vjp.
       stored: indices of the leaves of the vjp that are residuals.
     """
@@ -62,7 +62,7 @@ class TracedLayer:
     remake: ClosedJaxpr
     backward: ClosedJaxpr
     results: Results
-    gradients: tuple[list[Leaf], list[Leaf]]
+    gradients: tuple[list[Leaf], list[Leaf], list[Leaf]]
     sources: tuple[_Source, ...]
     stored: list[int]
 
@@ -74,23 +74,23 @@ class TracedLayer:
 
 def trace_layer(function: LayerFunction) -> TracedLayer:
     """Traces a layer's forward and its vjp, whose residuals remat chooses."""
-    (params, *others), activation = function.arguments, jax.tree.leaves(function.group.takes)
-    moving = [is_float(leaf) for leaf in activation]
+    activation = jax.tree.leaves(function.group.takes)
+    moving = [i for i, leaf in enumerate(activation) if is_float(leaf)]
 
-    def with_vjp(params: list[Leaf], others: list[PyTree], activation: list[Leaf]) -> tuple[Results, PyTree]:
-        def run(params: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
-            rest = iter(floats)
-            leaves = [next(rest) if move else leaf for leaf, move in zip(activation, moving, strict=True)]
-            results = function.forward(Arguments(params, *others), leaves)
+    def with_vjp(arguments: Arguments, activation: list[Leaf]) -> tuple[Results, PyTree]:
+        def run(params: list[Leaf], overwritten: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
+            fixed = _replaced(arguments.fixed, function.overwritten, overwritten)
+            given = arguments._replace(params=params, fixed=fixed)
+            results = function.forward(given, _replaced(activation, moving, floats))
             return function.differentiated(results.outputs), results
 
-        floats = [leaf for leaf, move in zip(activation, moving, strict=True) if move]
-        _, vjp, results = jax.vjp(function.remat.wrap(run), params, floats, has_aux=True)
+        overwritten, floats = _chosen(arguments.fixed, function.overwritten), _chosen(activation, moving)
+        _, vjp, results = jax.vjp(function.remat.wrap(run), arguments.params, overwritten, floats, has_aux=True)
         return results, vjp
 
     try:
         # A vjp is a function and a pytree, so here it comes out with shapes as leaves, and the backward takes it.
-        jaxpr, (results, vjp) = trace(with_vjp, params, others, activation)
+        jaxpr, (results, vjp) = trace(with_vjp, function.arguments, activation)
         outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
         backward, gradients = trace(lambda vjp, cotangents: vjp(cotangents), vjp, outputs)
     except Exception as error:
@@ -98,10 +98,11 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         raise
     forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
-    sources, again, stored = _sources(forward, num_results, len(params), num_arguments)
+    num_variables = len(function.arguments.variables)
+    sources, again, stored = _sources(forward, num_results, num_variables, num_arguments)
     wanted = [i - num_results in again for i in range(len(forward.jaxpr.outvars))]
-    needed = [i < len(params) for i in range(len(forward.jaxpr.invars))]
-    # It takes all parameters and nothing else.
+    needed = [i < num_variables for i in range(len(forward.jaxpr.invars))]
+    # It takes all variables and nothing else.
     remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
     return TracedLayer(
         function=function,
@@ -116,7 +117,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
 
 
 def _sources(
-    forward: ClosedJaxpr, num_results: int, num_params: int, num_arguments: int
+    forward: ClosedJaxpr, num_results: int, num_variables: int, num_arguments: int
 ) -> tuple[tuple[_Source, ...], list[int], list[int]]:
     """(where the backward finds each leaf of the vjp, the leaves that are made again, those that are residuals).
 
@@ -129,7 +130,7 @@ def _sources(
         y     depends on x: a residual
     """
     inputs, leaves = forward.jaxpr.invars, forward.jaxpr.outvars[num_results:]
-    depends = depends_on(forward, inputs[num_params:])[num_results:]
+    depends = depends_on(forward, inputs[num_variables:])[num_results:]
     found: dict[Var | int, _Source] = {v: _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
     keys = [i if isinstance(leaf, Literal) else leaf for i, leaf in enumerate(leaves)]
     firsts: dict[str, list[int]] = {"made again": [], "residual": []}
@@ -137,8 +138,8 @@ def _sources(
         if key not in found:
             # An operation may take an input of which it uses the shape alone: that can't be taken away from each.
             alone = [j == num_results + i for j in range(len(forward.jaxpr.outvars))]
-            from_params = not depends_on_more and not any(uses(forward, alone)[num_params:])
-            where = "made again" if from_params else "residual"
+            from_variables = not depends_on_more and not any(uses(forward, alone)[num_variables:])
+            where = "made again" if from_variables else "residual"
             found[key] = _Source(where, len(firsts[where]))
             firsts[where].append(i)
     return tuple(found[key] for key in keys), firsts["made again"], firsts["residual"]
@@ -179,8 +180,8 @@ class DeviceLayer:
 
     Attributes:
       forward: the layer's forward that also returns its residuals.
-      remake: parameters -> those leaves of the vjp that are made again.
-      transpose: leaves of the vjp, cotangents -> (gradients, cotangents of the activation).
+      remake: variables -> those leaves of the vjp that are made again.
+      transpose: leaves of the vjp, cotangents -> what `backward` gives.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
@@ -189,7 +190,7 @@ class DeviceLayer:
 
     forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
-    transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf]]]
+    transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf], list[Leaf]]]
     sources: tuple[_Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
@@ -197,11 +198,11 @@ class DeviceLayer:
 
     def backward(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
-    ) -> tuple[list[Leaf], list[Leaf]]:
-        """(gradients of the parameters, cotangents of the floating-point leaves of the activation)."""
+    ) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
+        """(gradients of the parameters, new values of `overwritten`, cotangents of the activation's floats)."""
         found = {
             "argument": jax.tree.leaves(arguments),
-            "made again": self.remake(arguments.params),
+            "made again": self.remake(arguments.variables),
             "residual": residuals,
         }
         return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
@@ -217,7 +218,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
     """A traced layer as one of the devices of a stage runs it."""
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
-    remake = jaxpr_per_device(layer.remake, axes, shardings.params, [settled] * len(layer.remake.out_avals))
+    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [settled] * len(layer.remake.out_avals))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
@@ -231,7 +232,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         transpose=replay(backward.jaxpr, layer.gradients),
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
-        gradients_at=backward.shardings[: len(shardings.params)],
+        gradients_at=backward.shardings[: len(layer.function.arguments.params)],
         unsplit=remake.unsplit + backward.unsplit,
     )
 
@@ -253,3 +254,9 @@ def _partition_forward(
 
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
     return [items[i] for i in indices]
+
+
+def _replaced(items: Sequence[T], indices: Sequence[int], new: Sequence[T]) -> list[T]:
+    """The items, those at these indices replaced."""
+    at = dict(zip(indices, new, strict=True))
+    return [at.get(i, item) for i, item in enumerate(items)]

@@ -110,7 +110,7 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
 
 def _counted(layer: TracedLayer) -> Cost:
     """What a layer takes in FLOPs."""
-    # `remake` is what follows from the parameters alone (casts), made again in the backward.
+    # `remake` is what follows from the variables alone (casts), made again in the backward.
     kept = count_flops(layer.forward)
     forward, again = kept, count_flops(layer.remake)
     if layer.function.remat.keep_inputs:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jpipe.layers.base import AnyLayer
 from jpipe.mesh.splits import Splits, check_when
 from jpipe.model.loss import LossFn
+from jpipe.model.merging import with_defaults
 from jpipe.model.remat import Remat
 from jpipe.planning.balance import Balance
 from jpipe.schedules.schedule import Schedule
@@ -51,7 +52,7 @@ class Request:
       loss_fn: of a micro-batch.
       read_inputs: batch -> what the first layer takes.
       remat: what a forward stores for its backward.
-      merge: rules by collection that the user set, for state.
+      merge: rules by collection that the user set, for those other than parameters.
       balance: by what, or where, layers are cut into stages.
       schedule: who does what in which order, in training.
       mesh: the devices, K of them along `stage`.
@@ -69,3 +70,8 @@ class Request:
     mesh: Mesh
     splits: Splits
     options: Options
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """What becomes of collections other than parameters, by name."""
+        return with_defaults(self.merge)

@@ -260,3 +260,46 @@ def test_two_variable_types_of_one_name():
         as_layers([Kept(params)])
     alike = as_layers([Kept(first), Kept(first), lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs)])
     assert [set(layer.ready) for layer in alike[:2]] == [{"State"}] * 2
+
+
+class Sows(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.sow("intermediates", "x", x)
+        self.sow("losses", "load", jnp.mean(x))
+        return nn.Dense(3)(x)
+
+
+class SowsNnx(nnx.Module):
+    def __init__(self, kind, rngs):
+        self.kind, self.dense = kind, nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        self.sow(self.kind, "load", jnp.mean(x))
+        return self.dense(x)
+
+
+class Losses(nnx.Variable):
+    """Losses of layers, which nothing would add up."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (Sows(), r"\(Sows\) changes the structure of its collection 'losses' in training"),
+        (lambda rngs: SowsNnx(Losses, rngs), r"\(SowsNnx\) makes the collection 'Losses' in training"),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_sown_losses_are_refused_with_a_remedy(layer, what):
+    pipe = jpipe.Pipeline([layer], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=f"{what}, as self.sow does; pass the values on with the activation"):
+        pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+def test_sown_intermediates_are_nobodys():
+    """As in Flax, where training asks for no such collection."""
+    pipe = jpipe.Pipeline(
+        [lambda rngs: SowsNnx(nnx.Intermediate, rngs)], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1
+    )
+    assert set(pipe.init(jax.random.key(0), jnp.ones((2, 3)))) == {"params"}

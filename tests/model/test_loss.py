@@ -1,10 +1,14 @@
 """The loss of a micro-batch: its sums, and what is known of it before anything runs."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jpipe
+from cases import assert_close
 from jpipe.model.loss import loss_sums, trace_loss
 
 Y = jax.ShapeDtypeStruct((4, 3), jnp.float32)
@@ -16,10 +20,12 @@ Y = jax.ShapeDtypeStruct((4, 3), jnp.float32)
         (jnp.float32(2), [2, 1]),
         ((jnp.float32(6), 3), [6, 3]),
         ((jnp.float32(6), 3, {"b": jnp.float32(5), "a": (1, 2)}), [6, 3, 1, 2, 5, 1]),
+        ({"b": (jnp.float32(6), 3), "a": jnp.float32(5)}, [5, 1, 6, 3]),
+        (({"b": (jnp.float32(6), 3), "a": jnp.float32(5)}, {"c": (1, 2)}), [5, 1, 6, 3, 1, 2]),
     ],
 )
 def test_sums(loss, sums):
-    """The loss's and its weight, then those of each metric by name; a mean has weight 1."""
+    """Those of each term by name, with its weight, then those of each metric; a mean has weight 1."""
     found = loss_sums(loss)
     np.testing.assert_array_equal(found, sums)
     assert {value.dtype for value in found} == {np.dtype(np.float32)}
@@ -56,10 +62,16 @@ def test_what_is_known_of_it():
         (lambda y, b: y, r"loss_fn returned float32\[4,3\]; .* scalar"),
         (lambda y, b: (), r"loss_fn returned \(\)"),
         (lambda y, b: None, "loss_fn returned None"),
-        (lambda y, b: {"loss": jnp.sum(y)}, "loss_fn returned {'loss'"),
+        (lambda y, b: {"loss": jnp.sum(y)}, "a loss as 'loss', as one of jpipe's own metrics is called"),
+        (lambda y, b: {}, "loss_fn returned {}; .* a dict of such scalars or pairs"),
+        (lambda y, b: {"a": (jnp.sum(y), 1.0, 1.0)}, "loss_fn returned {'a'"),
+        (lambda y, b: {1: jnp.sum(y)}, "loss_fn returned {1:"),
+        (lambda y, b: {"a": jnp.sum(y > 0)}, "loss of dtype int32 as 'a'"),
+        (lambda y, b: ({"a": jnp.sum(y)}, {"a": jnp.sum(y)}), "a metric called 'a', as a term of the loss is"),
+        (lambda y, b: {"a": jnp.sum(y), "b": (jnp.sum(y), jnp.sum(y > 0))}, "term 'b' with a weight that depends on"),
         (lambda y, b: (jnp.sum(y), y), r"loss_fn returned \(float32\[\], float32\[4,3\]"),
         (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
-        (lambda y, b: (jnp.sum(y), 1.0, jnp.sum(y)), r"third part, metrics, has to be a dict"),
+        (lambda y, b: (jnp.sum(y), 1.0, jnp.sum(y)), r"last part, metrics, has to be a dict"),
         (lambda y, b: (jnp.sum(y), 1.0, {"loss": jnp.sum(y)}), "a metric called 'loss', as one of jpipe's own is"),
         (lambda y, b: (jnp.sum(y), 1.0, {"a": y}), r"returned float32\[4,3\] as the metric 'a'"),
         (lambda y, b: b["labels"], r"loss_fn\(outputs, batch\) raised .*; it was called with the outputs float32"),
@@ -68,3 +80,60 @@ def test_what_is_known_of_it():
 def test_losses_that_are_none(loss_fn, message):
     with pytest.raises(ValueError, match=message):
         trace_loss(loss_fn, Y, Y)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def several_means(outputs, batch):
+    """Masked tokens, next sentences, and a mean: three weights, one of which differs by micro-batch."""
+    tokens = (outputs - batch["targets"]) ** 2 * batch["mask"][:, None]
+    sentences = jnp.tanh(outputs[:, 0]) * batch["is_next"]
+    terms = {
+        "mlm": (jnp.sum(tokens), jnp.sum(batch["mask"])),
+        "nsp": (jnp.sum(sentences), 1.0 * len(sentences)),
+        "mean": jnp.mean(outputs**4),
+    }
+    return terms, {"largest": jnp.max(outputs)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({"num_stages": 2, "num_microbatches": 4}, {}),
+        ({"num_stages": 2, "num_microbatches": 2, "num_chunks": 2, "schedule": "interleaved", "remat": "none"}, {}),
+        ({"num_stages": 2, "num_microbatches": 2}, {"data": 2}),
+        pytest.param({"num_stages": 2, "num_microbatches": 4, "remat": "full"}, {"fsdp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_several_means_are_each_divided_by_their_own_weight(sizes, mesh, x64):
+    """Over the mini-batch, of which the micro-batches have unequal weights: in float64 as the sequential model's."""
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((8, 3)), "targets": rng.standard_normal((8, 3))}
+    batch |= {"mask": np.float64([1, 1, 1, 0, 0, 1, 0, 0]), "is_next": np.float64(rng.integers(0, 2, 8))}
+    layers = [nn.Dense(3, param_dtype=jnp.float64) for _ in range(4)]
+    grid = jpipe.make_mesh(stage=2, **mesh, devices=jax.devices()[:4]) if mesh else None
+    pipe = jpipe.Pipeline(layers, several_means, mesh=grid, **sizes)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    trees = jax.device_get(pipe.layer_variables(state.variables))
+
+    def means(trees):
+        x = batch["inputs"]
+        for layer, tree in zip(layers, trees, strict=True):
+            x = layer.apply(tree, x)
+        terms, _ = several_means(x, batch)
+        return {name: value[0] / value[1] if isinstance(value, tuple) else value for name, value in terms.items()}
+
+    expected, wanted = jax.value_and_grad(lambda trees: sum(means(trees).values()))(trees)
+    (loss, _), grads = pipe.value_and_grad(state.variables, batch)
+    assert_close(loss, expected, "loss")
+    assert_close(pipe.evaluate(state.variables, batch), expected, "loss in evaluation")
+    assert_close(jax.device_get(pipe.layer_variables({"params": grads})), wanted, "gradients")
+    metrics = pipe.train_step(state, batch)[1]
+    assert set(metrics) == {"loss", "grad_norm", "finite", "mlm", "nsp", "mean", "largest"}
+    for name, mean in means(trees).items():
+        assert_close(metrics[name], mean, name)

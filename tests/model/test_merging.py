@@ -294,3 +294,88 @@ def test_rules_that_apply_to_nothing(rule, merges):
     with pytest.raises(ValueError, match=rf"merge\['flags'\]='{rule}' merges {merges}, of which .*'seen': bool\[\]"):
         pipe(rule).init(jax.random.key(0), x)
     pipe("last").init(jax.random.key(0), x)
+
+
+# --- what a forward only reads ----------------------------------------------------------------------------------------
+
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+class Fp8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + jnp.tanh(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
+
+
+def mean_of_squares(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "options", "data"), [(1, {}, 1), (4, {"remat": "none"}, 1), (2, {"remat": "full"}, 2)], ids=str
+)
+def test_fp8_trains_as_the_plain_model(m, options, data):
+    """Two steps, so that the second one scales by what the first one saw: of M micro-batches the largest of each.
+
+    The plain model runs micro-batch by micro-batch; with one that is the model itself. In float8 and float32, to
+    rounding, of which the largest error is that of float32 sums.
+    """
+    rng = np.random.default_rng(0)
+    batch = {name: rng.standard_normal((16, 16)).astype(np.float32) for name in ("inputs", "targets")}
+    layers = [nn.Dense(16), Fp8(), Fp8(), nn.Dense(16)]
+    mesh = jpipe.make_mesh(stage=2, data=data, devices=jax.devices()[: 2 * data])
+    pipe = jpipe.Pipeline(layers, mean_of_squares, num_stages=2, num_microbatches=m, mesh=mesh, **options)
+
+    @jax.jit
+    def plain(trees, part):
+        def loss(trees):
+            x = part["inputs"]
+            for layer, tree in zip(layers, trees, strict=True):
+                x = layer.apply(tree, x)
+            return mean_of_squares(x, part)
+
+        return jax.grad(loss)(trees)
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+        trees = jax.device_get(pipe.layer_variables(state.variables))
+        for _ in range(2):
+            grads = [plain(trees, take_microbatch(batch, i, m)) for i in range(m)]
+            new = jax.tree.map(lambda *a: np.max(a, axis=0), *[[own.get(OVERWRITTEN, {}) for own in g] for g in grads])
+            params = jax.tree.map(lambda *a: np.mean(a, axis=0), *[[own["params"] for own in g] for g in grads])
+            moved = jax.tree.map(lambda a, g: a - 0.1 * g, [tree["params"] for tree in trees], params)
+            trees = [{"params": a} | ({OVERWRITTEN: b} if b else {}) for a, b in zip(moved, new, strict=True)]
+            state, _ = pipe.train_step(state, batch)
+            found = jax.device_get(pipe.layer_variables(state.variables))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, trees)
+    assert max(np.max(leaf) for leaf in jax.tree.leaves(new)) > 0, "amplitudes were seen"
+
+
+def test_a_gradient_that_is_a_new_value_may_be_negative(x64):
+    """The largest of micro-batches, whatever its sign; places of a stage that no layer owns hold zeros all the same."""
+
+    @jax.custom_vjp
+    def record(x, seen):
+        return x
+
+    record.defvjp(lambda x, seen: (x, x), lambda x, dy: (dy, -jnp.abs(x).max(keepdims=True)[0] - 1))
+
+    class Records(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, param_dtype=jnp.float64)(x)
+            return record(x, self.variable("seen", "lowest", lambda: jnp.zeros(1, jnp.float64)).value)
+
+    batch = batch_of_float64()
+    layers, rules = [nn.Dense(4, param_dtype=jnp.float64), Records(), Records()], {"seen": "gradient"}
+    pipe = jpipe.Pipeline(layers, mean_of_squares, num_stages=2, num_microbatches=4, merge=rules, balance=[2, 1])
+    variables = pipe.init(jax.random.key(0), batch)
+    (_, updates), _ = pipe.value_and_grad(variables, batch)
+    trees, x, expected = jax.device_get(pipe.layer_variables(variables)), batch["inputs"], []
+    x = layers[0].apply(trees[0], x)
+    for tree in trees[1:]:
+        x = nn.Dense(4, param_dtype=jnp.float64).apply({"params": tree["params"]["Dense_0"]}, x)
+        expected.append(max(-np.abs(x[2 * i : 2 * i + 2]).max() - 1 for i in range(4)))
+    found = jax.device_get(pipe.layer_variables(updates))
+    assert_close([own["seen"]["lowest"][0] for own in found[1:]], expected, "the largest")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(updates)))

@@ -12,7 +12,7 @@ from jpipe.execution.batches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import Arguments, LayerFunction
-from jpipe.model.loss import loss_sums
+from jpipe.model.loss import loss_sums, trace_loss
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import partition_layer, trace_layer
@@ -43,7 +43,8 @@ def functions_of(layer, remat):
     layers = as_layers([lambda x: x, layer, lambda y: y * 2])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), BATCH)
     model = trace_model(layers, default_inputs, shapes)
-    loss = lambda g: loss_fn if g == model.last else None
+    traced = trace_loss(loss_fn, model.groups[-1].gives, shapes)
+    loss = lambda g: traced if g == model.last else None
     make = lambda group, loss: LayerFunction(group, key_shape(), as_remat(remat), shapes, loss)
     return [make(group, loss(g)) for g, group in enumerate(model.groups)]
 
@@ -62,7 +63,7 @@ def test_backward_equals_vjp(name, remat):
     leaves = jax.tree.leaves(function.group.variables)
     params = [jnp.asarray(rng.standard_normal(a.shape).astype(a.dtype)) for a in leaves]
     key = jax.random.key(0)
-    arguments, x = Arguments(params, [], key, None), [jnp.asarray(BATCH["inputs"])]
+    arguments, x = Arguments(params, [], [], key, None), [jnp.asarray(BATCH["inputs"])]
     dy = [jnp.asarray(BATCH["inputs"] + 1)]
 
     @jax.jit
@@ -71,7 +72,7 @@ def test_backward_equals_vjp(name, remat):
         assert [(a.shape, a.dtype) for a in residuals] == [(a.shape, a.dtype) for a in layer.residuals]
         return results.outputs, layer.backward(arguments, residuals, dy)
 
-    run = lambda p, x: function.forward(Arguments(p, [], key, None), x).outputs
+    run = lambda p, x: function.forward(Arguments(p, [], [], key, None), x).outputs
     expected, vjp = jax.vjp(run, params, x)
     outputs, gradients = both(arguments, x, dy)
     assert_close(outputs, expected, "outputs")
@@ -157,9 +158,9 @@ def test_what_is_made_again_needs_parameters_alone():
     function = functions_of(layer, "none")[1]
     found = trace_layer(function)
     assert len(found.remake.jaxpr.invars) == 1
-    run = lambda w, x: function.forward(Arguments([w], [], jax.random.key(0), None), [x]).outputs[0]
+    run = lambda w, x: function.forward(Arguments([w], [], [], jax.random.key(0), None), [x]).outputs[0]
     w, x, dy = jnp.float32(2), jnp.asarray(BATCH["inputs"]), jnp.asarray(BATCH["inputs"] + 1)
-    local, arguments = layer_of(function), Arguments([w], [], jax.random.key(0), None)
+    local, arguments = layer_of(function), Arguments([w], [], [], jax.random.key(0), None)
     gradients = local.backward(arguments, local.forward(arguments, [x])[1], [dy])
     assert_close(tuple(jax.tree.leaves(gradients)), jax.vjp(run, w, x)[1](dy))
 

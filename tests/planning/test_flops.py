@@ -19,6 +19,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
+from jpipe.model.loss import trace_loss
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
@@ -79,7 +80,7 @@ def test_layers_of_the_examples_take_what_the_compiler_counts(name, remat):
     model = trace_model(as_layers(make()), lambda b: b["inputs"], batch)
     layers = []
     for g, group in enumerate(model.groups):
-        loss = loss_fn if g == model.last else None
+        loss = trace_loss(loss_fn, group.gives, batch) if g == model.last else None
         layers.append(trace_layer(LayerFunction(group, key_shape(), MODES[remat], batch, loss)))
     found = layer_costs(model, layers, "flops", as_mesh(None, 2))
     assert not any(cost.unknown for cost in found)

@@ -1,0 +1,152 @@
+"""Frozen parameters: those of a layer that aren't trained, in a collection of their own, which is only read.
+
+They have no gradients, no place in the optimiser's state, and nothing is added up for them. The layer inside sees them
+among its parameters, as ever, and so does who asks for the layer's own variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
+from jpipe.layers.connections import Marked
+from jpipe.layers.shared import Shared, Use
+from jpipe.types import Batch, Leaf, PyTree
+
+Where = Callable[[str], bool]
+"""From a parameter's path in its layer, such as "attention/query/kernel", to whether it is frozen."""
+
+FROZEN = "frozen"
+"""The collection that frozen parameters are in."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A user's layer with frozen parameters: what `freeze` returns."""
+
+    layer: object
+    where: Where
+
+
+def _everything(path: str) -> bool:
+    return True
+
+
+def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
+    """The layer, with parameters that aren't trained: without gradients, optimiser state and sums of either.
+
+    `blocks = [jpipe.freeze(Block(), lambda path: "lora" not in path) for _ in range(8)]`
+
+    Args:
+      layer: any layer, with connections too; what several places share is frozen inside: `jpipe.Shared(freeze(layer))`.
+      where: `path -> bool`, which parameters are frozen; all by default. The path is that in the layer, such as
+        "attention/query/kernel".
+    """
+    if isinstance(layer, Shared | Use):
+        raise TypeError("jpipe.freeze: the layer is shared; freeze what is in it: jpipe.Shared(jpipe.freeze(layer))")
+    if isinstance(layer, Frozen):
+        raise ValueError("jpipe.freeze: the layer is frozen already; pass one `where` for all of its parameters")
+    if not callable(where):
+        raise TypeError(f"jpipe.freeze: where={where!r} is not callable; pass a function of a parameter's path")
+    return replace(layer, layer=freeze(layer.layer, where)) if isinstance(layer, Marked) else Frozen(layer, where)
+
+
+@dataclass(frozen=True)
+class FrozenLayer:
+    """A layer of whose parameters some are in the collection `FROZEN`, the others' places being None.
+
+    Attributes:
+      inner: the layer, which has them all in "params".
+      where: which are frozen.
+    """
+
+    inner: AnyLayer
+    where: Where
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def ready(self) -> LayerVariables | None:
+        return None if self.inner.ready is None else self._apart(self.inner.ready)
+
+    @property
+    def reads_batch(self) -> bool:
+        return self.inner.reads_batch
+
+    @property
+    def shared(self) -> Shared | None:
+        return self.inner.shared
+
+    @property
+    def made_of(self) -> Sequence[object]:
+        return type(self.inner), self.inner.made_of, self.where
+
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+        return self._apart(self.inner.init(key, inputs, batch))
+
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        return self.inner.apply(_together(variables), inputs, context)
+
+    def to_item(self, variables: LayerVariables) -> Item:
+        """The inner layer's, without what is missing: gradients have nothing that is frozen."""
+        return self.inner.to_item(_together(variables))
+
+    def from_item(self, item: Item) -> LayerVariables:
+        return self._apart(self.inner.from_item(item))
+
+    def partition_specs(self, variables: LayerVariables) -> Specs:
+        """What the inner layer's metadata names, for the parameters of each collection."""
+        together = _together(variables)
+        specs = self.inner.partition_specs(together)
+        is_frozen = jax.tree.leaves(self._frozen(together.get("params", {})))
+        of = lambda frozen: [
+            spec for spec, is_ in zip(specs.get("params", []), is_frozen, strict=True) if is_ == frozen
+        ]
+        apart = {"params": of(False), FROZEN: of(True)}
+        return {name: apart.get(name, specs.get(name, [])) for name in variables}
+
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        return self.inner.bind(item)
+
+    def _apart(self, variables: LayerVariables) -> LayerVariables:
+        """The variables with frozen parameters in their own collection."""
+        if FROZEN in variables:
+            raise LayerError(
+                f"has a collection {FROZEN!r} of its own; don't freeze it, or call that collection otherwise"
+            )
+        params = variables.get("params", {})
+        frozen = self._frozen(params)
+        only = lambda wanted: jax.tree.map(lambda leaf, is_: leaf if is_ == wanted else None, params, frozen)
+        return variables | {"params": only(False), FROZEN: only(True)}
+
+    def _frozen(self, params: PyTree) -> PyTree:
+        """For each parameter whether it is frozen."""
+
+        def of(path: tuple[object, ...], _: Leaf) -> bool:
+            boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)  # Flax's metadata around it
+            return bool(self.where(jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")))
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _together(variables: LayerVariables) -> LayerVariables:
+    """The inverse of `FrozenLayer._apart`; places that nothing is known of are left out."""
+    is_hole = lambda x: x is None
+    given = [variables[name] for name in ("params", FROZEN) if name in variables]
+    if not given:
+        return variables
+    joined = jax.tree.map(lambda *found: next((x for x in found if x is not None), None), *given, is_leaf=is_hole)
+    others = {name: tree for name, tree in variables.items() if name not in ("params", FROZEN)}
+    return {"params": _without_holes(joined), **others}
+
+
+def _without_holes(tree: PyTree) -> PyTree:
+    """A dict without the entries that hold no arrays; anything else as it is."""
+    if not isinstance(tree, dict):
+        return tree
+    return {name: _without_holes(part) for name, part in tree.items() if jax.tree.leaves(part)}

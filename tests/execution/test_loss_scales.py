@@ -1,0 +1,42 @@
+"""What the gradients of a loss of several means are scaled by: the weights of the whole mini-batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jpipe
+from jpipe.execution.batches import split_microbatches
+from jpipe.execution.loss_scales import loss_scales
+from jpipe.mesh.on_stages import on_stages
+
+BATCH = {"inputs": np.ones((8, 3), np.float32), "mask": np.float32([1, 1, 1, 0, 0, 1, 0, 0])}
+
+
+def scales_of(loss_fn, **axes):
+    devices = jax.devices()[: 2 * max(axes.values(), default=1)]
+    mesh = jpipe.make_mesh(stage=2, **axes, devices=devices)
+    pipe = jpipe.Pipeline([lambda x: x, jnp.tanh], loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
+    pipe.planner.plan_for(BATCH)
+    step = pipe.planner.training_step(BATCH)
+    run = on_stages(
+        lambda batch: loss_scales(step, batch),
+        mesh,
+        (PartitionSpec(None, tuple(axes) or None),),
+        PartitionSpec(),
+        lambda batch: (split_microbatches(batch, 2),),
+    )
+    return list(map(float, jax.jit(run)(BATCH)))
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
+def test_they_are_those_of_the_first_over_each(axes):
+    """Masks sum up to 4 over the mini-batch, a mean counts once a micro-batch."""
+    terms = lambda y, b: {"a": jnp.mean(y), "b": (jnp.sum(y), jnp.sum(b["mask"])), "c": (jnp.sum(y), 5.0)}
+    assert scales_of(terms, **axes) == pytest.approx([1, 2 / 4, 2 / 10])
+
+
+def test_one_mean_needs_none():
+    assert scales_of(lambda y, b: (jnp.sum(y), jnp.sum(b["mask"]))) == [1.0]
+    assert scales_of(lambda y, b: {"a": jnp.mean(y)}) == [1.0]

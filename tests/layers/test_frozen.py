@@ -1,0 +1,195 @@
+"""Frozen parameters: only read, of whatever layers they are; what is trained beside them equals the plain model's."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import meta
+
+import jpipe
+from cases import assert_close, assert_equal
+
+WIDE = jnp.float64
+RNG = np.random.default_rng(0)
+BATCH = {"inputs": RNG.integers(0, 7, (8, 3)), "targets": RNG.integers(0, 7, (8, 3))}
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Adapted(nn.Module):
+    """A product with a low-rank change of its weights, one with a mesh axis in its metadata."""
+
+    @nn.compact
+    def __call__(self, x):
+        split = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "fsdp"))
+        w = self.param("kernel", split, (8, 8), WIDE)
+        a = self.param("lora_a", nn.initializers.normal(0.3), (8, 2), WIDE)
+        b = self.param("lora_b", nn.initializers.normal(0.3), (2, 8), WIDE)
+        return x + jnp.tanh(x @ w + x @ a @ b)
+
+
+class AdaptedNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, param_dtype=WIDE, rngs=rngs)
+        self.lora = nnx.Param(0.3 * jax.random.normal(rngs.params(), (8, 2), WIDE))
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(x) + x @ self.lora[...] @ self.lora[...].T)
+
+
+def is_base(path):
+    return "lora" not in path
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def layers():
+    table = jpipe.Shared(jpipe.freeze(nn.Embed(7, 8, param_dtype=WIDE)))
+    linen, of_nnx = jpipe.freeze(Adapted(), is_base), jpipe.freeze(lambda rngs: AdaptedNnx(rngs), is_base)
+    return [table, *[linen] * 2, *[of_nnx] * 2, table.using("attend")]
+
+
+def plain(trees, batch):
+    """The loss of the plain model."""
+    table, (graph, state) = nn.Embed(7, 8, param_dtype=WIDE), nnx.split(AdaptedNnx(nnx.Rngs(0)))
+    x = table.apply(trees[0], batch["inputs"])
+    for tree in trees[1:3]:
+        x = Adapted().apply(tree, x)
+    for tree in trees[3:5]:
+        filled = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(filled, tree["params"])
+        x = nnx.merge(graph, filled)(x)
+    return loss_fn(table.apply(trees[0], x, method="attend"), batch)
+
+
+def values(tree):
+    return meta.unbox(jax.device_get(tree))
+
+
+@pytest.mark.parametrize(
+    ("options", "fsdp"),
+    [
+        ({"num_microbatches": 4}, None),
+        ({"num_microbatches": 2, "remat": "none", "num_chunks": 2, "schedule": "interleaved"}, None),
+        ({"num_microbatches": 2, "gather": "use"}, 2),
+        pytest.param({"num_microbatches": 2, "cast": "use", "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_trained_equals_the_plain_models(options, fsdp):
+    mesh = jpipe.make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4]) if fsdp else None
+    pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=2, mesh=mesh, **options)
+    state = pipe.create_state(jax.random.key(0), BATCH, optax.adam(0.1))
+    assert {leaf.shape for leaf in jax.tree.leaves(state.opt_state)} <= {
+        (),
+        *(x.shape for x in state.variables["params"].values()),
+    }
+    trees = values(pipe.layer_variables(state.variables))
+    (loss, updates), grads = pipe.value_and_grad(state.variables, BATCH)
+    expected, wanted = jax.value_and_grad(plain)(trees, BATCH)
+    assert_close(loss, expected, "loss")
+    found = values(pipe.layer_variables({"params": grads}))
+    of_lora = lambda tree: {"params": {name: leaf for name, leaf in tree["params"].items() if "lora" in name}}
+    assert_close(found, list(map(of_lora, wanted)), "gradients, of what is trained alone")
+    assert_equal(updates["frozen"], state.variables["frozen"], "what is kept, for {'params': ..., **updates}")
+    state, metrics = pipe.train_step(state, BATCH)
+    assert_close(metrics["grad_norm"], optax.tree.norm(list(map(of_lora, wanted))), "the norm of what is trained")
+    after = values(pipe.layer_variables(state.variables))
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(trees), jax.tree.leaves(after), strict=True):
+        assert np.array_equal(old, new) is not any("lora" in str(key) for key in path), path
+
+
+def test_variables_are_those_of_the_layer_inside():
+    """As `module.init` gives them; whole trees go back, and those of a pipeline that freezes nothing."""
+    pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    trees, x = pipe.layer_variables(variables), jnp.ones((2, 8))
+    assert jax.tree.structure(trees[1]) == jax.tree.structure(Adapted().init(jax.random.key(0), x))
+    assert_equal(pipe.from_layer_variables(trees), variables, "there and back")
+    assert_close(pipe.modules(variables)[1](x), Adapted().apply(values(trees[1]), x), "bound")
+
+
+def test_a_collection_of_ones_own_is_kept():
+    """Also integers, as of quantised weights; without `merge` they would be merged, to the same values."""
+
+    class Quantised(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            codes = self.variable("codes", "kernel", lambda: jnp.arange(64, dtype=jnp.int8).reshape(8, 8)).value
+            return x * self.param("scale", nn.initializers.ones, (8,), WIDE) + x @ codes.astype(WIDE) / 64
+
+    parts = [nn.Dense(8, param_dtype=WIDE), *[Quantised()] * 2, nn.Dense(7, param_dtype=WIDE)]
+    batch = {"inputs": np.ones((4, 3)), "targets": np.arange(4)}
+    pipe = jpipe.Pipeline(parts, loss_fn, num_stages=2, num_microbatches=2, merge={"codes": "keep"})
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(1.0))
+    old = jax.device_get(state.variables["codes"])
+    state, _ = pipe.train_step(state, batch)
+    assert_equal(jax.device_get(state.variables["codes"]), old, "codes")
+
+
+def test_frozen_weights_take_nothing_besides_themselves():
+    """In a step of the same layers: no gradients, no sums, no copies of what they are cast to."""
+
+    def temporaries(make):
+        parts = [nn.Dense(64), *[make(nn.Dense(64, dtype=jnp.bfloat16))] * 4, nn.Dense(1)]
+        batch = {"inputs": jnp.ones((8, 64), jnp.float32), "targets": jnp.zeros(8, jnp.int32)}
+        pipe = jpipe.Pipeline(
+            parts, lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=4, remat="none", cast="use"
+        )
+        state = pipe.abstract_state(batch, optax.sgd(0.1))
+        return (
+            jax.jit(pipe.train_step, donate_argnums=0)
+            .lower(state, batch)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+
+    kernels = 4 * 64 * 64 * 4
+    assert temporaries(jpipe.freeze) <= temporaries(lambda layer: layer) - kernels
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: jpipe.freeze(jpipe.Shared(nn.Dense(3))),
+            TypeError,
+            r"freeze what is in it: jpipe.Shared\(jpipe.freeze",
+        ),
+        (lambda: jpipe.freeze(jpipe.freeze(nn.Dense(3))), ValueError, "frozen already; pass one `where`"),
+        (lambda: jpipe.freeze(nn.Dense(3), "lora"), TypeError, "where='lora' is not callable"),
+    ],
+)
+def test_what_cannot_be_frozen(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_layer_with_a_collection_of_that_name_is_refused():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return (
+                x
+                + self.variable("frozen", "w", lambda: jnp.ones(3)).value
+                + self.param("b", nn.initializers.ones, (3,))
+            )
+
+    pipe = jpipe.Pipeline([jpipe.freeze(Own())], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"layer 0 \(Own\) has a collection 'frozen' of its own"):
+        pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+def test_connections_go_through():
+    read = jpipe.freeze(jpipe.reads(Adapted(), lambda batch: batch["mask"]))
+    assert read.layer == jpipe.freeze(Adapted()) and read.read is not None
