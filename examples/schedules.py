@@ -1,4 +1,4 @@
-"""Draws the README's picture: four schedules on one time axis, each over the micro-batches that its stages hold.
+"""Draws the README's picture: three schedules on one time axis, each over the micro-batches that its stages hold.
 
     python examples/schedules.py [picture.png]
 
@@ -11,21 +11,21 @@ from pathlib import Path
 import jpipe
 
 WORDS = {  # what there is to see
-    "naive": "",
-    "gpipe": "All forwards first: when the first backward comes,\n"
-    "every stage holds 8 micro-batches, all that there are.",
-    "1f1b": "As fast, but a micro-batch's backward runs as soon as it can,\n"
-    "and makes room for another's forward: stages hold fewer,\n"
-    "and no more than these if there are 100 micro-batches.",
-    "interleaved": "Each stage has two shorter pieces of the model:\nit waits half as long, and sends twice as often.",
+    "gpipe": "All forwards first: when the first backward comes,\nevery stage holds 16 micro-batches, all that there are.",
+    "1f1b": "As fast, but a backward runs as soon as it can, and makes room for another\n"
+    "forward: stages hold 7 at most, and no more if there are 100 micro-batches.",
+    "interleaved": "Each stage has two shorter pieces of the model: it waits half as long,\nand sends twice as often.",
 }
 
 
 def draw(path: str):
-    figure = jpipe.compare(list(WORDS), num_stages=4, num_microbatches=8)
+    figure = jpipe.compare(list(WORDS), num_stages=4, num_microbatches=16, width=6)
     for axes, words in zip(figure.axes[::2], WORDS.values(), strict=True):
-        axes.text(38, 1.5, words, fontsize=8, va="center", linespacing=1.4)
-    figure.savefig(path, dpi=150)
+        axes.set_title(axes.get_title(loc="left"), fontsize=10, fontweight="bold", loc="left", pad=27)
+        place = {"xycoords": "axes fraction", "xytext": (0, 4), "textcoords": "offset points"}
+        axes.annotate(words, (0, 1), fontsize=8.5, linespacing=1.2, **place)
+    figure.set_figheight(figure.get_figheight() + 0.35 * len(WORDS))
+    figure.savefig(path, dpi=180)
     return figure
 
 

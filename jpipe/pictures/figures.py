@@ -13,6 +13,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from jpipe.pictures import palette
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
@@ -38,13 +39,13 @@ def plot(
     from jpipe.pictures.gantt import draw_gantt, draw_legend
 
     if path_or_ax is None or isinstance(path_or_ax, (str, os.PathLike)):
-        return _draw([timeline], [str(timeline)], path_or_ax, unit).axes[0]
+        return _draw([timeline], path_or_ax, unit).axes[0]
     path_or_ax.set_xlim(0, timeline.makespan)
     draw_gantt(path_or_ax, timeline)
-    path_or_ax.set_title(str(timeline), fontsize=9)
+    path_or_ax.set_title(str(timeline), fontsize=palette.TEXT)
     path_or_ax.set_xlabel(_time_label([timeline], unit))
     place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    draw_legend(path_or_ax, [timeline], **place, fontsize=8)
+    draw_legend(path_or_ax, [timeline], **place)
     return path_or_ax
 
 
@@ -60,7 +61,7 @@ def to_html(what: Schedule | Timeline) -> str:
     if why_not:
         return f"<pre>{escape(str(timeline))}\n{escape(str(timeline.schedule))}\n{escape(why_not)}</pre>"
     picture = BytesIO()
-    figure = _draw([timeline], [str(timeline)], picture, None)
+    figure = _draw([timeline], picture, None)
     style = f"width: {100 * figure.get_figwidth():.0f}px; max-width: 100%"
     source = b64encode(picture.getvalue()).decode()
     return f'<img alt="{escape(str(timeline))}" style="{style}" src="data:image/png;base64,{source}">'
@@ -74,6 +75,7 @@ def compare(
     num_microbatches: int | None = None,
     num_chunks: int = 2,
     unit: str | None = None,
+    width: float | None = None,
     **times: Any,
 ) -> Figure:
     """Draws schedules below each other on one time axis, each over what its stages hold, all on the same scale.
@@ -87,6 +89,7 @@ def compare(
       num_microbatches: M, for names.
       num_chunks: V, for the name "interleaved".
       unit: of the times, such as "ms".
+      width: of the picture in inches; default: as its bars need. With 6 its texts can be read on a telephone.
       **times: `forward`, `backward` and `recompute` of `simulate`, for names and schedules.
 
     Returns:
@@ -113,9 +116,7 @@ def compare(
             item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
         return simulate(item, **times)
 
-    timelines = list(map(timeline_of, schedules))
-    titles = [f"{_name(timeline.schedule)}: {timeline.in_numbers}" for timeline in timelines]
-    return _draw(timelines, titles, path, unit)
+    return _draw(list(map(timeline_of, schedules)), path, unit, width)
 
 
 def check_matplotlib() -> None:
@@ -126,27 +127,29 @@ def check_matplotlib() -> None:
         raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 
-def _draw(timelines: Sequence[Timeline], titles: Sequence[str], path: Target, unit: str | None) -> Figure:
+def _draw(timelines: Sequence[Timeline], path: Target, unit: str | None, width: float | None = None) -> Figure:
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
     from jpipe.pictures.gantt import draw_gantt, draw_memory, peak
 
     panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
-    figure = new_figure(path, (_width(timelines), sum(heights) + 0.2 * len(timelines) + 0.06 * len(panels) + 0.6))
-    figure.get_layout_engine().set(h_pad=0.03, w_pad=0.04, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    size = (width or _width(timelines), sum(heights) + 0.25 * len(timelines) + 0.06 * len(panels) + 0.7)
+    figure = new_figure(path, size)
+    figure.get_layout_engine().set(h_pad=0.04, w_pad=0.06, hspace=0.0)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     column[0].set_xlim(0, max(timeline.makespan for timeline in timelines))
-    remaining, scale = iter(titles), max(1.0, *map(peak, timelines))
+    scale = max(1.0, *map(peak, timelines))
     for axes, (draw, timeline) in zip(column, panels, strict=True):
         if draw == "bars":
-            draw_gantt(axes, timeline, font_size=6.5)
-            axes.set_title(next(remaining), fontsize=9, fontweight="bold", loc="left", pad=4)
+            draw_gantt(axes, timeline)
+            title = f"{timeline.schedule.title}; {timeline.in_numbers}"
+            axes.set_title(title, fontsize=palette.TITLE, fontweight="bold", loc="left", pad=4)
         else:
             draw_memory(axes, timeline, scale=scale)
-            axes.set_ylabel("memory", fontsize=7)
+            axes.set_ylabel("memory", fontsize=palette.TEXT)
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
-    column[-1].set_xlabel(_time_label(timelines, unit), fontsize=8)
+    column[-1].set_xlabel(_time_label(timelines, unit), fontsize=palette.TEXT)
     return finish(figure, timelines, path, memory=any(timeline.schedule.trains for timeline in timelines))
 
 
@@ -154,7 +157,8 @@ def finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memor
     """The figure with a legend of its timelines below it; saved, if it has a path."""
     from jpipe.pictures.gantt import draw_legend
 
-    draw_legend(figure, timelines, memory=memory, loc="outside lower center", ncols=5, fontsize=7.5)
+    columns = 5 if figure.get_figwidth() > 7.5 else 2
+    draw_legend(figure, timelines, memory=memory, loc="outside lower center", ncols=columns)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -172,21 +176,17 @@ def new_figure(path: Target, size: tuple[float, float]) -> Figure:
 
 
 def _width(timelines: Sequence[Timeline]) -> float:
-    """Inches: bars as wide as a digit, but a page at least (at most too, for several) and a screen at most."""
+    """Inches: bars as wide as two digits; at least half a page, and at most a screen (a page, for several)."""
     narrowest = min(span.end - span.start for timeline in timelines for span in timeline.spans)
     longest = max(timeline.makespan for timeline in timelines)
-    return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(8.0, 0.09 * longest / narrowest))
+    return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(5.0, 0.11 * longest / narrowest))
 
 
 def _height(draw: str, timeline: Timeline, num_timelines: int) -> float:
     """Inches of a panel; the more stages and the more timelines, the less for each stage."""
     num_stages = timeline.schedule.num_stages
-    most, least = (0.25, 0.155) if draw == "bars" else (0.23, 0.13)
+    most, least = (0.25, 0.165) if draw == "bars" else (0.23, 0.15)
     return num_stages * (least if num_timelines > 2 else max(least, most - 0.01 * max(0, num_stages - 4)))
-
-
-def _name(schedule: Schedule) -> str:
-    return schedule.name + (f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else "")
 
 
 def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:

@@ -48,7 +48,7 @@ class Number(Text):
         self.stale = False
 
 
-def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = 7.0) -> None:
+def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = palette.NUMBER) -> None:
     """Draws the bars of all stages on grey lines, the first stage on top; what stays grey is the bubble.
 
     The x limits are the caller's, and set before: gaps between bars follow from them.
@@ -107,7 +107,7 @@ def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
 def label_stages(axes: Axes, num_stages: int) -> None:
     """A tick for each stage, the first on top, and no frame: it would touch the bars."""
     axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
-    axes.tick_params(left=False, labelsize=7)
+    axes.tick_params(left=False, labelsize=palette.TEXT)
     axes.set_ylim(num_stages - 0.5, -0.5)
     axes.spines[["left", "right", "top"]].set_visible(False)
 
@@ -115,7 +115,7 @@ def label_stages(axes: Axes, num_stages: int) -> None:
 def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
     """Writes to the right of a bar's end, which may be at the edge of the axes."""
     place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center_baseline"}
-    axes.annotate(text, end, fontsize=7, annotation_clip=False, **place)
+    axes.annotate(text, end, fontsize=palette.TEXT, annotation_clip=False, **place)
 
 
 def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: bool = False, **look: Any) -> None:
@@ -137,5 +137,6 @@ def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: 
         list(handles),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
         frameon=False,
+        fontsize=palette.TEXT,
         **look,
     )

@@ -21,6 +21,10 @@ SCALE: RGB = (0.96, 0.94, 0.95)  # behind memory, as high as the scale
 
 HATCH = {"R": "////"}
 
+TITLE, TEXT, NUMBER = 10.0, 8.5, 6.0
+"""Points of what is written: above bars, beside them, and in them. Legible where a picture of 6 inches is as wide as a
+telephone."""
+
 DARKEST = 0.45
 """By how much the last of many chunks is darker than the first."""
 

@@ -46,22 +46,22 @@ def draw(
     num_stages = len(stages.forward)
     line = max(0.16, 0.3 - 0.02 * num_stages)
     heights = [0.85, line * num_stages + 0.25, line * num_stages + 0.25]
-    figure = new_figure(path, (9.0, sum(heights) + 0.55 * len(heights) + 0.3))
+    figure = new_figure(path, (7.0, sum(heights) + 0.55 * len(heights) + 0.3))
     figure.get_layout_engine().set(h_pad=0.05, hspace=0.03)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     column = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
     _draw_slices(column[0], slices)
     _draw_stages(column[1], stages)
     column[2].set_xlim(0, timeline.makespan)
-    draw_gantt(column[2], timeline, font_size=6.5)
+    draw_gantt(column[2], timeline)
     in_numbers = f"{timeline.makespan:.3g} ms, bubble {timeline.bubble_fraction:.1%}"
     _title(column[2], f"Timeline, predicted from the stages' times: {in_numbers}")
-    column[2].set_xlabel("ms", fontsize=8)
+    column[2].set_xlabel("ms", fontsize=palette.TEXT)
     return finish(figure, [timeline], path)
 
 
 def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, fontsize=9, fontweight="bold", loc="left", pad=4)
-    axes.tick_params(labelsize=7)
+    axes.set_title(text, fontsize=palette.TITLE, fontweight="bold", loc="left", pad=4)
+    axes.tick_params(labelsize=palette.TEXT)
 
 
 def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
@@ -73,14 +73,18 @@ def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
         share = slices[name] / step
         if share >= NARROWEST:
             colour = palette.text_colour(COLOURS[name])
-            axes.text(left + width / 2, 0, f"{share:.0%}", color=colour, ha="center", va="center", fontsize=7.5)
+            axes.text(
+                left + width / 2, 0, f"{share:.0%}", color=colour, ha="center", va="center", fontsize=palette.TEXT
+            )
         handles.append(Patch(facecolor=COLOURS[name], label=f"{name} {share:.1%}"))
         left += width
     _title(axes, f"A step of {step * MILLISECONDS:.3g} ms, by what its time goes into")
     axes.set_xlim(0, left)
     axes.set_yticks([])
     axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=6, frameon=False, fontsize=7)
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=palette.TEXT
+    )
 
 
 def _draw_stages(axes: Axes, stages: StageTimes) -> None:

@@ -53,13 +53,17 @@ class Timeline:
     transfer: float = 0.0
 
     def __str__(self) -> str:
-        """Its time, bubble and micro-batches in flight in a line; the schedule itself prints as a grid.
+        """Its time, bubble and, if it trains, the most micro-batches in flight by stage, a chunk as a V-th of one.
 
         >>> from jpipe.schedules.orders import make_schedule
         >>> print(simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8)))
         1f1b: K=4, M=8, V=1; time 33, bubble 27.3 %, peak in flight 7, 5, 3, 1
         """
-        return f"{self.schedule.title}; {self.in_numbers}"
+        peaks = [f"{peak / self.schedule.num_chunks:g}" for peak in self.peak_in_flight]
+        if len(peaks) > 8:
+            peaks[4:-2] = ["..."]
+        held = f", peak in flight {', '.join(peaks)}" if self.schedule.trains else ""
+        return f"{self.schedule.title}; {self.in_numbers}{held}"
 
     def __repr__(self) -> str:
         return f"<Timeline {self}>"
@@ -71,14 +75,8 @@ class Timeline:
 
     @property
     def in_numbers(self) -> str:
-        """Its time, bubble and, if it trains, the most micro-batches in flight by stage, a chunk as a V-th of one."""
-        text = f"time {self.makespan:g}, bubble {100 * self.bubble_fraction:.1f} %"
-        if self.schedule.trains:
-            peaks = [f"{peak / self.schedule.num_chunks:g}" for peak in self.peak_in_flight]
-            if len(peaks) > 8:
-                peaks[4:-2] = ["..."]
-            text += f", peak in flight {', '.join(peaks)}"
-        return text
+        """Its time and bubble."""
+        return f"time {self.makespan:g}, bubble {100 * self.bubble_fraction:.1f} %"
 
     @property
     def bubble_fraction(self) -> float:

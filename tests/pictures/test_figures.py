@@ -112,10 +112,8 @@ def test_compare_shows_all_on_one_axis_and_one_scale():
     for i, timeline in enumerate(timelines):
         check_drawn(*figure.axes[2 * i : 2 * i + 2], timeline, 8.0)
         title = figure.axes[2 * i].get_title(loc="left")
-        assert title.startswith(NAMES[i]) and f"time {timeline.makespan:g}, bubble" in title
+        assert title.startswith(f"{NAMES[i]}: K=4, M=8, V=") and f"; time {timeline.makespan:g}, bubble" in title
     assert {axes.get_xlim() for axes in figure.axes} == {(0.0, timelines[0].makespan)}
-    assert "peak in flight 8, 8, 8, 8" in figure.axes[2].get_title(loc="left")
-    assert "peak in flight 7, 5, 3, 1" in figure.axes[4].get_title(loc="left")
 
 
 def test_compare_takes_names_schedules_and_timelines(tmp_path):
@@ -168,18 +166,17 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
 
 
 def test_the_picture_in_the_readme_is_drawn(tmp_path):
-    """By its script, whose words lie beside the bars and within the picture."""
+    """By its script, whose words lie between titles and bars, and can be read on a telephone, 390 pixels wide."""
     figure = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 0
-    words = [axes.texts[-1] for axes in figure.axes[2::2]]
-    for text, axes in zip(words, figure.axes[2::2], strict=True):
-        end = axes.transData.transform((max(bar[2] for bar in drawn_bars(axes)["bubble"]), 0))[0]
-        box = text.get_window_extent()
-        assert box.x0 > end and box.x1 < figure.bbox.x1, text.get_text()
-        assert box.y0 > axes.bbox.y0 - 5 and box.y1 < axes.bbox.y1 + 5, text.get_text()
-        text.remove()
-    figure.axes[0].texts[-1].remove()
+    renderer = rendered(figure).get_renderer()
+    for axes in figure.axes[::2]:
+        words, title = axes.texts[-1].get_window_extent(renderer), axes._left_title.get_window_extent(renderer)
+        assert axes.bbox.y1 <= words.y0 and words.y1 <= title.y0 + 2 and words.x1 < figure.bbox.x1
+        axes.texts[-1].remove()
     check_texts(figure)
+    smallest = min(text.get_fontsize() for axes in figure.axes for text in [axes.yaxis.label, *axes.get_yticklabels()])
+    assert smallest * 358 / (72 * figure.get_figwidth()) >= 7, "pixels on a telephone"
 
 
 def check_texts(figure) -> None:
@@ -223,8 +220,8 @@ def test_plot_into_a_file_into_axes_and_into_a_new_figure(tmp_path):
     assert (tmp_path / "timeline.png").stat().st_size > 0
     axes = Figure().subplots()
     assert timeline.plot(axes, unit="s") is axes
-    title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %, peak in flight 2.5, 1.5"
-    assert axes.get_title() == title and axes.get_xlabel() == "time (s)"
+    title = "interleaved: K=2, M=4, V=2; time 13.5, bubble 11.1 %"
+    assert axes.get_title() == f"{title}, peak in flight 2.5, 1.5" and axes.get_xlabel() == "time (s)"
     assert sorted(text.get_text() for text in axes.texts) == sorted(str(s.action.microbatch) for s in timeline.spans)
     assert timeline.plot().get_title(loc="left") == title
     assert timeline.plot().figure.axes[1].get_xlabel() == "time (1 = the forward of one micro-batch on one stage)"
@@ -247,8 +244,8 @@ def test_a_notebook_shows_the_picture(what):
     kind, data = image.get("src").split(",")
     assert kind == "data:image/png;base64"
     pixels = pyplot.imread(io.BytesIO(base64.b64decode(data)))
-    assert pixels.shape[1] > 1000 and (pixels[..., 3] == 1).all(), "opaque, so that it can be read on any background"
-    assert np.isclose(pixels[..., :3], palette.COLOURS["F"], atol=0.01).all(-1).mean() > 0.02
+    assert pixels.shape[1] > 900 and (pixels[..., 3] == 1).all(), "opaque, so that it can be read on any background"
+    assert np.isclose(pixels[..., :3], palette.COLOURS["F"], atol=0.01).all(-1).mean() > 0.01
     assert not pyplot.get_fignums()
 
 
