@@ -11,7 +11,8 @@ from pathlib import Path
 import jpipe
 
 WORDS = {  # what there is to see
-    "gpipe": "All forwards first: when the first backward comes,\nevery stage holds 16 micro-batches, all that there are.",
+    "gpipe": "All forwards first: when the first backward comes,\n"
+    "every stage holds 16 micro-batches, all that there are.",
     "1f1b": "As fast, but a backward runs as soon as it can, and makes room for another\n"
     "forward: stages hold 7 at most, and no more if there are 100 micro-batches.",
     "interleaved": "Each stage has two shorter pieces of the model: it waits half as long,\nand sends twice as often.",
