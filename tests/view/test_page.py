@@ -246,7 +246,7 @@ def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
         ("#K=4&M=8&transfer=0.5", "formula-bubble", "Here they would give 27.3 %; as it is set above it is 33.3 %."),
         ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fits", "yes"),
         ("#view=memory&K=1&M=1&P=82&E=0&A=0.1&device=8", "fixed", "1.31 GB"),
-        ("#view=memory&K=1&M=1&P=82&E=0&L=24&N=128&A=509.5&R=1&device=8", "total", "7.57 GB"),  # 1.31, and table 1's 6.26
+        ("#view=memory&K=1&M=1&P=82&E=0&L=24&N=128&A=509.5&R=1&device=8", "total", "7.57 GB"),  # 1.31 + 6.26 (table 1)
         ("#view=memory&K=2&M=8&P=557&E=0&L=24&N=128&A=509.5&R=1&device=8", "fits", "yes"),
         ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fits", "no"),
         ("#view=memory&K=1&M=1&P=557&E=0&A=0.1&device=8", "fixed", "8.91 GB"),
@@ -311,9 +311,9 @@ def test_parts_of_the_memory_add_up(tab, optimiser, precision, remat):
     each = {
         "parameters": {"float32": 4, "mixed": 6, "bfloat16": 2}[precision],
         "gradients": 4,
-        "optimiser": {"sgd": 0, "momentum": 1, "adam": 2, "rmsprop": 2}[optimiser] * (2 if precision == "bfloat16" else 4),
+        "optimiser": {"sgd": 0, "momentum": 1}.get(optimiser, 2) * (2 if precision == "bfloat16" else 4),
         "other": 0,
-    }  # fmt: skip
+    }
     schedule, n, unit = schedule_of("interleaved", 4, 16, 2), 64 / 16, 2097e3 * width
     chunks = np.reshape(partition([1.0] * 50, 4, num_chunks=2).counts, (2, 4))
     has = 5300e6 * (0.96 / 50 * chunks.sum(axis=0) + [0.02, 0, 0, 0.02])
@@ -498,7 +498,8 @@ SETTINGS = (
          f"memory), {SETTINGS}."),
         ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1 to 2 (chunks of layers a stage, if interleaved); "
          "2 is shown"),
-        ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); 2 is shown"),
+        ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); "
+         "2 is shown"),
         ("#N=128&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128; 4 is shown"),
         ("#L=3&K=4", "K-wrong", "K=4 is impossible here; use 1 to 3 (stages, one device each); 3 is shown"),
         ("#stages=4", "address-wrong", f"The address has stages=4, which is no setting; there are view (time, memory), "
@@ -580,11 +581,12 @@ def test_a_bar_that_is_tapped_on_a_phone_is_named_beside_the_chart(tab):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("num_chunks", [2, 3, 4, 5, 6, 7, 8])
 def test_chunks_are_told_apart(tab, num_chunks, dark):
-    """By shade or hatching in the legend: neighbours by hatching, those that are both hatched or both plain by shade."""
+    """By shade or hatching in the legend: neighbours by hatching, others by shade."""
     tab.appear(width=1280, dark=dark)
     open_at(tab, f"#schedule=interleaved&V={num_chunks}&M=8&L=64")
-    marks = tab.get("""[...document.querySelectorAll("#legend li")].slice(0, 2).map((li) => [...li.querySelectorAll("i")].map(
-      (i) => [i.textContent, getComputedStyle(i).backgroundColor, getComputedStyle(i).backgroundImage !== "none"]))""")
+    marks = tab.get("""[...document.querySelectorAll("#legend li")].slice(0, 2).map((li) =>
+      [...li.querySelectorAll("i")].map((i) => [i, getComputedStyle(i)]).map(
+        ([i, style]) => [i.textContent, style.backgroundColor, style.backgroundImage !== "none"]))""")
     assert [[mark[0] for mark in kind] for kind in marks] == [[str(v) for v in range(num_chunks)]] * 2
     looks = [(np.asarray(re.findall(r"\d+", colour), int), hatched) for kind in marks for _, colour, hatched in kind]
     for i, (colour, hatched) in enumerate(looks):
