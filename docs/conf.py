@@ -16,7 +16,7 @@ author = "the jpipe authors"
 version = release = jpipe.__version__
 html_title = f"jpipe {release}"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 nb_execution_mode = "off"  # their stored outputs are shown; the tests run them
 nb_merge_streams = True
@@ -30,14 +30,50 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
 autoclass_content = "class"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # the signature has them
 
+TYPES = ("PyTree", "Batch", "Variables", "StageTree", "Item", "LossFn", "Policy", "Leaf", "Device", "AxisTypes")
+OTHERS = ("jax.Array", "optax.GradientTransformation", "optax.GradientTransformationExtraArgs")
+autodoc_type_aliases = {  # what a signature shows for a word in the code; they are on the page of the API, or below
+    **{name: name for name in (*TYPES, "Marked", "Frozen", "Use", *OTHERS)},
+    "Mesh": "jax.sharding.Mesh",
+    "Axes": "matplotlib.axes.Axes",
+    "Figure": "matplotlib.figure.Figure",
+}
+
+SITES = {
+    "python": "https://docs.python.org/3",
+    "jax": "https://docs.jax.dev/en/latest",
+    "flax": "https://flax.readthedocs.io/en/latest",
+    "flax-linen": "https://flax-linen.readthedocs.io/en/latest",
+    "optax": "https://optax.readthedocs.io/en/latest",
+    "matplotlib": "https://matplotlib.org/stable",
+}
+# The pages of the names that occur are listed in small files, so that a build needs no network.
+INVENTORIES = Path(__file__).with_name("inventories")
+intersphinx_mapping = {name: (site, f"inventories/{name}.txt") for name, site in SITES.items()}
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", ".*")]  # types of JAX, optax and Python have no pages here
+nitpick_ignore_regex = [("py:class", r"jpipe\.(execution|planning|schedules)\..*")]  # what tools alone read
+
+
+LINKED = {
+    *re.findall(r"^([\w.]+\.\w+) \w+ ", "\n".join(map(Path.read_text, INVENTORIES.glob("*.txt"))), re.MULTILINE),
+    *(f"jpipe.{name}" for name in jpipe.__all__),
+}
+
+
+def as_code(found):
+    """A name in backticks, as a link if its page is known."""
+    name = found[1]
+    page = name if not name.startswith("nnx.") else f"flax.{name}"
+    return f":py:obj:`{name} <{page}>`\\ " if page in LINKED else f"``{name}``\\ "
 
 
 def as_restructured_text(app, what, name, obj, options, lines):
@@ -50,7 +86,18 @@ def as_restructured_text(app, what, name, obj, options, lines):
             lines += [".. code-block:: python", ""]
         if what == "property" and i == 0:
             line = line.replace("`: ", "`, ")  # napoleon would take what is before a colon for a type
-        lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", line))
+        lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", as_code, line))
+
+
+READABLE = {r"TypeAliasForwardRef\('([\w.]+)'\)": r"\1", "<factory>": "{}", r"<function \w+>": "..."}
+"""What Sphinx writes for an alias within another type, and for defaults, as one would write it."""
+
+
+def as_readable(app, what, name, obj, options, signature, returned):
+    """A signature without what is no Python, which would have no links."""
+    for written, readable in READABLE.items():
+        signature, returned = (text and re.sub(written, readable, text) for text in (signature, returned))
+    return signature, returned
 
 
 def take_notebooks(app, config):
@@ -79,3 +126,4 @@ def setup(app):
     app.connect("config-inited", take_notebooks)
     app.connect("source-read", link_notebooks)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)
+    app.connect("autodoc-process-signature", as_readable)

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 import jpipe
+from jpipe.terminal import progress
 from view_chromium import chromium, find
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,8 @@ SLOW = {
     "llama-axes",
     "remat-and-schedule",
     "start",
+    "api",
+    "cheat-sheet",
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step"}
@@ -79,6 +82,7 @@ def as_started(monkeypatch):
     late = "jax_num_cpu_devices"  # eight are simulated already
     monkeypatch.setattr(jax.config, "update", lambda name, value: None if name == late else update(name, value))
     monkeypatch.setattr(jpipe, "initialize", lambda: True)  # backends have started; tests/test_processes.py runs it
+    monkeypatch.setattr(progress, "_chosen", None)  # a page that chooses does so for itself
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # a page that sets it sets it for itself
     with jax.numpy_dtype_promotion("standard"):
         yield
@@ -130,9 +134,28 @@ def test_tests_and_scripts_that_are_named_are_there(page):
         assert f"def {name}(" in tests, name
 
 
-def test_every_public_name_is_on_the_page_of_the_api():
-    shown = re.findall(r"auto(?:class|function):: (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+GIVEN_BY = {"TrainState": "create_state", "Partition": "partition", "Timeline": "simulate", "Profile": "profile"}
+"""Classes that users don't call, and what gives them."""
+
+
+def code_of(page):
+    return "\n".join(code for _, code, _ in blocks(page))
+
+
+def test_every_public_name_is_on_the_page_of_the_api_with_an_example():
+    page = DOCS / "api.md"
+    shown = re.findall(r"auto(?:class|function):: (\w+)$", page.read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(jpipe.__all__)
+    assert not [name for name in jpipe.__all__ if not re.search(rf"\b{GIVEN_BY.get(name, name)}\(", code_of(page))]
+
+
+def test_the_cheat_sheet_has_all_that_one_calls():
+    code = code_of(DOCS / "cheat-sheet.md")
+    assert not [name for name in jpipe.__all__ if name not in GIVEN_BY and f"jpipe.{name}(" not in code]
+    for kind in (jpipe.Pipeline, jpipe.Checkpointer, jpipe.Profile, jpipe.Shared, jpipe.Timeline):
+        fields, for_tools = set(kind.__annotations__), {"plan", "in_numbers"}
+        for name in {name for name in vars(kind) if name[0] != "_"} - fields - for_tools:
+            assert f".{name}" in code, f"{kind.__name__}.{name}"
 
 
 def test_the_readme_is_short():
