@@ -314,13 +314,18 @@ class Pipeline:
           batch: a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
             takes the loss as `value` (`reduce_on_plateau`) gets it.
-          variables: to start from others, such as `from_layer_variables(trees, batch)`; the first step donates them.
+          variables: to start from others, such as `from_layer_variables(trees, batch)`. The state gets a copy, so that
+            they outlive the first step, which donates it. Let go of them, and a copy takes no more than a step's
+            gradients will.
         """
         key = as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
             variables = self.init(key, batch)
-        checks.check_complete(self.plan, variables)
+        else:
+            checks.check_complete(self.plan, variables)
+            copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
+            variables = copied(self._placed(variables))
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
@@ -380,11 +385,14 @@ class Pipeline:
         checks.check_key(model, key)
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: bool) -> Any:
-        """What a jitted program gives; what lies on the host is put where it belongs, each stage's on its devices."""
-        placed = {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
-        arguments = placed, *batches.on_mesh(given, self.mesh)
+        """What a jitted program gives."""
+        arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:
             return done(jitted(*arguments, **options))
+
+    def _placed(self, variables: Variables) -> Variables:
+        """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
+        return {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
 
     @cached_property
     def _jit_init(self) -> Callable:
