@@ -153,6 +153,6 @@ def check_alive(what: str, tree: PyTree) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(
-                f"{what}: these arrays were donated to an earlier train_step, and are gone; go on with the state that it "
-                "returned, or keep a copy before a step: jax.tree.map(jnp.copy, state.variables)"
+                f"{what}: these arrays were donated to an earlier train_step, and are gone; go on with the state that "
+                "it returned, or keep a copy before a step: jax.tree.map(jnp.copy, state.variables)"
             )

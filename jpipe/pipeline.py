@@ -321,15 +321,15 @@ class Pipeline:
         key = as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
-            variables = self.init(key, batch)
+            own = self.init(key, batch)
         else:
             checks.check_complete(self.plan, variables)
-            copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
-            variables = copied(self._placed(variables))
+            copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
+            own: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"):
-            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(variables["params"])
+            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(own["params"])
         step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
-        return TrainState(step, variables, opt_state, key, tx)
+        return TrainState(step, own, opt_state, key, tx)
 
     def abstract_state(
         self, batch: Batch, tx: optax.GradientTransformation, key: jax.Array | None = None

@@ -104,5 +104,5 @@ def test_donated_arrays():
     array = jnp.ones(3)
     check_alive("state", {"a": array, "b": np.ones(3)})
     array.delete()
-    with pytest.raises(ValueError, match="state: these arrays were donated .* go on with the state that it returned"):
+    with pytest.raises(ValueError, match=r"state: these arrays were donated .* go on with the state that it returned"):
         check_alive("state", {"a": array})

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+import traceback
 import warnings
 
 import flax.linen as nn
@@ -216,6 +218,20 @@ class TestBatch:
             pipe.value_and_grad(variables, batch)
 
 
+class Residual(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(self.width)(x)
+
+
+class Untold(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5)(x)
+
+
 @pytest.mark.usefixtures("nothing_compiles")
 class TestLayers:
     """Layers that don't fit each other."""
@@ -223,13 +239,52 @@ class TestLayers:
     def test_both_layers_and_both_shapes_are_named(self, key):
         layers = [dense(), lambda rngs: nnx.Linear(5, 4, rngs=rngs)]
         with pytest.raises(
-            ValueError, match=r"(?s)layer 1 \(Linear\).*layer 0 \(Dense\) gives: float32\[4,4\].*\[5,4\]"
+            ValueError, match=r"(?s)layer 1 \(Linear\).*layer 0 \(Dense\) takes .* gives float32\[4,4\]\n.*\[5,4\]"
         ):
             make(layers).init(key, BATCH)
 
+    def test_the_layer_at_fault_is_named_with_its_line(self, key):
+        """A regression: "layer 1 can't take what layer 0 gives", where its own Dense was too wide, under 65 lines."""
+        with pytest.raises(ValueError) as info:
+            make([dense(), Residual(6), dense()]).init(key, BATCH)
+        first, *others = str(info.value).split("\n")
+        assert re.fullmatch(
+            r"layer 1 \(Residual\) raised TypeError at test_errors.py:\d+, `return x \+ nn\.Dense\(self\.width\)\(x\)`"
+            r": add got incompatible shapes .*: \(4, 4\), \(4, 6\)",
+            first,
+        )
+        held = "  the batch holds as inputs: float32[4,4]"
+        assert others == [held, "  layer 0 (Dense) takes float32[4,4], gives float32[4,4]"]
+        cause = info.value.__cause__
+        assert isinstance(cause, TypeError)
+        assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["__call__"]
+        assert len(traceback.format_exception(info.value)) < 20
+
+    def test_the_layer_that_changed_the_width_is_named(self, key):
+        """However many layers before: here the next ones take any."""
+        layers = [dense(), dense(6), jnp.tanh, jnp.sin, lambda rngs: nnx.Linear(4, 4, rngs=rngs)]
+        with pytest.raises(ValueError) as info:
+            make(layers).init(key, BATCH)
+        assert str(info.value).split("\n")[1:] == [
+            "  layer 1 (Dense) takes float32[4,4], gives float32[4,6]",
+            "  layer 3 (sin) takes float32[4,6], gives float32[4,6]",
+            "  layer 4 (Linear) has the parameters {'bias': float32[4], 'kernel': float32[4,4]}",
+        ]
+
+    def test_no_rngs_for_a_module(self, key):
+        """A regression: a raw error that named no layer."""
+        with pytest.raises(
+            TypeError, match=r"layers\[1\] raised TypeError at .*'rngs'; .* lambda rngs: Block\(width, "
+        ):
+            make([dense(), lambda rngs: nnx.Linear(4, 4)])
+
+    def test_dropout_that_is_not_told_whether_it_trains(self, key):
+        with pytest.raises(ValueError, match=r"layer 0 \(Untold\) raised .*Whether it trains, a layer is told by"):
+            make([Untold(), dense()]).init(key, BATCH)
+
     def test_wrong_number_of_arguments(self, key):
         pair = lambda x: (x, x)
-        with pytest.raises(ValueError, match=r"(?s)layer 1 \(Dense\).*layer 0 .* gives: \(float32\[4,4\], float32"):
+        with pytest.raises(ValueError, match=r"(?s)layer 1 \(Dense\).*layer 0 .* gives \(float32\[4,4\], float32"):
             make([pair, dense()]).init(key, BATCH)
 
     def test_first_layer_and_batch(self, key):
@@ -283,7 +338,7 @@ class Masked(nn.Module):
 @pytest.mark.usefixtures("nothing_compiles")
 def test_a_layer_that_wants_more_than_one_argument(key):
     for layers in ([Masked(), dense()], [dense(), Masked()]):
-        with pytest.raises(ValueError, match=r"Masked.*'mask'\. A layer before it can give a tuple.*jpipe\.reads"):
+        with pytest.raises(ValueError, match=r"Masked.*'mask'\. .* A layer before it can give a tuple.*jpipe\.reads"):
             make(layers).init(key, BATCH)
 
 
@@ -454,9 +509,11 @@ def test_arrays_that_were_donated():
     after, _ = pipe.train_step(state, BATCH)
     pipe.apply(after.variables, BATCH)
     for use in (pipe.apply, pipe.evaluate, pipe.value_and_grad):
-        with pytest.raises(ValueError, match=r"variables: .* donated to an earlier train_step, .*jax\.tree\.map\(jnp\.copy"):
+        with pytest.raises(
+            ValueError, match=r"variables: .* donated to an earlier train_step, .*jax\.tree\.map\(jnp\.copy"
+        ):
             use(state.variables, BATCH)
-    with pytest.raises(ValueError, match="variables: .* donated"):
+    with pytest.raises(ValueError, match=r"variables: .* donated"):
         pipe.layer_variables(state.variables)
 
 

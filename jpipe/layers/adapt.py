@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import ismethod
+from itertools import pairwise
 
 import flax.linen as nn
 from flax import nnx
 
-from jpipe.layers.base import AnyLayer, Layer, PlainLayer
+from jpipe.layers.base import AnyLayer, Layer, PlainLayer, is_same
 from jpipe.layers.connections import Marked, connect
 from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
 from jpipe.layers.frozen import Frozen, FrozenLayer
 from jpipe.layers.functions import signature_of
-from jpipe.layers.shared import Shared, Use
+from jpipe.layers.shared import Shared, Use, how_to_share
 
 
 def as_layers(layers: object) -> tuple[AnyLayer, ...]:
@@ -37,6 +39,9 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     _check_repeats(plain, opened is not layers)
     adapted = [_as_layer(layer, index) for index, layer in enumerate(plain)]
     check_variable_types([layer.inner if isinstance(layer, FrozenLayer) else layer for layer in adapted])
+    for index, first in _repeats(plain, adapted).items():
+        if isinstance(layer := adapted[index], LinenLayer):
+            adapted[index] = replace(layer, repeats=first)
     return connect(adapted, marks)
 
 
@@ -44,23 +49,49 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
-    what stands inside one `Shared` has.
+    what stands inside one `Shared` has. What a function encloses has other ones than a layer, if it has any.
     """
-    # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied.
-    owners: dict[int, tuple[int, Shared | None, bool]] = {}
+    # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied,
+    # whether it is a module.
+    owners: dict[int, tuple[int, Shared | None, bool, bool]] = {}
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
         module = module.layer if isinstance(module, Frozen) else module
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
+        is_module = isinstance(module, nn.Module | nnx.Module)
         for part in parts_of(module):
-            first, other, tied = owners.setdefault(id(part), (index, owner, ties))
-            if first != index and (ties or tied) and (owner is not other or not owner):
+            first, other, tied, was_module = owners.setdefault(id(part), (index, owner, ties, is_module))
+            if first != index and (ties or tied or is_module is not was_module) and (owner is not other or not owner):
+                held = part if isinstance(part, nn.Module) else layers[first] if was_module else module
+                kind = type(held.shared.layer if isinstance(held, Use) else held).__name__
                 raise ValueError(
                     f"layers[{index}] ({type(module).__name__}) is or holds the same {type(part).__name__} object as "
-                    f"layers[{first}]; wrap the layer once in jpipe.Shared, and use that, to have its parameters in "
-                    "both places; or make two modules"
+                    f"layers[{first}]; {how_to_share(kind)}; or make two modules"
                 )
+
+
+def _repeats(layers: Sequence[object], adapted: Sequence[AnyLayer]) -> dict[int, int]:
+    """Where linen modules stand once more as one would tie them, with the index at which each stands first.
+
+    `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own, and
+    `[embed, *blocks, embed]` isn't: what lies between the two stands in no other place of the list.
+    """
+    found: dict[int, int] = {}
+    kinds: list[int] = []  # of each layer: the first one that is the same function
+    places: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            places.setdefault(id(layer), []).append(index)
+    for first, *others in places.values():
+        for start, end in pairwise([first, *others]):
+            if end == start + 1:
+                continue
+            kinds = kinds or [next(j for j, other in enumerate(adapted) if is_same(other, layer)) for layer in adapted]
+            between, size = kinds[start + 1 : end], end - start - 1
+            if not any(kinds[i : i + size] == between for i in range(len(kinds)) if i != start + 1):
+                found[end] = first
+    return found
 
 
 def _as_layer(layer: object, index: int) -> AnyLayer:
@@ -85,11 +116,23 @@ def _as_layer(layer: object, index: int) -> AnyLayer:
             f"{function.__name__}(...), or for a class of nnx pass `lambda rngs: {function.__name__}(..., rngs=rngs)`"
         )
     if callable(layer):
+        _check_no_method(layer, index)
         return PlainLayer(getattr(function, "__name__", type(function).__name__), None, layer)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
     )
+
+
+def _check_no_method(layer: Callable, index: int) -> None:
+    """Refuses methods of modules, which have no parameters of their own to train."""
+    module = layer.__self__ if ismethod(layer) else None
+    if isinstance(module, nnx.Module) or (isinstance(module, nn.Module) and module.scope is None):
+        kind = type(module).__name__
+        raise TypeError(
+            f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters; "
+            f"{how_to_share(kind, layer.__name__)}"
+        )
 
 
 def _as_use(use: Use, index: int) -> AnyLayer:

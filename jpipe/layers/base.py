@@ -77,6 +77,11 @@ class AnyLayer(Protocol):
         ...
 
     @property
+    def repeats(self) -> int | None:
+        """The index of the first layer that is the same object, where one would think the two tied; else None."""
+        ...
+
+    @property
     def made_of(self) -> Sequence[object]:
         """What its function of (variables, inputs, context) and its variables' shapes follow from; see `is_same`."""
         ...
@@ -167,6 +172,7 @@ class Single:
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
+    repeats: int | None = None
 
     def to_item(self, variables: LayerVariables) -> Item:
         return variables

@@ -30,6 +30,7 @@ from jpipe.layers.base import (
     positional,
 )
 from jpipe.layers.shared import Shared
+from jpipe.seam.inside import raised
 from jpipe.types import Batch, PyTree
 
 Read = Callable[[Batch], PyTree]
@@ -189,6 +190,10 @@ class ConnectedLayer:
         return self.inner.shared
 
     @property
+    def repeats(self) -> int | None:
+        return self.inner.repeats
+
+    @property
     def made_of(self) -> Sequence[object]:
         connections = self.passing, self.stashes, self.pops, self.read, self.read_inputs
         return type(self.inner), self.inner.made_of, connections
@@ -244,8 +249,7 @@ class ConnectedLayer:
             if isinstance(error, LayerError) or (len(names) == 1 and not self.passing):
                 raise
             shown = f"({', '.join(names)}) = {describe(own)}" if len(names) > 1 else describe(own)
-            raised = f"It raised {type(error).__name__}: {error}"
-            raise LayerError(f"can't take what it is called with, {shown}. {raised}") from error
+            raise LayerError(f"raised {raised(error)}. It is called with {shown}") from error
 
 
 def _side_input(read: Read, batch: Batch) -> PyTree:

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from inspect import getclosurevars, isfunction
 from typing import TypeVar
 
 import flax.errors
@@ -31,6 +32,7 @@ from jpipe.layers.fingerprint import values_within
 from jpipe.layers.functions import ModeArguments, mode_arguments
 from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
+from jpipe.seam.inside import raised, shortened
 from jpipe.types import Batch, Leaf, PyTree
 
 Module = TypeVar("Module")
@@ -66,8 +68,17 @@ def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[
 def parts_of(layer: object) -> list[object]:
     """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
 
-    Anything else is its own only part; an nnx module without Variables has none.
+    A function's are itself and those of the modules that it names; an nnx module without Variables has none. Anything
+    else is its own only part.
     """
+    if isfunction(layer):
+        named: list[object] = []
+        with suppress(ValueError):  # a variable that isn't set yet
+            found = getclosurevars(layer)
+            named = [
+                v for v in (*found.nonlocals.values(), *found.globals.values()) if isinstance(v, nn.Module | nnx.Module)
+            ]
+        return [layer, *(part for module in named for part in parts_of(module))]
     if isinstance(layer, nnx.Module):
         variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
         return [variable for variable in variables if not isinstance(variable, nnx.RngState)]
@@ -247,8 +258,12 @@ class NnxLayer(Single):
         """
 
         def make(key: jax.Array) -> tuple[nnx.GraphDef[nnx.Module], nnx.State]:
-            with unsharded_creation():
-                module = factory(rngs=nnx.Rngs(key))
+            try:
+                with unsharded_creation():
+                    module = factory(rngs=nnx.Rngs(key))
+            except TypeError as error:
+                given = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
+                raise TypeError(f"layers[{index}] raised {raised(error)}; {given}") from shortened(error)
             if not isinstance(module, nnx.Module):
                 made = type(module).__name__
                 raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")

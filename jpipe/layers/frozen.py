@@ -83,6 +83,10 @@ class FrozenLayer:
         return self.inner.shared
 
     @property
+    def repeats(self) -> int | None:
+        return self.inner.repeats
+
+    @property
     def made_of(self) -> Sequence[object]:
         return type(self.inner), self.inner.made_of, self.where
 

@@ -45,6 +45,15 @@ class Shared:
         return Use(self, method)
 
 
+def how_to_share(kind: str, method: str = "") -> str:
+    """The words that tell how a module of the class `kind` has one set of parameters in two places."""
+    method = method or ("attend" if kind == "Embed" else "a_method")
+    return (
+        f"to have the same parameters in both places, wrap it once, tied = jpipe.Shared({kind}(...)), and put tied in "
+        f'both, or tied.using("{method}") where that method is to be called'
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Use:
     """A shared layer where it is called through `method`, or as usual if that is None."""

@@ -6,9 +6,9 @@ same shapes are traced once and form a group (`jpipe.model.groups`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
+from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import (
     DEFAULT_RULES,
@@ -34,7 +35,7 @@ from jpipe.model.groups import (
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
-from jpipe.seam.inside import line_raised_at
+from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument
 from jpipe.types import Batch, PyTree, Shapes
@@ -63,7 +64,7 @@ def trace_model(
     inputs = _read(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
-    takes, takes_at = (), []
+    takes, takes_at, path = (), [], []  # the group of each layer so far
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
         same = lambda g, x=takes, at=takes_at, layer=layer: (
@@ -72,17 +73,17 @@ def trace_model(
         g = None if last else next((g for g, group in enumerate(groups) if same(group)), None)
         if g is None:
             g = len(groups)
-            before = f"layer {index - 1} ({layers[index - 1].name}) gives" if index else "the batch holds as inputs"
-            called_with = f"{before}: {describe(takes if index else inputs)}"
+            way_here = partial(_way_here, layers, inputs, [groups[at] for at in path])
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
-            group = _trace_layer((index, layer, called_with), takes, takes_at, batch, variables, splits, rules)
+            group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules)
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         else:
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
         takes, takes_at = groups[g].gives, groups[g].gives_at
+        path.append(g)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -109,7 +110,7 @@ def _asked(group: LayerGroup) -> set[str]:
 
 
 def _trace_layer(
-    place: tuple[int, AnyLayer, str],
+    place: tuple[int, AnyLayer, Callable[[], str]],
     takes: Shapes,
     takes_at: list[Sharding],
     batch: Shapes,
@@ -120,14 +121,14 @@ def _trace_layer(
     """The group of a layer that is the first of its group.
 
     Args:
-      place: its index, the layer, and for errors who calls it with what.
+      place: its index, the layer, and for errors what tells how its inputs came about.
       takes, takes_at: what it is called with, and how that lies.
       batch: the shapes of the micro-batch.
       shared: its variables, if another layer made them.
       splits: what arrays are split over.
       rules: what becomes of collections other than parameters.
     """
-    index, layer, called_with = place
+    index, layer, way_here = place
     name = f"layer {index} ({layer.name})"
     variables: dict[str, Shapes] = {}
     try:
@@ -145,9 +146,12 @@ def _trace_layer(
         jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
         asked = layer.partition_specs(variables)
     except LayerError as error:
-        raise ValueError(f"{name} {error}") from error
+        raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
     except Exception as error:
-        raise ValueError(f"{name} {_fault(name, called_with, variables, error)}") from error
+        own = f"\n  {name} has the parameters {describe(variables['params'])}" if "params" in variables else ""
+        again = f"\n  It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
+        said = f"{_fault(error)}\n  {way_here()}{own}{again if layer.repeats is not None else ''}"
+        raise ValueError(f"{name} {said}") from shortened(error)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
     try:
@@ -207,7 +211,7 @@ def _trace_call(
     return jaxpr, _strong(gives), uses(jaxpr)[0]
 
 
-@functools.cache
+@cache
 def _io_effects() -> frozenset[object]:
     """The effects of a jaxpr that has to call back into Python, once for every call, or in order."""
 
@@ -267,20 +271,34 @@ def _category(dtype: jnp.dtype) -> object:
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _fault(name: str, called_with: str, variables: dict[str, Shapes], error: Exception) -> str:
+def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[LayerGroup]) -> str:
+    """What the next layer is called with: as the layer before it gives it, and the last one that changed its shapes.
+
+    Args:
+      layers: all of them.
+      inputs: what the first one takes.
+      before: the groups of those before.
+    """
+    lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
+    for index, group in enumerate(before):
+        changed = not same_type(takes, group.gives)
+        line = f"layer {index} ({layers[index].name}) takes {describe(takes)}, gives {describe(group.gives)}"
+        lines, takes = [*([] if changed else lines[:1]), line], group.gives
+    return "\n  ".join(lines)
+
+
+def _fault(error: Exception) -> str:
     """What is to be said of an error that a layer raised."""
-    own = f"; parameters of {name}: {describe(variables['params'])}" if "params" in variables else ""
-    line = line_raised_at(error)
-    raised = f"It raised {type(error).__name__}{f' at {line}' if line else ''}: {error}"
     if is_of_a_constraint(error):
         return (
-            f"constrains an array to be split as it can't be. {raised.rstrip('.')}. Name as many axes as the array has "
-            "dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions that Flax "
-            "makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
+            f"constrains an array to be split as it can't be. It raised {raised(error)}. Name as many axes as the "
+            "array has dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions "
+            "that Flax makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
         )
     if lacks_an_argument(error):
-        raised += (
-            ". A layer before it can give a tuple, which is passed as positional arguments; what the batch holds is "
-            'read by jpipe.reads(layer, lambda batch: batch["mask"])'
+        return (
+            f"raised {raised(error)}. Whether it trains, a layer is told by an argument called deterministic, train, "
+            "training, is_training or use_running_average. A layer before it can give a tuple, which is passed as "
+            'positional arguments; what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
-    return f"can't take what {called_with}{own}. {raised}"
+    return f"raised {raised(error)}"

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from jpipe.layers.base import describe
+from jpipe.layers.shared import how_to_share
 from jpipe.memory.layout import Layout, make_layouts
-from jpipe.model.groups import Model, same_type, unrolled
+from jpipe.model.groups import Model, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
@@ -130,12 +131,13 @@ def make_plan(
       ValueError: the request has a rule for a collection that no layer has.
 
     Warns:
-      UserWarning: the loss's weight depends on the model's outputs; nothing is split over a mesh axis; a layer alone
-        costs more than the share of a stage, and the model more than next to nothing; or it has a part whose FLOPs
-        can't be counted.
+      UserWarning: the loss's weight depends on the model's outputs; a module looks tied and isn't; nothing is split
+        over a mesh axis; a layer alone costs more than the share of a stage, and the model more than next to nothing;
+        or it has a part whose FLOPs can't be counted.
     """
     check_collections(request.merge, model.groups)
     loss.warn_of_moving_weight()
+    _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
     costs = layer_costs(model, trace_layers(), measure.unit, request.mesh) if measure else []
@@ -151,6 +153,21 @@ def make_plan(
 
 def _cut(request: Request, costs: Sequence[float]) -> Partition:
     return cut_layers(request.balance, costs, request.schedule.num_stages, request.schedule.num_chunks)
+
+
+def _warn_of_untied(request: Request, model: Model) -> None:
+    """Names the linen modules that stand in several places with as many sets of parameters, as if they had one."""
+    places: dict[int, list[str]] = {}
+    params = lambda index: model.group_at(index).variables.get("params", {})
+    for index, layer in enumerate(request.layers):
+        if (first := layer.repeats) is not None and params(index) and same_shapes(params(index), params(first)):
+            places.setdefault(first, []).append(f"layer {index}")
+    for first, others in places.items():
+        kind = request.layers[first].name
+        warn_user(
+            f"layer {first} ({kind}) stands in the list again as {', '.join(others)}, each with parameters of its own; "
+            f"{how_to_share(kind)}; for parameters of their own, make a module for each"
+        )
 
 
 def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss) -> None:

@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from linecache import getline
 from pathlib import Path
-from traceback import walk_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -130,11 +131,37 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
     return next((f"{Path(frame.file_name).name}:{frame.line_num}" for frame in users), "")
 
 
-def line_raised_at(error: Exception) -> str:
-    """The innermost of the user's lines that an error went through, as "model.py:12"; empty without one."""
-    frames = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    users = [(file, number) for file, number in frames if not file.startswith(_LIBRARIES)]
-    return next((f"{Path(file).name}:{number}" for file, number in reversed(users)), "")
+def raised(error: Exception) -> str:
+    """An error in words, with the innermost of the user's lines that it went through: its number and what it says."""
+    *_, found = ("", *_users_frames(error))
+    at = ""
+    if isinstance(found, TracebackType):
+        file, number = found.tb_frame.f_code.co_filename, found.tb_lineno
+        code = getline(file, number, found.tb_frame.f_globals).strip()
+        at = f" at {Path(file).name}:{number}" + f", `{code:.80}`" * bool(code)
+    return f"{type(error).__name__}{at}: {str(error).rstrip('.')}"
+
+
+def shortened(error: BaseException) -> BaseException:
+    """The error with only the user's frames in its traceback, unless `jax_traceback_filtering` is "off"."""
+    if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
+        short = None
+        for frame in reversed(_users_frames(error)):
+            short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = short
+        if before := error.__cause__ or error.__context__:
+            shortened(before)
+    return error
+
+
+def _users_frames(error: BaseException) -> list[TracebackType]:
+    """The user's entries of an error's traceback, the innermost last."""
+    found, entry = [], error.__traceback__
+    while entry:
+        if not entry.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            found.append(entry)
+        entry = entry.tb_next
+    return found
 
 
 _FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]

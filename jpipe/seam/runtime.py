@@ -87,12 +87,13 @@ def before_threads_end(function: Callable[[], object]) -> None:
 
 
 def lacks_an_argument(error: Exception) -> bool:
-    """Whether Python raised this because a function was called with too few arguments.
+    """Whether Python or Flax raised this because a function was called with too few arguments.
 
     By its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error of
     a layer that takes more than the one before it gives lacks a hint.
     """
-    return isinstance(error, TypeError) and "required positional argument" in str(error)
+    words = {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"}
+    return any(isinstance(error, kind) and word in str(error) for kind, word in words.items())
 
 
 def is_of_a_constraint(error: Exception) -> bool:

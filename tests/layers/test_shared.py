@@ -174,7 +174,13 @@ def test_uses_given_different_parameters():
 
 
 EMBED = nn.Embed(4, 4)
-TWICE = r"layers\[1\] \(Embed\) is or holds the same Embed object as layers\[0\]; wrap the layer once in jpipe.Shared"
+TWICE = r"layers\[1\] \(Embed\) is or holds the same Embed object as layers\[0\]; .*tied = jpipe\.Shared\(Embed\("
+
+
+NNX_EMBED = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+METHOD = (
+    r"layers\[1\] is the method 'attend' of a module \(Embed\), .*tied = jpipe\.Shared\(Embed\(.*using\(\"attend\"\)"
+)
 
 
 class Tied(nn.Module):
@@ -215,6 +221,13 @@ def nnx_tied():
             ValueError,
             r"layers\[1\] \(Tied\) is or holds the same Embed object as layers\[0\]",
         ),
+        (
+            lambda: [EMBED, lambda x: EMBED.attend(x)],
+            ValueError,
+            r"layers\[1\] \(function\) is or holds the same Embed object as layers\[0\]; .*tied\.using\(\"attend\"\)",
+        ),
+        (lambda: [EMBED, EMBED.attend], TypeError, METHOD),
+        (lambda: [NNX_EMBED, NNX_EMBED.attend], TypeError, METHOD),
         (nnx_tied, ValueError, r"layers\[1\] \(NnxTied\) is or holds the same Param object as layers\[0\]"),
         (
             lambda: [jpipe.Shared(EMBED).using("transpose")],

@@ -1,6 +1,7 @@
 """Each entry of the seam to JAX does what it says in this version of JAX; a failure names what has changed."""
 
 import re
+import traceback
 from pathlib import Path
 
 import jax
@@ -79,11 +80,32 @@ def test_scan_counts():
     assert inside.scan_counts(equation) == (2, 1), f"{CHANGED} scan_counts"
 
 
-def test_line_raised_at():
+def wrong(x):
+    return jnp.dot(x, jnp.ones(5))
+
+
+def test_an_error_in_words():
     with pytest.raises(TypeError) as caught:
-        jax.make_jaxpr(lambda x: jnp.dot(x, jnp.ones(5)))(jnp.ones(4))
-    assert re.fullmatch(r"test_inside.py:\d+", inside.line_raised_at(caught.value))
-    assert inside.line_raised_at(ValueError("of no line")) == ""
+        jax.make_jaxpr(wrong)(jnp.ones(4))
+    line = r"TypeError at test_inside\.py:\d+, `return jnp\.dot\(x, jnp\.ones\(5\)\)`: .*"
+    assert re.fullmatch(line, inside.raised(caught.value))
+    assert inside.raised(ValueError("of no line.")) == "ValueError: of no line"
+
+
+@pytest.mark.parametrize("filtering", ["auto", "off"])
+def test_an_error_with_the_users_frames_alone(filtering):
+    with jax.enable_x64(False), pytest.raises(TypeError) as caught:
+        jax.make_jaxpr(wrong)(jnp.ones(4))
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", filtering)
+    try:
+        error = inside.shortened(caught.value)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    frames = traceback.extract_tb(error.__traceback__)
+    assert error is caught.value
+    assert (len(frames) == 2) is (filtering == "auto")
+    assert frames[-1].name == "wrong" or filtering == "off"
 
 
 def test_scope_of():

@@ -8,7 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
@@ -124,6 +126,9 @@ def test_a_call_that_lacks_an_argument():
     of_few, of_many = raised(lambda: (lambda a, b: a)(1)), raised(lambda: (lambda a: a)(1, 2))
     assert runtime.lacks_an_argument(of_few), f"Python says otherwise that an argument lacks: {of_few}"
     assert not runtime.lacks_an_argument(of_many)
+    with pytest.raises(ValueError) as caught:
+        nn.Dropout(0.5).apply({}, jnp.ones(3))
+    assert runtime.lacks_an_argument(caught.value), f"Flax says otherwise that it isn't told the mode: {caught.value}"
     assert not runtime.lacks_an_argument(ValueError("missing 1 required positional argument: 'b'"))
 
 
