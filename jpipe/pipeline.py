@@ -314,9 +314,7 @@ class Pipeline:
           batch: a batch `[B, ...]`, as for training.
           tx: any optax transformation; see `jpipe.per_layer` for those that look at single parameters. One that
             takes the loss as `value` (`reduce_on_plateau`) gets it.
-          variables: to start from others, such as `from_layer_variables(trees, batch)`. The state gets a copy, so that
-            they outlive the first step, which donates it. Let go of them, and a copy takes no more than a step's
-            gradients will.
+          variables: to start from others, such as `from_layer_variables(trees, batch)`; the state gets a copy of them.
         """
         key = as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
