@@ -283,6 +283,7 @@ class Losses(nnx.Variable):
     """Losses of layers, which nothing would add up."""
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
@@ -297,6 +298,7 @@ def test_sown_losses_are_refused_with_a_remedy(layer, what):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_sown_intermediates_are_nobodys():
     """As in Flax, where training asks for no such collection."""
     pipe = jpipe.Pipeline(
