@@ -8,6 +8,8 @@ divided at the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,7 @@ from jpipe.partitioner.shardings import replicated
 from jpipe.types import Batch
 
 
-def loss_scales(step: Step, batch: Batch) -> list[jax.Array]:
+def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
     """The cotangents of the sums of the loss's terms, W_0 / W_t; the sums of all gradients are then divided by W_0.
 
     Args:
@@ -29,7 +31,7 @@ def loss_scales(step: Step, batch: Batch) -> list[jax.Array]:
     """
     loss, axes = step.loss, step.model.axes
     if loss is None or loss.weights is None:
-        return [jnp.ones(())]
+        return [1.0]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
     by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)

@@ -10,7 +10,7 @@ that the stage doesn't have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -112,7 +112,7 @@ class Stage:
     batch: Batch
     key: Key | None
     only: jax.Array | None
-    scales: list[jax.Array]
+    scales: Sequence[jax.Array | float]
     shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 
@@ -159,7 +159,7 @@ class Stage:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             if turn.g == step.model.last:
                 sums = step.functions[turn.g].differentiated(step.outputs)
-                cotangents = [scale.astype(total.dtype) for scale, total in zip(self.scales, sums, strict=True)]
+                cotangents = [jnp.asarray(a, total.dtype) for a, total in zip(self.scales, sums, strict=True)]
             else:
                 cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
             return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
