@@ -34,6 +34,7 @@ SLOW = {
     "meshes",
     "llama-axes",
     "remat-and-schedule",
+    "recipes",
     "start",
     "api",
     "cheat-sheet",
