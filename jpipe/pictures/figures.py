@@ -76,11 +76,12 @@ def compare(
     num_chunks: int = 2,
     unit: str | None = None,
     width: float | None = None,
+    memory: bool = True,
     **times: Any,
 ) -> Figure:
     """Draws schedules below each other on one time axis, each over what its stages hold, all on the same scale.
 
-        jpipe.compare(["naive", "gpipe", "1f1b", "interleaved"], num_stages=4, num_microbatches=8)
+        jpipe.compare(["gpipe", "1f1b", "interleaved"], num_stages=4, num_microbatches=8)
 
     Args:
       schedules: names (as for `make_schedule`), schedules or timelines.
@@ -90,6 +91,7 @@ def compare(
       num_chunks: V, for the name "interleaved".
       unit: of the times, such as "ms".
       width: of the picture in inches; default: as its bars need. With 6 its texts can be read on a telephone.
+      memory: whether what stages hold is drawn.
       **times: `forward`, `backward` and `recompute` of `simulate`, for names and schedules.
 
     Returns:
@@ -116,7 +118,7 @@ def compare(
             item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
         return simulate(item, **times)
 
-    return _draw(list(map(timeline_of, schedules)), path, unit, width)
+    return _draw(list(map(timeline_of, schedules)), path, unit, width=width, memory=memory)
 
 
 def check_matplotlib() -> None:
@@ -127,11 +129,14 @@ def check_matplotlib() -> None:
         raise ImportError("pictures of schedules need matplotlib; pip install 'jpipe[plot]'") from error
 
 
-def _draw(timelines: Sequence[Timeline], path: Target, unit: str | None, width: float | None = None) -> Figure:
+def _draw(
+    timelines: Sequence[Timeline], path: Target, unit: str | None, *, width: float | None = None, memory: bool = True
+) -> Figure:
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
     from jpipe.pictures.gantt import draw_gantt, draw_memory, peak
 
-    panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + timeline.schedule.trains]]
+    both = lambda timeline: memory and timeline.schedule.trains
+    panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + both(timeline)]]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
     size = (width or _width(timelines), sum(heights) + 0.25 * len(timelines) + 0.06 * len(panels) + 0.7)
     figure = new_figure(path, size)
@@ -150,7 +155,7 @@ def _draw(timelines: Sequence[Timeline], path: Target, unit: str | None, width: 
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(_time_label(timelines, unit), fontsize=palette.TEXT)
-    return finish(figure, timelines, path, memory=any(timeline.schedule.trains for timeline in timelines))
+    return finish(figure, timelines, path, memory=any(map(both, timelines)))
 
 
 def finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memory: bool = False) -> Figure:

@@ -20,6 +20,7 @@ from jpipe.pictures import palette
 from jpipe.pictures.bars import corners
 from jpipe.schedules.simulate import Timeline, simulate
 
+ROOT = Path(__file__).parents[2]
 NAMES = ["naive", "gpipe", "1f1b", "interleaved"]
 SIZES = [("1f1b", 4, 8, 1), ("gpipe", 4, 8, 1), ("interleaved", 4, 8, 2), ("1f1b", 16, 64, 1), ("gpipe", 16, 64, 1)]
 
@@ -128,6 +129,13 @@ def test_compare_takes_names_schedules_and_timelines(tmp_path):
     assert figure.axes[0].get_xlim() == (0, timeline.makespan)
 
 
+def test_compare_without_memory_and_as_wide_as_wished():
+    figure = jpipe.compare(NAMES[1:], num_stages=3, num_microbatches=4, memory=False, width=6)
+    assert len(figure.axes) == 3 and figure.get_figwidth() == 6
+    assert "micro-batches in flight" not in [text.get_text() for text in figure.legends[0].get_texts()]
+    check_texts(figure)
+
+
 @pytest.mark.parametrize(
     ("items", "sizes", "error", "message"),
     [
@@ -167,7 +175,7 @@ def test_no_text_of_a_comparison_leaves_its_bar_or_the_picture():
 
 def test_the_picture_in_the_readme_is_drawn(tmp_path):
     """By its script, whose words lie between titles and bars, and can be read on a telephone, 390 pixels wide."""
-    figure = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
+    figure = runpy.run_path(str(ROOT / "examples" / "schedules.py"))["draw"](tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 0
     renderer = rendered(figure).get_renderer()
     for axes in figure.axes[::2]:
@@ -177,6 +185,24 @@ def test_the_picture_in_the_readme_is_drawn(tmp_path):
     check_texts(figure)
     smallest = min(text.get_fontsize() for axes in figure.axes for text in [axes.yaxis.label, *axes.get_yticklabels()])
     assert smallest * 358 / (72 * figure.get_figwidth()) >= 7, "pixels on a telephone"
+
+
+DRAWN = {
+    "schedules": ("examples/schedules.png",),
+    "concepts": [f"docs/concepts-{name}.png" for name in ("bubble", "microbatches", "memory", "chunks")],
+}
+
+
+@pytest.mark.parametrize("script", DRAWN)
+def test_pictures_of_the_docs_are_what_their_scripts_draw(script, tmp_path):
+    """To a few pixels in a hundred, as fonts and lines differ by matplotlib's version."""
+    draw = runpy.run_path(str(ROOT / "examples" / f"{script}.py"))["draw"]
+    draw(tmp_path / "schedules.png" if script == "schedules" else tmp_path)
+    for stored in DRAWN[script]:
+        old, new = pyplot.imread(ROOT / stored), pyplot.imread(tmp_path / Path(stored).name)
+        assert old.shape == new.shape, stored
+        assert np.abs(old - new).max(-1).astype(bool).mean() < 0.03, f"run examples/{script}.py"
+        assert (old[..., 3] == 1).all(), "opaque, so that it can be read on a dark page"
 
 
 def check_texts(figure) -> None:
@@ -201,9 +227,9 @@ def check_texts(figure) -> None:
     for one, other in itertools.combinations(boxes, 2):
         width, height = np.minimum(one.max, other.max) - np.maximum(one.min, other.min)
         assert width <= 0 or height <= 2, "texts on each other"  # boxes have some room above and below their letters
-    for gantt, memory in zip(gantts, memories, strict=True):
+    for gantt, memory in itertools.zip_longest(gantts, memories):
         end = max(bar[2] for bar in drawn_bars(gantt)["bubble"])
-        for axes, box in itertools.product((gantt, memory), boxes):
+        for axes, box in itertools.product((gantt, memory or gantt), boxes):
             (left, low), (right, high) = np.sort(
                 axes.transData.transform([(0, axes.get_ylim()[0]), (end, -0.5)]), axis=0
             )
