@@ -7,6 +7,7 @@ lines that their index begins with.
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -121,7 +122,11 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def headings(page):
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return anchors(page.read_text())
+
+
+def anchors(text):
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
@@ -159,6 +164,17 @@ def test_the_cheat_sheet_has_all_that_one_calls():
             assert f".{name}" in code, f"{kind.__name__}.{name}"
 
 
+def test_headline_numbers_are_those_of_the_sections_that_they_link_to():
+    text = (DOCS / "numbers.md").read_text()
+    sections = {anchors(part)[0]: part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]}
+    row = r"^\| \*\*([\d.]+)[^|]*\|[^|]*\| `([\w/.]+)`, \[below\]\(#([\w-]+)\) \|$"
+    found = re.findall(row, text, re.MULTILINE)
+    assert len(found) == 4
+    for figure, script, section in found:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", sections[section]), figure
+        assert script in sections[section]
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
@@ -189,12 +205,14 @@ def test_the_site_has_the_playground_and_the_notebooks_in_order(site):
 
 
 @pytest.mark.slow
-def test_no_page_is_wider_than_a_telephone(site):
-    """What is wider, a table or a line of code, scrolls in a box of its own."""
+def test_no_page_is_wider_than_a_telephone_and_no_table_than_its_page(site):
+    """What is wider than a telephone, a table or a line of code, scrolls in a box of its own."""
+    too_wide = "[...document.querySelectorAll('.table-wrapper')].filter(e => e.scrollWidth > e.clientWidth).length"
     with chromium(find()) as browser:
-        browser.appear(width=390)
-        for path in sorted(site.rglob("*.html")):
+        for width, path in itertools.product((390, 1280), sorted(site.rglob("*.html"))):
+            browser.appear(width=width)
             browser.call("Page.navigate", url="about:blank")
             browser.call("Page.navigate", url=path.as_uri())
             browser.wait("document.readyState === 'complete'")
-            assert browser.get("document.documentElement.scrollWidth") == 390, path
+            assert browser.get("document.documentElement.scrollWidth") == width, path
+            assert width == 390 or browser.get(too_wide) == 0, path
