@@ -16,6 +16,7 @@ from jpipe.layers.base import AnyLayer
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
+from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 
@@ -116,6 +117,19 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
                 f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
                 "apply"
             )
+
+
+def check_callable(**functions: object) -> None:
+    """Checks that arguments are functions."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name}={function!r} is not callable; pass a function")
+
+
+def check_trains(schedule: Schedule) -> None:
+    """Checks that a schedule has backward actions."""
+    if not schedule.trains:
+        raise ValueError(f"schedule {schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
 
 
 def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:

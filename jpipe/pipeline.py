@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,6 +43,7 @@ from jpipe.types import Batch, PyTree
 
 if TYPE_CHECKING:
     from jpipe.profiling.communication import Communication
+    from jpipe.view.page import Page
 
 saving.register()
 
@@ -112,13 +114,10 @@ class Pipeline:
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
-        for name, function in (("loss_fn", loss_fn), ("inputs", inputs)):
-            if not callable(function):
-                raise TypeError(f"{name}={function!r} is not callable; pass a function")
+        checks.check_callable(loss_fn=loss_fn, inputs=inputs)
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
-        if not self.schedule.trains:
-            raise ValueError(f"schedule {self.schedule.name!r} has no backward actions, so it can't train; use '1f1b'")
+        checks.check_trains(self.schedule)
         checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
@@ -161,8 +160,7 @@ class Pipeline:
     def partition(self) -> Partition:
         """Which layers each virtual stage has, and what they cost. Virtual stage s is chunk s // K of stage s % K.
 
-        Raises:
-          ValueError: the costs follow from shapes, and no batch was seen yet.
+        A ValueError if costs follow from shapes, and no batch was seen yet.
         """
         return self.planner.partition
 
@@ -196,13 +194,10 @@ class Pipeline:
     # --- variables ---
 
     def init(self, key: jax.Array, batch: Batch) -> Variables:
-        """New variables, each stage's made on its own devices.
+        """New variables by collection, `{"params": ..., "batch_stats": ...}`, each stage's made on its own devices.
 
         Args:
           key, batch: a random key; a batch `[B, ...]` (values don't matter), as for training.
-
-        Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`.
         """
         plan = self.planner.plan_for(batch)
         key = as_key(key)
@@ -257,8 +252,7 @@ class Pipeline:
         """Loss and gradients of the whole batch `[B, ...]`, as `jax.value_and_grad(..., has_aux=True)`.
 
         Args:
-          variables: the variables by collection.
-          batch: pytree of arrays.
+          variables, batch: the variables by collection; a pytree of arrays.
           key: a random key, if a layer draws random numbers (dropout).
 
         Returns:
@@ -271,11 +265,7 @@ class Pipeline:
         return (loss, updates), grads
 
     def apply(self, variables: Variables, batch: Batch) -> PyTree:
-        """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only.
-
-        Args:
-          variables, batch: the variables by collection; a batch as for training, or the bare inputs.
-        """
+        """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only; of a batch or of bare inputs."""
         checks.check_is_variables(variables)
         request, seen = self.planner.request, self.planner.plan_for(batch).traced
         bare = batches.is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
@@ -303,6 +293,17 @@ class Pipeline:
         from jpipe.profiling.communication import communication
 
         return communication(self.planner, batch, repr(self))
+
+    def view(self, batch: Batch = None, *, path: str | PathLike[str] | None = None) -> Page:
+        """A page of sliders with this pipeline's stages, costs and bytes, an HTML file. Nothing is computed for it.
+
+        Args:
+          batch: a batch `[B, ...]` or its shapes; default: the first that was seen.
+          path: of the file; default: a temporary one. A browser opens it if it can, a notebook shows the result.
+        """
+        from jpipe.view import facts, page
+
+        return page.show(facts.facts_of(self.planner, repr(self), batch), path)
 
     def create_state(
         self, key: jax.Array, batch: Batch, tx: optax.GradientTransformation, variables: Variables | None = None

@@ -68,16 +68,17 @@ MAY_IMPORT = {
         "training",
         "execution",
         "pictures",
+        "view",
         "pipeline",
         "checks",
     },
-    "view": set(),
+    "view": {"jax_tools", "schedules", "model", "memory", "planning", "execution", "pictures"},
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types
     "jpipe.schedules.schedule": {"jpipe.pictures.figures"},
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
-    "jpipe.pipeline": {"jpipe.profiling.communication"},
+    "jpipe.pipeline": {"jpipe.profiling.communication", "jpipe.view.facts", "jpipe.view.page"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -255,7 +256,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 10085
+MOST_LINES = 10275
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

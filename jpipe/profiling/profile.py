@@ -20,12 +20,14 @@ from jpipe.profiling.device_memory import Memory, memory_of
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.layer_times import measure_layers
 from jpipe.profiling.measure import Program, measure
-from jpipe.profiling.prediction import StageTimes, fit
+from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
+from jpipe.view.facts import PipelineFacts, facts_of
+from jpipe.view.page import Page, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +50,7 @@ class Profile:
       memory: bytes on a device.
       findings: in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
+      facts: the pipeline's numbers, with these times, for `view`.
     """
 
     schedule: Schedule = field(repr=False)
@@ -62,6 +65,7 @@ class Profile:
     memory: Memory
     findings: tuple[Finding, ...]
     predicted: Timeline = field(repr=False)
+    facts: PipelineFacts = field(repr=False)
 
     def __repr__(self) -> str:
         return f"<Profile of {self.schedule.title}; step {1e3 * self.step:.3g} ms, {len(self.findings)} findings>"
@@ -107,6 +111,10 @@ class Profile:
         from jpipe.profiling.picture import draw
 
         return draw(self.slices, self.stages, self.predicted, path)
+
+    def view(self, *, path: str | os.PathLike[str] | None = None) -> Page:
+        """The page of `pipe.view()` with the stages' times as measured, and the bytes of this state's optimiser."""
+        return show(self.facts, path)
 
 
 def profile(
@@ -158,6 +166,7 @@ def profile(
         around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
         model = fit(pipe.schedule, stages, **around, step=measured.step)
         sizes = microbatch_sizes(planner, batch, model, times, others)
+        memory = memory_of(program, state)
         return Profile(
             schedule=pipe.schedule,
             partition=pipe.partition,
@@ -168,10 +177,25 @@ def profile(
             contention=model.contention,
             noise=measured.noise,
             sizes=sizes,
-            memory=memory_of(program, state),
+            memory=memory,
             findings=find(planner, model, times, sizes, measured.noise),
             predicted=stages.timeline(pipe.schedule),
+            facts=_measured(facts_of(planner, repr(pipe), batch), stages, memory),
         )
+
+
+def _measured(of: PipelineFacts, stages: StageTimes, memory: Memory) -> PipelineFacts:
+    """A pipeline's numbers with times and an optimiser's bytes as measured."""
+    unit = stages.scaled([MILLISECONDS] * of.num_stages)
+    return replace(
+        of,
+        unit="ms",
+        times="Times are measured, of each stage alone.",
+        forward=unit.forward,
+        backward=tuple(map(sum, zip(unit.backward, unit.recompute, strict=True))),
+        recompute=unit.recompute,
+        optimizer=of.parameters.scaled(memory.optimizer),
+    )
 
 
 def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> None:

@@ -2,12 +2,12 @@
 
 import argparse
 import shutil
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from jpipe import __version__
-from jpipe.view.server import PAGE, address_of, make_server
+from jpipe.view.page import PAGE, checked, open_browser
+from jpipe.view.server import address_of, make_server
 
 PORT = 8427  # the same everywhere, so that a colleague's address works here
 
@@ -50,11 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _save(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"--save {path} is a folder; name a file in it, as {path / 'pipeline.html'}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--save {path}: there is no folder {path.parent}; make it first")
-    shutil.copyfile(PAGE, path)
+    shutil.copyfile(PAGE, checked(path, "--save "))
     print(f"wrote {path}: one file, open it in any browser")
 
 
@@ -62,7 +58,7 @@ def _serve(port: int, *, browser: bool) -> None:
     with make_server(port) as server:
         address = address_of(server)
         print(f"jpipe view: {address} (Ctrl+C stops it)", flush=True)
-        if browser and not _open(address):
+        if browser and not open_browser(address):
             print(
                 "No browser could be opened. Open the address in one on this machine; from another machine first run "
                 f"`ssh -L {server.server_address[1]}:127.0.0.1:{server.server_address[1]} HOST` there, or take the "
@@ -73,10 +69,3 @@ def _serve(port: int, *, browser: bool) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
-
-
-def _open(address: str) -> bool:
-    try:
-        return webbrowser.open(address)
-    except webbrowser.Error:
-        return False

@@ -9,11 +9,11 @@ import os
 from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import BinaryIO
 
+from jpipe.view.page import PAGE
+
 HOST = "127.0.0.1"
-PAGE = Path(__file__).with_name("page.html")
 
 
 class _Handler(SimpleHTTPRequestHandler):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from jpipe.view import command
-from jpipe.view.server import HOST, PAGE
+from jpipe.view.page import PAGE
+from jpipe.view.server import HOST
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +52,7 @@ def stop_at_once(monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("socketserver.BaseServer.serve_forever", interrupted)
+    monkeypatch.setenv("DISPLAY", ":0")
 
 
 def test_the_browser_is_sent_to_the_address(monkeypatch, capsys):

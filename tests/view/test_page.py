@@ -4,7 +4,12 @@ import functools
 import json
 import random
 import re
+import sys
+import tempfile
+import webbrowser
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +22,9 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 from jpipe.schedules.ticks import lower
-from jpipe.view.server import PAGE
+from jpipe.view.facts import Held, PipelineFacts, Rows
+from jpipe.view.page import NO_FACTS, PAGE, show
+from jpipe.view.page import Page as Written
 from view_chromium import Page, chromium, find
 
 NAMES = ("naive", "gpipe", "1f1b", "interleaved")
@@ -621,3 +628,159 @@ def test_the_page_asks_for_nothing_but_itself(page):
     open_at(page, "#view=memory")
     assert {request.partition("#")[0] for request in page.requests} <= {PAGE.as_uri(), "about:blank", "data:,"}
     assert "://" not in PAGE.read_text()
+
+
+# --- a pipeline's own numbers -----------------------------------------------------------------------------------------
+
+FACTS = PipelineFacts(
+    title="Pipeline(6 layers, </script>)",
+    header=("stage", "what"),
+    rows=(("0", "Embed, 2 Block"), ("1", "3 <Block>")),
+    notes=("layers 0, 5 share parameters",),
+    schedule="1f1b",
+    orders=None,
+    slots=("F", "B"),
+    num_stages=2,
+    num_microbatches=4,
+    num_chunks=1,
+    batch=48,
+    shards=2,
+    remat="layer",
+    keeps_inputs=False,
+    unit="ms",
+    times="Times are measured.",
+    forward=(2.0, 3.0),
+    backward=(5.0, 6.0),
+    recompute=(1.0, 1.5),
+    parameters=Held((3e9, 5e9), 6e9),
+    gradients=Held((3e9, 5e9), 6e9),
+    other=Held((1e6, 2e6), 2e6),
+    optimizer=Held((1e9, 2e9), 2.5e9),
+    residuals=(Rows(10**8, (3, 2)), Rows(10**6, (1, 5))),
+    activation=10**7,
+    cotangent=2 * 10**7,
+)
+
+
+def own_page(tab: Page, path, **changes: Any) -> PipelineFacts:
+    """Opens the page of a pipeline."""
+    facts = replace(FACTS, **changes)
+    tab.open(show(facts, path / "own.html").address)
+    return facts
+
+
+def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
+    own_page(tab, tmp_path)
+    timeline = simulate(schedule_of("1f1b", 2, 4, 1), [2, 3], [4, 4.5], recompute=[1, 1.5])
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert text(tab, "makespan") == f"{timeline.makespan:g} ms"
+    assert shown(tab, "speedup-one") == pytest.approx(4 * (5 + 8.5) / timeline.makespan)
+    assert text(tab, "title") == FACTS.title
+    assert tab.get("[...document.querySelectorAll('#layers td')].map((c) => c.textContent)") == [*sum(FACTS.rows, ())]
+    assert text(tab, "notes") == FACTS.notes[0]
+    assert not tab.get("document.querySelector('.playground')?.offsetParent"), "nothing of the playground is left"
+    tab.click("#tab-memory")
+    peaks, table = timeline.peak_in_flight, lower(schedule_of("1f1b", 2, 4, 1))
+    assert peaks == (3, 1)
+    room = tab.get("jpipe.shown()[0].memory.room")
+    assert room == pytest.approx({
+        "parameters": 6e9, "gradients": 6e9, "optimiser": 2.5e9, "other": 2e6,
+        "activations": 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1),
+        "boundaries": 1e7 * table.rows_written("activation") + 2e7 * table.rows_written("cotangent"),
+    })  # fmt: skip
+    move(tab, "optimiser", "adam")
+    assert tab.get("jpipe.shown()[0].memory.room.optimiser") == 2 * 6e9
+    assert tab.get("jpipe.shown()[0].memory.stages[1].optimiser") == 2 * 5e9
+
+
+def test_other_micro_batches_of_a_pipeline_are_as_much_smaller(tab, tmp_path):
+    """Times and residuals in proportion to examples; M divides what each of two shards has of a batch of 48."""
+    own_page(tab, tmp_path)
+    assert tab.get("jpipe.values('M')") == [1, 2, 3, 4, 6, 8, 12, 24]
+    move(tab, "M", 12)
+    third = lambda times: [time / 3 for time in times]
+    timeline = simulate(schedule_of("1f1b", 2, 12, 1), third([2, 3]), third([5, 6]))
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    found = tab.get("jpipe.shown()[0].memory.room.activations")
+    assert found == pytest.approx((1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1)) / 3)
+    assert shown(tab, "in-flight-beside") == 12, "GPipe holds them all"
+    kept = address(tab)
+    assert kept == "#view=time&schedule=1f1b&beside=gpipe&M=12&transfer=0&optimiser=state&device=16"
+    tab.get(f"location.hash = {json.dumps(kept.replace('M=12', 'M=5&K=3'))}")
+    tab.wait("jpipe.state().M === 4")
+    assert text(tab, "M-wrong").startswith("M=5 does not divide the batch N=48; use 1, 2, 3, 4, 6, 8, 12, 24; 4 is")
+    assert text(tab, "address-wrong").startswith("The address has K=3, which is no setting")
+
+
+@pytest.mark.parametrize("slots", [("FB",), ("F", "B")])
+def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots):
+    schedule = Schedule([["F0", "F1", "B0", "F2", "B2", "B1"], ["F0", "B0", "F1", "F2", "B2", "B1"]], slots=slots)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": "mine", "orders": orders, "slots": slots, "num_microbatches": 3, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options)
+    move(tab, "transfer", 0.45)
+    hop = tab.get("jpipe.state().transfer")
+    timeline = simulate(schedule, [2, 3], [5, 6], transfer=hop)
+    assert hop > 0 and shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert shown(tab, "bubble") == pytest.approx(timeline.bubble_fraction)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    rows = [tab.get(f"jpipe.waiting('own', 2, 3, 1, '{name}', true).rows") for name in ("activation", "cotangent")]
+    table = lower(schedule, keep_inputs=True)
+    assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
+    assert tab.get("jpipe.values('M')") == [3] and text(tab, "formula-bubble").startswith("They don't hold here")
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("view", ["time", "memory"])
+def test_a_pipelines_page_is_whole_in_a_notebook(tab, tmp_path, width, view):
+    """There it has no address of its own, and a link or a slider must not lead away."""
+    page = show(replace(FACTS, num_chunks=2, schedule="interleaved"), tmp_path / "own.html")
+    (tmp_path / "notebook.html").write_text(f"<script>window.jpipe = 1</script>{page._repr_html_()}")
+    tab.appear(width=width)
+    tab.open((tmp_path / "notebook.html").as_uri())
+    frame = "document.querySelector('iframe').contentWindow"
+    tab.wait(f"{frame}.jpipe !== undefined")
+    tab.get(f"{frame}.document.getElementById('tab-{view}').click()")
+    tab.get(f"{frame}.document.getElementById('reset').click()")
+    found = tab.get(f"[{frame}.document.documentElement.scrollWidth - {frame}.innerWidth, {frame}.jpipe.state().view]")
+    assert found == [0, view]
+    assert tab.get(f"{frame}.jpipe.shown().length") == 2
+
+
+def test_a_page_is_a_file_and_its_address(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    page = show(FACTS, tmp_path / "own.html")
+    assert page == Written(tmp_path / "own.html") and str(page) == (tmp_path / "own.html").as_uri()
+    whole = page.path.read_text()
+    head, _, rest = whole.partition('<script type="application/json" id="own">')
+    data, _, tail = rest.partition("</script>")
+    assert json.loads(data) == json.loads(json.dumps(asdict(FACTS)))
+    assert f"{head}{NO_FACTS}{tail}" == PAGE.read_text()
+    assert (opened, capsys.readouterr().out) == ([], ""), "nobody sits at a terminal"
+    temporary = show(FACTS)
+    assert temporary.path.parent == Path(tempfile.gettempdir()) and temporary.path.read_text() == whole
+    temporary.path.unlink()
+    for wrong, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "no" / "a.html", "make it first")):
+        with pytest.raises(ValueError, match=message):
+            show(FACTS, wrong)
+
+
+@pytest.mark.parametrize("display", ["DISPLAY", "BROWSER", None])
+def test_at_a_terminal_a_browser_opens_or_the_address_is_printed(tmp_path, monkeypatch, capsys, display):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv(display, ":0")
+    page = show(FACTS, tmp_path / "own.html")
+    printed = capsys.readouterr().out
+    assert opened == ([page.address] if display else [])
+    assert printed == (
+        ""
+        if display
+        else f"the page is at {page}; to take it along, give the file a name: view(path='pipeline.html')\n"
+    )

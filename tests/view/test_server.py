@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from jpipe.view.server import HOST, PAGE, address_of, make_server
+from jpipe.view.page import PAGE
+from jpipe.view.server import HOST, address_of, make_server
 
 
 @contextlib.contextmanager

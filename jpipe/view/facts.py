@@ -1,0 +1,207 @@
+"""What the page needs to know of a pipeline, as plain data: its stages, what they take, and what their devices hold.
+
+All of it follows from the plan and the planned step: nothing runs, and nothing is compiled but, for TPUs, what planning
+a step compiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from jpipe.execution.planner import Planner
+from jpipe.execution.step import Step
+from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.memory.boundaries import Boundaries
+from jpipe.memory.buffers import Buffer
+from jpipe.model.remat import MODES
+from jpipe.pictures.summary import summarize
+from jpipe.planning.holdings import holdings
+from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.schedule import Schedule
+from jpipe.types import Batch, PyTree
+
+KNOWN = ("naive", "gpipe", "1f1b", "interleaved")
+"""The schedules that the page makes itself, for any number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind.
+
+    Attributes:
+      own: `[K]`, a device's part of what each stage has.
+      room: what every device holds, whatever its stage.
+    """
+
+    own: tuple[float, ...]
+    room: float
+
+    def scaled(self, room: float) -> Held:
+        """The same for arrays that are laid out alike, and take that much room."""
+        return Held(tuple(own * room / max(self.room, 1) for own in self.own), room)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A buffer of residuals with a row for each micro-batch in flight.
+
+    Attributes:
+      bytes: of an entry.
+      strides: `[K]`, the entries of a row.
+    """
+
+    bytes: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
+
+    Attributes:
+      title: the pipeline in a line.
+      header, rows, notes: its stages as a table (`pictures.summary`).
+      schedule: the name of its schedule.
+      orders: by stage the actions of a schedule that isn't in `KNOWN`, else None.
+      slots: of a tick.
+      num_stages, num_microbatches, num_chunks: K, M and V.
+      batch: examples of a batch.
+      shards: that each micro-batch is split into.
+      remat: its name.
+      keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
+      unit: of the times.
+      times: what they are, in words.
+      forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
+        0 if it isn't known apart.
+      parameters, gradients: at rest; the sums of gradients while a step runs.
+      other: other collections, and parameters that are gathered for a step.
+      optimizer: the optimiser's state, if there is one.
+      residuals: the buffers of residuals.
+      activation, cotangent: a row of what waits at a boundary.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    schedule: str
+    orders: list[list[str]] | None
+    slots: tuple[str, ...]
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    batch: int
+    shards: int
+    remat: str
+    keeps_inputs: bool
+    unit: str
+    times: str
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    recompute: tuple[float, ...]
+    parameters: Held
+    gradients: Held
+    other: Held
+    optimizer: Held | None
+    residuals: tuple[Rows, ...]
+    activation: int
+    cotangent: int
+
+
+def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
+    """A pipeline's own numbers.
+
+    Args:
+      planner: the pipeline's.
+      title: the pipeline in a line.
+      batch: a batch `[B, ...]`, or its shapes; None stands for the first one that the pipeline saw.
+
+    Raises:
+      ValueError: there is no batch, so that nothing is planned yet.
+    """
+    if batch is None and planner.plan is None:
+        raise ValueError(
+            "this pipeline has seen no batch yet, so its stages and bytes aren't known; call pipe.view(batch), with a "
+            "batch or its jax.ShapeDtypeStructs"
+        )
+    schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
+    plan = planner.known_plan() if batch is None else planner.plan_for(batch)
+    M = schedule.num_microbatches
+    whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * M, *a.shape[1:]), a.dtype)
+    batch = jax.tree.map(whole, plan.traced.batch) if batch is None else batch
+    step, table = planner.training_step(batch), summarize(title, planner)
+    parameters, gradients, other = _variables(step)
+    forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
+    return PipelineFacts(
+        title=title,
+        header=table.header,
+        rows=table.rows,
+        notes=table.notes,
+        schedule=schedule.name,
+        orders=None if _is_known(schedule) else [list(map(str, order)) for order in schedule.actions],
+        slots=schedule.slots,
+        **schedule.sizes,
+        batch=jax.tree.leaves(batch)[0].shape[0],
+        shards=splits.num_shards,
+        remat=next((name for name, mode in MODES.items() if mode is remat), "a policy"),
+        keeps_inputs=remat.keep_inputs,
+        unit="F",
+        times="Times follow from what the layers cost: 1 F is the mean stage's forward of one micro-batch.",
+        forward=tuple(forward.tolist()),
+        backward=tuple(backward.tolist()),
+        recompute=(0.0,) * schedule.num_stages,
+        parameters=parameters,
+        gradients=gradients,
+        other=other,
+        optimizer=None,
+        residuals=tuple(Rows(_entry(buffer), buffer.strides) for _, buffer in step.residuals.named_buffers),
+        activation=_crossing(step.activations),
+        cotangent=_crossing(step.cotangents),
+    )
+
+
+def _is_known(schedule: Schedule) -> bool:
+    with suppress(ValueError):  # a custom schedule may be called anything
+        return schedule.name in KNOWN and make_schedule(schedule.name, **schedule.sizes) == schedule
+    return False
+
+
+def _variables(step: Step) -> tuple[Held, Held, Held]:
+    """What devices hold of parameters, of their gradients' sums, and of everything else that is laid out so."""
+    found, layouts, schedule = holdings(step.plan), step.plan.layouts, step.schedule
+    gathers = step.plan.request.splits.gather == "step"
+
+    def held(name: str) -> Held:
+        own, device, part = np.zeros(schedule.num_stages), found.device[name].bytes, found.room[name].bytes
+        for virtual_stage, amount in enumerate(found.own[name]):
+            own[schedule.placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
+        return Held(tuple(own.tolist()), device)
+
+    at_work = partial(layouts["params"].zeros, gathered=gathers)
+    parameters, copies = held("params"), _bytes(jax.eval_shape(at_work))
+    others = [held(name) for name in layouts if name != "params"]
+    others += [parameters.scaled(copies)] if copies != parameters.room else []
+    own = np.sum([(0.0,) * schedule.num_stages, *(each.own for each in others)], axis=0)
+    other = Held(tuple(own.tolist()), sum(each.room for each in others))
+    return parameters, parameters.scaled(_bytes(jax.eval_shape(partial(at_work, accumulator_dtype)))), other
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _entry(buffer: Buffer) -> int:
+    """Bytes of one entry of a buffer."""
+    return math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
+
+
+def _crossing(boundaries: Boundaries) -> int:
+    """Bytes of what crosses between stages."""
+    return sum(size * _entry(boundaries.buffers[name]) for name, size in boundaries.crossing_sizes)
