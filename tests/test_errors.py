@@ -320,7 +320,7 @@ class TestLayers:
             (lambda y, b: jnp.sum(y > 0), "loss of dtype int32"),
             (lambda y, b: None, "loss_fn returned None"),
             (lambda y, b: (), r"loss_fn returned \(\)"),
-            (lambda y, b: {"loss": jnp.sum(y)}, "loss_fn returned {'loss'"),
+            (lambda y, b: {"loss": jnp.sum(y)}, "loss_fn returned a loss as 'loss'"),
             (lambda y, b: (jnp.sum(y), None), "loss_fn returned"),
         ],
     )
