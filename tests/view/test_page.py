@@ -295,6 +295,21 @@ def test_a_newcomer_sees_what_m_and_1f1b_are_for(page):
     assert (text(page, "fits"), text(page, "fits-beside")) == ("yes", "gpipe: no")
 
 
+def test_curves_have_what_each_number_of_micro_batches_gives(tab):
+    """In words on the canvas, for those who don't see it."""
+    open_at(tab, "#K=3&N=12&schedule=interleaved&beside=gpipe&V=2&ratio=1.5")
+    tab.wait("document.getElementById('curves').getAttribute('aria-label')")
+    found = tab.get("document.getElementById('curves').getAttribute('aria-label')").split(". ")
+    for told, (name, chunks) in zip(found, [("interleaved", 2), ("gpipe", 1)], strict=True):
+        assert told.startswith(f"{name}: ")
+        wanted = []
+        for M in (1, 2, 3, 4, 6, 12):
+            timeline = simulate(schedule_of(name, 3, M, chunks), 1.0, 1.5)
+            peak = max(timeline.peak_in_flight) / chunks
+            wanted.append(f"M={M} bubble {100 * timeline.bubble_fraction:.1f} %, {peak:g} in flight")
+        assert re.findall(r"M=.*? in flight", told) == wanted
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
