@@ -60,7 +60,7 @@ SITES = {
 INVENTORIES = Path(__file__).with_name("inventories")
 intersphinx_mapping = {name: (site, f"inventories/{name}.txt") for name, site in SITES.items()}
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"jpipe\.(execution|planning|schedules)\..*")]  # what tools alone read
+nitpick_ignore_regex = [("py:class", r"jpipe\.(execution|planning|schedules|view)\..*")]  # what tools alone read
 
 
 LINKED = {
@@ -89,8 +89,12 @@ def as_restructured_text(app, what, name, obj, options, lines):
         lines.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", as_code, line))
 
 
-READABLE = {r"TypeAliasForwardRef\('([\w.]+)'\)": r"\1", "<factory>": "{}", r"<function \w+>": "..."}
-"""What Sphinx writes for an alias within another type, and for defaults, as one would write it."""
+READABLE = {
+    r"TypeAliasForwardRef\('([\w.]+)'\)": r"\1",  # an alias within another type
+    r"(?<![\w.])PathLike": "~os.PathLike",  # imported for types alone
+    "<factory>": "{}",
+    r"<function \w+>": "...",
+}
 
 
 def as_readable(app, what, name, obj, options, signature, returned):
