@@ -37,6 +37,7 @@ SLOW = {
     "llama-axes",
     "remat-and-schedule",
     "recipes",
+    "fine-tuning",
     "start",
     "api",
     "cheat-sheet",
