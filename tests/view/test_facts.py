@@ -28,9 +28,9 @@ class Block(nn.Module):
         )
 
 
-def make(axes=(None, None), **options) -> jpipe.Pipeline:
+def make(axes=(None, None), layers=None, **options) -> jpipe.Pipeline:
     sizes = {"num_stages": 2, "num_microbatches": 4, "balance": [1, 3], "remat": "none"}
-    layers = [Block(axes), Block(axes), Block(axes), nn.Dense(8)]
+    layers = layers or [Block(axes), Block(axes), Block(axes), nn.Dense(8)]
     return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **sizes | options)
 
 
@@ -68,6 +68,25 @@ def test_rows_of_residuals_are_those_of_the_step(options):
     held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.residual_rows)) for b in found.residuals]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
     assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
+
+
+@pytest.mark.parametrize("remat", ["none", "stage"])
+def test_other_schedules_and_micro_batches_have_the_bytes_that_the_page_scales(remat):
+    """Entries in proportion to a micro-batch's examples, as many rows as are in flight; statistics would stay."""
+    dense = [nn.Dense(16), nn.Dense(16), lambda x: jnp.tanh(x), nn.Dense(8)]
+
+    def held(of, schedule, num_microbatches):
+        rows = make(schedule=schedule, num_microbatches=num_microbatches).schedule.ticks.residual_rows
+        rows = [1, 1] if of.keeps_inputs else rows
+        share = of.num_microbatches / num_microbatches
+        return [share * buffer.bytes * max(np.multiply(buffer.strides, rows)) for buffer in of.residuals]
+
+    here = facts_of(make(layers=dense, remat=remat).planner, "", BATCH)
+    for schedule, num_microbatches in (("gpipe", 4), ("gpipe", 2), ("1f1b", 8)):
+        pipe = make(layers=dense, remat=remat, schedule=schedule, num_microbatches=num_microbatches)
+        there = facts_of(pipe.planner, "", BATCH)
+        assert sum(held(here, schedule, num_microbatches)) == sum(held(there, schedule, num_microbatches))
+        assert here.activation * 4 / num_microbatches == there.activation
 
 
 def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(tmp_path):
