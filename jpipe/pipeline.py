@@ -68,8 +68,8 @@ class Pipeline:
         metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
-      num_chunks: V, virtual stages a device, for interleaved schedules.
-      schedule: "naive", "gpipe", "1f1b", "interleaved", or a `jpipe.Schedule`.
+      num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
+      schedule: "naive", "gpipe", "1f1b", "interleaved", "v", or a `jpipe.Schedule`.
       remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.model.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.

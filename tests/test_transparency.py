@@ -28,6 +28,7 @@ CASES = [
     ("linen", "gpipe", 3, 1, 1, "full"),
     ("linen", "interleaved", 2, 3, 3, "stage"),
     ("linen", "interleaved", 4, 6, 2, "none"),
+    ("linen", "v", 3, 4, 2, "none"),
     ("linen", "1f1b", 1, 3, 1, "none"),
     ("linen", "one slot", 2, 4, 1, "layer"),
     ("linen", "naive", 2, 4, 1, "policy"),
@@ -43,12 +44,17 @@ CASES = [
     ("plain", "one slot", 4, 3, 1, "none"),
     ("mixed", "1f1b", 4, 3, 1, "layer"),
     ("mixed", "interleaved", 2, 4, 3, "none"),
+    ("mixed", "v", 4, 6, 2, "layer"),
     ("mixed", "naive", 3, 3, 1, "stage"),
     ("mixed", "gpipe", 1, 4, 1, "full"),
     ("mixed", "one slot", 4, 6, 1, "policy"),
 ]
-ORDERS = list(itertools.product([*names(chunks=False, train=True), "one slot"], (1, 2, 3, 4), (1,)))
-ORDERS += itertools.product(names(chunks=True, train=True), (1, 2, 3, 4), (1, 2, 3))
+ORDERS = [
+    (name, k, v)
+    for v in (1, 2, 3)
+    for name in [*names(chunks=v, train=True), *["one slot"] * (v == 1)]
+    for k in (1, 2, 3, 4)
+]
 
 
 def product():

@@ -52,9 +52,10 @@ class TickCarry(NamedTuple):
 class Now(NamedTuple):
     """What the table says of this device in one slot of one tick, integer scalars (`SlotTable`).
 
-    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of. The last five are row
-    numbers. The action reads the first three (F writes that of residuals), -1 stands for none. What arrives is written
-    into the last two; they are -1 only in slots in which nothing ever arrives, and there nothing is written.
+    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of. The rest are row
+    numbers. The action reads the first three (F writes that of residuals), -1 stands for none. What arrives, by each
+    route, is written into the last two's; they are -1 only in slots in which nothing ever arrives by that route, and
+    there nothing is written.
     """
 
     kind: Index
@@ -63,8 +64,8 @@ class Now(NamedTuple):
     activation: Index
     cotangent: Index
     residual: Index
-    activation_in: Index
-    cotangent_in: Index
+    activation_in: tuple[Index, ...]
+    cotangent_in: tuple[Index, ...]
 
 
 # --- the two programs -------------------------------------------------------------------------------------------------
@@ -161,7 +162,9 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     step, only = stage.step, stage.only
     slots = step.table.slots
     kinds = [slot.kinds for slot in slots]
-    table = jnp.asarray([[getattr(slot, name) for name in Now._fields] for slot in slots])  # [slots, columns, T, K]
+    columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
+    structure = jax.tree.structure(columns[0])
+    table = jnp.asarray(list(map(jax.tree.leaves, columns)))  # [slots, columns, T, K]
     if only is not None:
         table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
@@ -169,11 +172,11 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     def tick(carry: TickCarry, row: jax.Array) -> tuple[TickCarry, None]:
         """One tick of this device; `row` is `[slots, columns]`, what the table says of it."""
         for i, slot in enumerate(slots):
-            now = Now(*(row[i, j] for j in range(len(Now._fields))))
+            now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
             # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
             #    that is the last one of the tick before, whose results are in the carry.)
             beside = [kind for kind in slots[i - 1].kinds if crosses_beside(kinds, kind, i - 1)]
-            crossing = {kind: _send(step, kind, carry) for kind in beside if _arrives(slot, kind)}
+            crossing = {(kind, r): _send(stage, kind, r, carry) for kind in beside for r in _arriving(slot, kind)}
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
@@ -181,10 +184,10 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
-            crossing |= {kind: _send(step, kind, carry) for kind in at_end if _arrives(slot, kind)}
+            crossing |= {(kind, r): _send(stage, kind, r, carry) for kind in at_end for r in _arriving(slot, kind)}
             # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-            for kind, values in crossing.items():
-                carry = _receive(kind, now, values, carry)
+            for (kind, route), values in crossing.items():
+                carry = _receive(kind, route, now, values, carry)
         return carry, None
 
     with jax.named_scope("ticks"):
@@ -202,29 +205,37 @@ def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | j
     return now.kind == code
 
 
-def _arrives(slot: SlotTable, kind: str) -> bool:
-    """Whether anything that an action of a kind left ever arrives in this slot."""
-    column = {0: None, 1: slot.activation_in, -1: slot.cotangent_in}[ACTION_KINDS[kind].flow]
-    return column is not None and bool((column >= 0).any())
+def _arriving(slot: SlotTable, kind: str) -> list[int]:
+    """The routes by which anything that an action of a kind left ever arrives in this slot."""
+    columns = {0: (), 1: slot.activation_in, -1: slot.cotangent_in}[ACTION_KINDS[kind].flow]
+    return [i for i, column in enumerate(columns) if (column >= 0).any()]
 
 
-def _send(step: Step, kind: str, carry: TickCarry) -> Buffers:
-    """What the neighbours left at the boundary towards this stage, after an action of a kind."""
-    flow = ACTION_KINDS[kind].flow
+def _send(stage: Stage, kind: str, route: int, carry: TickCarry) -> Buffers:
+    """What a neighbour, or this stage itself, left at the boundary towards it by a route, after an action of a kind."""
+    step, flow = stage.step, ACTION_KINDS[kind].flow
     if flow > 0:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    hops = step.schedule.placement.hops(flow)
-    return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, hops), sent)
+    pairs = step.schedule.placement.routes(flow)[route]
+    hops = [pair for pair in pairs if pair[0] != pair[1]]
+    turns = [stage.device == sender for sender, receiver in pairs if sender == receiver]
+
+    def moved(leaf: Leaf) -> Leaf:
+        """What a stage sends to itself stays where it is."""
+        there = jax.lax.ppermute(leaf, AXIS, hops) if hops else leaf
+        return jnp.where(turns[0], leaf, there) if hops and turns else there
+
+    return jax.tree.map(moved, sent)
 
 
-def _receive(kind: str, now: Now, values: Buffers, carry: TickCarry) -> TickCarry:
-    """The carry with what arrived in its row.
+def _receive(kind: str, route: int, now: Now, values: Buffers, carry: TickCarry) -> TickCarry:
+    """The carry with what arrived by a route in its row.
 
     It is always written: where nothing arrived, the table names a row that holds nothing that is still needed.
     """
-    written = lambda waiting, row: jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
+    written = lambda waiting, rows: jax.tree.map(lambda a, new: put_row(a, new, rows[route]), waiting, values)
     if ACTION_KINDS[kind].flow > 0:
         return carry._replace(waiting_activations=written(carry.waiting_activations, now.activation_in))
     return carry._replace(waiting_cotangents=written(carry.waiting_cotangents, now.cotangent_in))

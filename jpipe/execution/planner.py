@@ -32,7 +32,7 @@ from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
-from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.orders import forward_only
 from jpipe.terminal.progress import task
 from jpipe.types import Batch
 
@@ -170,7 +170,8 @@ class Planner:
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""
         micro, given = self.for_evaluation(batch, bare=bare), self.request
-        schedule = make_schedule("forward", **given.schedule.sizes | {"num_microbatches": micro.count})
+        sizes = given.schedule.sizes | {"num_microbatches": micro.count}
+        schedule = forward_only(**sizes, style=given.schedule.style)
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Target = str | os.PathLike[str] | BytesIO | None
 """Where a picture is saved; None for a figure of pyplot's, which isn't."""
 
-CHUNKED = ("interleaved",)
-"""The names of schedules that `compare` makes with `num_chunks`; others have one chunk."""
 MOST_SPANS = 4096
 """The most actions of a timeline that a notebook draws by itself: some seconds."""
 
@@ -114,7 +112,7 @@ def compare(
         if isinstance(item, str):
             if num_stages is None or num_microbatches is None:
                 raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
-            chunks = num_chunks if item in CHUNKED else 1
+            chunks = {"interleaved": num_chunks, "v": 2}.get(item, 1)
             item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
         return simulate(item, **times)
 

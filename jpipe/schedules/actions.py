@@ -56,10 +56,12 @@ class Orders:
     Attributes:
       actions: K orders, the actions of each stage from first to last.
       slots: the slots of a tick, each named by the kinds of action that it admits.
+      style: how virtual stages are dealt out to stages, "loop" or "v" (`jpipe.schedules.placement`).
     """
 
     actions: tuple[tuple[Action, ...], ...]
     slots: tuple[str, ...]
+    style: str = "loop"
 
     @property
     def num_stages(self) -> int:
@@ -84,4 +86,4 @@ class Orders:
     @cached_property
     def placement(self) -> Placement:
         """Which virtual stage each chunk of each stage is."""
-        return Placement(self.num_stages, self.num_chunks)
+        return Placement(self.num_stages, self.num_chunks, self.style)

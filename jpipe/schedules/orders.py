@@ -1,4 +1,4 @@
-"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved and forward-only.
+"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved, V-shaped and forward-only.
 
 Each is a function of (K, M, V) that returns a `Schedule`, of one chunk if it knows no others. A new one is a function
 here and an entry in `SCHEDULES`, and touches nothing else. K is the number of stages, M of micro-batches, V of chunks
@@ -71,8 +71,24 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> 
     return Schedule(_one_f_one_b_orders(num_stages, num_microbatches, num_chunks), name="interleaved")
 
 
-def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Forward only, for inference and evaluation; nothing is kept for a backward.
+def v_shaped(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B there and back: chunk 1 runs from the last stage to the first (the placement of arXiv 2405.15362).
+
+    The bubble is that of 1F1B. Every stage holds K micro-batches in flight, a chunk as half of one, where 1F1B in
+    lockstep holds 2K-1 on the first stage. The first and the last layers are both on stage 0.
+
+    >>> print(v_shaped(2, 2))
+    v: K=2 stages, M=2 micro-batches, V=2 chunks; slots of a tick: F, B
+    tick    |0         |1         |2         |3         |4         |5         |6         |7         |8         |
+    stage 0 |F0   .    |F1   .    |.    .    |F0.1 B0.1 |.    .    |F1.1 B1.1 |.    B0   |.    .    |.    B1   |
+    stage 1 |.    .    |F0   .    |F0.1 .    |F1   .    |F1.1 B0.1 |.    B0   |.    B1.1 |.    B1   |.    .    |
+    """
+    orders = [_there_and_back(stage, num_stages, num_microbatches, "FB") for stage in range(num_stages)]
+    return Schedule(orders, style="v", name="v")
+
+
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, style: str = "loop") -> Schedule:
+    """Forward only, for inference and evaluation; nothing is kept for a backward. Virtual stages lie as `style` says.
 
     >>> print(forward_only(2, 3))
     forward: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: F
@@ -80,8 +96,24 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
     stage 0 |F0 |F1 |F2 |.  |
     stage 1 |.  |F0 |F1 |F2 |
     """
-    order = _chunked("F", _waves(num_stages, num_microbatches), range(num_chunks))
-    return Schedule([order] * num_stages, slots=("F",), name="forward")
+    if style == "v":
+        orders = [_there_and_back(stage, num_stages, num_microbatches, "F") for stage in range(num_stages)]
+    else:
+        orders = [_chunked("F", _waves(num_stages, num_microbatches), range(num_chunks))] * num_stages
+    return Schedule(orders, slots=("F",), style=style, name="forward")
+
+
+def _there_and_back(stage: int, num_stages: int, num_microbatches: int, kinds: str) -> list[Action]:
+    """A stage's order in a "v", by the ticks in which its actions run: a micro-batch starts every other tick."""
+    turn = 2 * num_stages - 1  # when the first micro-batch is back on stage 0: its F.1, and its B.1
+    starts = {("F", 0): stage, ("F", 1): turn - stage, ("B", 1): turn + stage, ("B", 0): 2 * turn - stage}
+    ticks = [
+        (start + 2 * m, Action(kind, m, chunk))
+        for (kind, chunk), start in starts.items()
+        if kind in kinds
+        for m in range(num_microbatches)
+    ]
+    return [action for _, action in sorted(ticks, key=lambda entry: (entry[0], entry[1].kind == "B"))]
 
 
 def _one_f_one_b_orders(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
@@ -124,6 +156,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "v": v_shaped,
     "forward": forward_only,
 }
 
@@ -132,10 +165,10 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     """The schedule of that name; a `Schedule` of one's own is checked against the three numbers and returned.
 
     Args:
-      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "forward"), or a `Schedule`.
+      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "v", "forward"), or a `Schedule`.
       num_stages: K.
       num_microbatches: M.
-      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved" and "forward" only.
+      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved" and "forward" only, 2 with "v".
 
     Raises:
       TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
@@ -165,8 +198,9 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
         raise ValueError(f"schedule={name!r} is unknown; use one of {known}, or a jpipe.Schedule of your own")
     schedule = SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
     if schedule.num_chunks != num_chunks:
+        has = "one chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
         raise ValueError(
-            f"schedule={name!r} has one chunk a stage, got num_chunks={num_chunks}; "
-            "use schedule='interleaved' or num_chunks=1"
+            f"schedule={name!r} has {has} a stage, got num_chunks={num_chunks}; "
+            f"use schedule='interleaved' or num_chunks={schedule.num_chunks}"
         )
     return schedule

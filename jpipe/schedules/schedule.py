@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import TypeAlias
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.placement import STYLES
 from jpipe.schedules.ticks import TickTable, lower
 from jpipe.schedules.timing import slot_times
 
@@ -31,6 +32,7 @@ class Schedule(Orders):
         `("F", 0, 1)`, or a string `"F0"` or `"F0.1"`: kind, micro-batch, chunk.
       slots: the slots of a tick, each named by the kinds that it admits. `("F", "B")`: a forward, then a backward.
         `("FB",)`: either of them. `("F",)`: forward only.
+      style: "loop": chunk v of stage k is virtual stage v*K + k. "v": chunk 1 of stage k is virtual stage 2K-1-k.
       name: for pictures and messages; two schedules that differ in name alone are equal.
 
     Raises:
@@ -48,20 +50,26 @@ class Schedule(Orders):
     name: str = field(compare=False)
 
     def __init__(
-        self, actions: Sequence[Sequence[ActionLike]], *, slots: Sequence[str] = ("F", "B"), name: str = "custom"
+        self,
+        actions: Sequence[Sequence[ActionLike]],
+        *,
+        slots: Sequence[str] = ("F", "B"),
+        style: str = "loop",
+        name: str = "custom",
     ) -> None:
         _check_sequence("actions", actions, 'use one sequence of actions a stage, as [["F0", "B0"], ["F0", "B0"]]')
         _check_sequence("slots", slots, 'use ("F", "B") for two slots, ("FB",) for one that admits both')
         for stage, order in enumerate(actions):
             _check_sequence(f"actions of stage {stage}", order, 'use a sequence of single actions, as ["F0", "B0"]')
         orders = tuple(tuple(_as_action(item, stage) for item in order) for stage, order in enumerate(actions))
-        super().__init__(orders, tuple(slots))
+        super().__init__(orders, tuple(slots), style)
         object.__setattr__(self, "name", name)
         _check_slots(self)
         for stage, order in enumerate(self.actions):
             for action in order:
                 _check_action(self, stage, action)
         _check_complete(self)
+        _check_style(self)
         slot_times(self)  # raises where they deadlock
 
     @property
@@ -159,6 +167,13 @@ def _check_slots(orders: Orders) -> None:
             raise ValueError(f'slot {kinds!r} of {orders.slots} must be a string of different kinds, as "F" or "FB"')
         for kind in kinds:
             _check_kind(kind, f"slot {kinds!r} of slots={orders.slots}")
+
+
+def _check_style(orders: Orders) -> None:
+    if orders.style not in STYLES:
+        raise ValueError(f"style={orders.style!r} is unknown; use one of {', '.join(map(repr, STYLES))}")
+    if orders.style == "v" and orders.num_chunks != 2:
+        raise ValueError(f'style="v" takes two chunks a stage, there and back; the actions have {orders.num_chunks}')
 
 
 def _check_action(orders: Orders, stage: int, action: Action) -> None:

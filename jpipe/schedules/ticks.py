@@ -8,6 +8,7 @@ held is what the orders need and no more.
 Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,11 +32,11 @@ class SlotTable:
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B; -1 where there is none
         (last virtual stage, F, idle).
       residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
-      activation_in: row of the activation buffer into which a stage writes what arrives over its boundary at the end
-        of this slot, after the slot's action has read its own row. What an action sends arrives at the end of the next
-        slot where `crosses_beside` says so, else at the end of its own. Where nothing arrives, but does in other ticks
-        or on other stages, a row that holds nothing live, so that the executor can write always, without a condition.
-        -1 everywhere if nothing ever arrives in this slot.
+      activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes what
+        arrives over its boundary at the end of this slot, after the slot's action has read its own row. What an action
+        sends arrives at the end of the next slot where `crosses_beside` says so, else at the end of its own. Where
+        nothing arrives, but does in other ticks or on other stages, a row that holds nothing live, so that the
+        executor can write always, without a condition. -1 everywhere if nothing ever arrives in this slot.
       cotangent_in: the same for the cotangent buffer.
     """
 
@@ -46,8 +47,8 @@ class SlotTable:
     activation: np.ndarray
     cotangent: np.ndarray
     residual: np.ndarray
-    activation_in: np.ndarray
-    cotangent_in: np.ndarray
+    activation_in: tuple[np.ndarray, ...]
+    cotangent_in: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,8 @@ class TickTable:
 
     def rows_written(self, name: str) -> int:
         """How many rows the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
-        return 1 + max(int(getattr(slot, f"{name}_in").max()) for slot in self.slots)
+        arrivals = [column for slot in self.slots for column in getattr(slot, f"{name}_in")]
+        return 1 + max((int(column.max()) for column in arrivals), default=-1)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class _Value:
     stage: int
     first: int
     uses: tuple[int, ...]  # slot times of the actions that need to know its row, in order
+    sender: int = -1  # the stage that a boundary value comes from
 
 
 def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
@@ -99,19 +102,26 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
         columns["kind"][tau, stage] = 1 + orders.slots[tau % width].index(action.kind)
         columns["microbatch"][tau, stage] = action.microbatch
         columns["chunk"][tau, stage] = action.chunk
-    for name, values in {
-        "activation": _boundary_values(orders, times, "F", "FB" if keep_inputs else "F"),
-        "cotangent": _boundary_values(orders, times, "B", "B"),
-        "residual": _residuals(times),
-    }.items():
+    arrivals: dict[str, list[np.ndarray]] = {}  # a boundary value arrives in the slot before it is live
+    for name, flow, values in (
+        ("activation", +1, _boundary_values(orders, times, "F", "FB" if keep_inputs else "F")),
+        ("cotangent", -1, _boundary_values(orders, times, "B", "B")),
+        ("residual", 0, _residuals(times)),  # F itself writes them
+    ):
         allocated = _allocate(values)
         columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
-        if name != "residual":  # a boundary value arrives in the slot before it is live; residuals F itself writes
-            columns[f"{name}_in"] = _arrivals(allocated, shape, width)
-    for column in columns.values():
+        if flow:
+            routes = orders.placement.routes(flow)
+            arrivals[name] = [_arrivals(allocated, route, shape, width) for route in routes]
+    for column in [*columns.values(), *itertools.chain(*arrivals.values())]:
         column.flags.writeable = False
     slots = (
-        SlotTable(kinds=kinds, **{name: column[i::width] for name, column in columns.items()})
+        SlotTable(
+            kinds=kinds,
+            **{name: column[i::width] for name, column in columns.items()},
+            activation_in=tuple(column[i::width] for column in arrivals["activation"]),
+            cotangent_in=tuple(column[i::width] for column in arrivals["cotangent"]),
+        )
         for i, kinds in enumerate(orders.slots)
     )
     rows = tuple((1 + columns["residual"].max(axis=0)).tolist())
@@ -129,7 +139,7 @@ def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, reader
         source = boundary_source(orders.placement, stage, action)
         if action.kind == kind and source is not None:
             arrives = times[source] + crosses_beside(slots, kind, times[source] % len(slots))
-            values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers)))
+            values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers), source[0]))
     return values
 
 
@@ -177,15 +187,19 @@ def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
     return allocated
 
 
-def _arrivals(allocated: list[tuple[_Value, int]], shape: tuple[int, int], width: int) -> np.ndarray:
-    """The row into which each stage writes what arrives, at each slot time: `[T * width, K]`.
+def _arrivals(
+    allocated: list[tuple[_Value, int]], route: list[tuple[int, int]], shape: tuple[int, int], width: int
+) -> np.ndarray:
+    """The row into which each stage writes what arrives by a route, at each slot time: `[T * width, K]`.
 
-    Where nothing arrives, it is the lowest row that holds nothing live; or -1 in a slot in which nothing ever arrives.
+    Where nothing arrives, it is the lowest row that holds nothing live, nor gets what arrives by another route; or -1
+    in a slot in which nothing ever arrives.
     """
-    rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated))
+    comes = lambda value: (value.sender, value.stage) in route
+    rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated if comes(value)))
     taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)  # the last row is spare
     for value, row in allocated:
-        taken[value.first : value.uses[-1], value.stage, row] = True
+        taken[value.first - (not comes(value)) : value.uses[-1], value.stage, row] = True
     free = np.argmin(taken, axis=-1).astype(np.int32)
     for i in range(width):
         slot = rows[i::width]

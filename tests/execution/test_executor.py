@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jpipe
-from jpipe.execution.executor import _arrives, _is_active
+from jpipe.execution.executor import _arriving, _is_active
 from jpipe.schedules.ticks import lower
 
 
@@ -17,12 +17,12 @@ def test_what_arrives_in_which_slot():
     """As `_run_ticks` draws it: activations arrive in the slot for B, cotangents in that for F."""
     forward, backward = table_of("1f1b", num_stages=2, num_microbatches=3).slots
     assert (tuple(forward.kinds), tuple(backward.kinds)) == (("F",), ("B",))
-    assert [_arrives(slot, kind) for kind in "FB" for slot in (forward, backward)] == [False, True, True, False]
+    assert [_arriving(slot, kind) for kind in "FB" for slot in (forward, backward)] == [[], [0], [0], []]
 
 
 def test_one_stage_is_always_at_work():
     slots = table_of("gpipe", num_stages=1, num_microbatches=2).slots
-    assert not any(_arrives(slot, kind) for slot in slots for kind in slot.kinds)
+    assert not any(_arriving(slot, kind) for slot in slots for kind in slot.kinds)
     only_forward = table_of("forward", num_stages=1, num_microbatches=2).slots[0]
     now = type("Now", (), {"kind": jnp.int32(0)})
     assert _is_active(only_forward, "F", now, known=True) is True

@@ -24,7 +24,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         for m in range(num_microbatches)
         for v in range(num_chunks)
     ]
-    placement = Placement(num_stages, num_chunks)
+    style = draw(st.sampled_from(["loop", "v"])) if num_chunks == 2 else "loop"
+    placement = Placement(num_stages, num_chunks, style)
     eager = {placed: seed.random() for placed in every}
     done: set[Placed] = set()
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
@@ -33,4 +34,4 @@ def schedules(draw: st.DrawFn) -> Schedule:
         stage, action = min(ready, key=lambda placed: eager[placed])
         done.add((stage, action))
         orders[stage].append(action)
-    return Schedule(orders, slots=slots)
+    return Schedule(orders, slots=slots, style=style)

@@ -416,20 +416,18 @@ def one_slot(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
     return jpipe.Schedule(order, slots=("FB",), name="one slot")
 
 
-def names(*, chunks: bool | None = None, train: bool | None = None) -> list[str]:
-    """The schedules that have names: all, or those that may have several chunks a stage (or not), or that train."""
+def names(*, chunks: int | None = None, train: bool | None = None) -> list[str]:
+    """The schedules that have names: all, or those that may have so many chunks a stage, or that train (or don't)."""
 
     def has_chunks(name: str) -> bool:
         try:
-            jpipe.make_schedule(name, num_stages=1, num_microbatches=1, num_chunks=2)
+            jpipe.make_schedule(name, num_stages=1, num_microbatches=1, num_chunks=chunks)
         except ValueError:
             return False
         return True
 
-    def trains(name: str) -> bool:
-        return jpipe.make_schedule(name, num_stages=1, num_microbatches=1).trains
-
-    return [n for n in SCHEDULES if chunks in (None, has_chunks(n)) and train in (None, trains(n))]
+    trains = lambda name: SCHEDULES[name](1, 1, 2).trains
+    return [n for n in SCHEDULES if (chunks is None or has_chunks(n)) and train in (None, trains(n))]
 
 
 def one_slot_from_k(num_stages: int, num_microbatches: int) -> jpipe.Schedule:

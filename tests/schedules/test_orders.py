@@ -8,6 +8,7 @@ import pytest
 from cases import names
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.simulate import simulate
 from jpipe.schedules.timing import slot_times
 
 # A line a stage, a character a tick: the forwards on the left, the backwards on the right. A digit is the micro-batch
@@ -252,7 +253,7 @@ def test_make_schedule_rejects_sizes(sizes, error, message):
         make_schedule("1f1b", **{"num_stages": 2, "num_microbatches": 2} | sizes)
 
 
-@pytest.mark.parametrize("name", names(chunks=False))
+@pytest.mark.parametrize("name", sorted({*names(chunks=1)} - {*names(chunks=2)}))
 def test_schedules_of_one_chunk_say_so(name):
     remedy = f"schedule={name!r} has one chunk a stage, got num_chunks=2; use schedule='interleaved' or num_chunks=1"
     with pytest.raises(ValueError, match=re.escape(remedy)):
@@ -265,3 +266,18 @@ def test_make_schedule_names_the_schedules_it_knows():
         make_schedule("zigzag", num_stages=2, num_microbatches=2)
     with pytest.raises(TypeError, match=r"schedule=3 must be a name or a jpipe\.Schedule"):
         make_schedule(3, num_stages=2, num_microbatches=2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 4), (3, 7), (4, 8), (8, 16)])
+def test_there_and_back_has_the_bubble_of_1f1b_and_holds_as_much_on_every_stage(num_stages, num_microbatches):
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    found, plain = simulate(make_schedule("v", **sizes, num_chunks=2)), simulate(make_schedule("1f1b", **sizes))
+    assert found.makespan == plain.makespan
+    assert max(found.peak_in_flight) <= 2 * num_stages, "chunks, of which two are a micro-batch"
+    if num_microbatches >= 2 * num_stages:
+        assert set(found.peak_in_flight) == {2 * num_stages}
+
+
+def test_there_and_back_wants_two_chunks():
+    with pytest.raises(ValueError, match=r"schedule='v' has 2 chunks a stage, got num_chunks=1; .* num_chunks=2"):
+        make_schedule("v", num_stages=2, num_microbatches=2)

@@ -57,3 +57,22 @@ def test_numpy_and_traced_integers_give_what_ints_give():
     expected = list(zip(*map(ask, range(6)), strict=True))
     for answers in (ask(chain), jax.jit(ask)(jnp.asarray(chain))):
         assert [answer.tolist() for answer in answers] == list(map(list, expected))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_there_and_back(num_stages):
+    """A micro-batch goes to the last stage, turns there, and comes back to the first one."""
+    placement = Placement(num_stages, 2, "v")
+    up = [(stage, 0) for stage in range(num_stages)]
+    visits = [*up, *((stage, 1) for stage, _ in reversed(up))]
+    for s, (stage, chunk) in enumerate(visits):
+        assert placement.virtual_stage(stage, chunk) == s
+        assert (placement.stage_of(s), placement.chunk_of(s)) == (stage, chunk)
+    for flow, walked in ((+1, visits), (-1, visits[::-1])):
+        pairs = {(a[0], b[0]) for a, b in itertools.pairwise(walked)}
+        routes = placement.routes(flow)
+        assert sorted(itertools.chain(*routes)) == sorted(pairs) == placement.hops(flow)
+        for route in routes:
+            assert len({receiver for _, receiver in route}) == len(route), "a stage hears from one by each route"
+            senders = [sender for sender, receiver in route if sender != receiver]
+            assert len(set(senders)) == len(senders), "and sends to one other"

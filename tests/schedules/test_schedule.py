@@ -90,3 +90,11 @@ def test_a_wide_grid_is_the_ends_of_the_whole_one(name, width):
 
 def test_in_short():
     assert repr(make_schedule("1f1b", num_stages=16, num_microbatches=64)) == "<Schedule 1f1b: K=16, M=64, V=1>"
+
+
+def test_a_style_is_known_and_fits_the_chunks():
+    with pytest.raises(ValueError, match="style='w' is unknown; use one of 'loop', 'v'"):
+        Schedule([["F0", "B0"]], style="w")
+    with pytest.raises(ValueError, match='style="v" takes two chunks a stage, there and back; the actions have 1'):
+        Schedule([["F0", "B0"]], style="v")
+    assert Schedule([["F0", "F0.1", "B0.1", "B0"]], style="v") != Schedule([["F0", "F0.1", "B0.1", "B0"]])

@@ -14,7 +14,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 
-CHUNKED = names(chunks=True)
+CHUNKED = names(chunks=2)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
 
 

@@ -25,7 +25,7 @@ def named(num_chunks: int) -> list[Schedule]:
     """Every schedule that has a name and these chunks, with several stages and micro-batches."""
     return [
         make_schedule(name, num_stages=k, num_microbatches=m, num_chunks=num_chunks)
-        for name in names(chunks=None if num_chunks == 1 else True)
+        for name in names(chunks=num_chunks)
         for k in (1, 2, 3, 4)
         for m in (1, 3, 4, 6)
     ]
@@ -37,9 +37,9 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     rows_of = written | {"residual": table.residual_rows}
     buffers = {name: [[EMPTY] * rows for rows in rows_of[name]] for name in rows_of}
     ran: list[list[Action]] = [[] for _ in schedule.actions]
-    crossing: dict[tuple[str, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
+    crossing: dict[tuple[str, int, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
     for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
-        sent: dict[tuple[str, int], Tag] = {}
+        sent: dict[tuple[str, int, int], Tag] = {}
         for stage in range(schedule.num_stages):
             action = _action_at(slot, tick, stage)
             expected = {"activation": EMPTY, "cotangent": EMPTY}
@@ -54,10 +54,14 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
         arrived = crossing | {key: tag for key, tag in sent.items() if key[0] not in beside}
         crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
         for stage, (name, kind) in itertools.product(range(schedule.num_stages), BOUNDARIES.items()):
-            row = getattr(slot, f"{name}_in")[tick, stage]
-            assert row >= 0 or (kind, stage) not in arrived
-            if row >= 0:  # where nothing arrives, what is written must be read by nobody
-                buffers[name][stage][row] = arrived.get((kind, stage), GARBAGE)
+            routes = schedule.placement.routes(+1 if kind == "F" else -1)
+            for route, column in zip(routes, getattr(slot, f"{name}_in"), strict=True):
+                senders, row = [a for a, b in route if b == stage], column[tick, stage]
+                tags = [arrived.pop((kind, a, stage)) for a in senders if (kind, a, stage) in arrived]
+                assert row >= 0 or not tags
+                if row >= 0:  # where nothing arrives, what is written must be read by nobody
+                    buffers[name][stage][row] = tags[0] if tags else GARBAGE
+        assert not arrived, "all that is sent has its route"
     assert not crossing
     assert tuple(map(tuple, ran)) == schedule.actions
 
@@ -73,13 +77,14 @@ def _expected_reads(schedule: Schedule, stage: int, action: Action, *, keep_inpu
     return reads
 
 
-def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, int], Tag]:
-    """What a stage sends, by kind and receiving stage."""
+def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, int, int], Tag]:
+    """What a stage sends, by kind, itself and the receiving stage."""
     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
     receiver = schedule.placement.neighbour(virtual_stage, +1 if action.kind == "F" else -1)
     if receiver is None:
         return {}
-    return {(action.kind, schedule.placement.stage_of(receiver)): (action.kind, action.microbatch, virtual_stage)}
+    key = action.kind, stage, schedule.placement.stage_of(receiver)
+    return {key: (action.kind, action.microbatch, virtual_stage)}
 
 
 def _action_at(slot: SlotTable, tick: int, stage: int) -> Action | None:
@@ -181,7 +186,8 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "cotangent_in": ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
     }
     for name, columns in by_stage.items():
-        assert tuple(map(list, getattr(forward, name).T)) == columns, name
+        column = getattr(forward, name)
+        assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
     by_stage = {
         "kind": ([0, 0, 1, 1, 1], [0, 1, 1, 1, 0]),
         "microbatch": ([0, 0, 0, 1, 2], [0, 0, 1, 2, 0]),
@@ -193,7 +199,8 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
         "activation": ([-1, -1, -1, -1, -1], [-1, -1, -1, -1, -1]),
     }
     for name, columns in by_stage.items():
-        assert tuple(map(list, getattr(backward, name).T)) == columns, name
+        column = getattr(backward, name)
+        assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
     assert (*(rows_of(table, name) for name in BOUNDARIES), table.residual_rows) == ((0, 1), (1, 0), (3, 1))
 
 
@@ -208,8 +215,8 @@ def test_kept_inputs_are_there_for_the_backward():
 def test_arrays_are_read_only_int32_of_ticks_by_stages():
     table = make_schedule("interleaved", num_stages=3, num_microbatches=3, num_chunks=2).ticks
     for slot in table.slots:
-        for name, column in vars(slot).items():
-            if name != "kinds":
+        for name, columns in vars(slot).items():
+            for column in columns if isinstance(columns, tuple) else [columns] * (name != "kinds"):
                 assert (column.shape, column.dtype) == ((table.num_ticks, 3), np.int32)
                 with pytest.raises(ValueError, match="read-only"):
                     column[0, 0] = 1
