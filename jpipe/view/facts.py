@@ -71,6 +71,7 @@ class PipelineFacts:
       schedule: the name of its schedule.
       orders: by stage the actions of a schedule that isn't in `KNOWN`, else None.
       slots: of a tick.
+      style: how its virtual stages are dealt out, "loop" or "v".
       num_stages, num_microbatches, num_chunks: K, M and V.
       batch: examples of a batch.
       shards: that each micro-batch is split into.
@@ -94,6 +95,7 @@ class PipelineFacts:
     schedule: str
     orders: list[list[str]] | None
     slots: tuple[str, ...]
+    style: str
     num_stages: int
     num_microbatches: int
     num_chunks: int
@@ -147,6 +149,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         schedule=schedule.name,
         orders=None if _is_known(schedule) else [list(map(str, order)) for order in schedule.actions],
         slots=schedule.slots,
+        style=schedule.style,
         **schedule.sizes,
         batch=jax.tree.leaves(batch)[0].shape[0],
         shards=splits.num_shards,

@@ -655,6 +655,7 @@ FACTS = PipelineFacts(
     schedule="1f1b",
     orders=None,
     slots=("F", "B"),
+    style="loop",
     num_stages=2,
     num_microbatches=4,
     num_chunks=1,
@@ -743,6 +744,22 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
     table = lower(schedule, keep_inputs=True)
     assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
     assert tab.get("jpipe.values('M')") == [3] and text(tab, "formula-bubble").startswith("They don't hold here")
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_a_schedule_there_and_back_has_the_numbers_of_simulate(tab, tmp_path, num_microbatches):
+    schedule = make_schedule("v", num_stages=2, num_microbatches=num_microbatches, num_chunks=2)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": "v", "orders": orders, "style": "v", "num_chunks": 2, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options, num_microbatches=num_microbatches)
+    move(tab, "transfer", 0.45)
+    timeline = simulate(schedule, [2, 3], [5, 6], transfer=tab.get("jpipe.state().transfer"))
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    table = lower(schedule, keep_inputs=True)
+    for name in ("activation", "cotangent"):
+        found = tab.get(f"jpipe.waiting('own', 2, {num_microbatches}, 2, '{name}', true).rows")
+        assert found == table.rows_written(name)
 
 
 @pytest.mark.parametrize("width", [1280, 360])
