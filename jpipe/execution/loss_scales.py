@@ -23,18 +23,18 @@ from jpipe.types import Batch
 
 
 def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
-    """The cotangents of the sums of the loss's terms, W_0 / W_t; the sums of all gradients are then divided by W_0.
+    """The cotangents of the sums of the loss's terms: of several 1 / W_t; of one 1, since its gradients are divided.
 
     Args:
       step: the step of training.
       batch: a device's own part of all micro-batches, `[M, b, ...]`.
     """
     loss, axes = step.loss, step.model.axes
-    if loss is None or loss.weights is None:
+    assert loss is not None
+    if loss.weights is None:
         return [1.0]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
     by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)
     known = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
-    totals = [convert(total, axes, own, replicated(axes)) for total, own in known]
-    return [totals[0] / total for total in totals]
+    return [1 / convert(total, axes, own, replicated(axes)) for total, own in known]

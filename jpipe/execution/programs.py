@@ -100,8 +100,9 @@ def value_and_grad(
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gathered))
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
-        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means, see `loss_scales`.
-        divide = lambda leaf, old: (leaf / sums[1].astype(leaf.dtype)).astype(old.dtype)
+        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means see `loss_scales`.
+        weight = sums[1] if len(stage.scales) == 1 else jnp.ones(())
+        divide = lambda leaf, old: (leaf / weight.astype(leaf.dtype)).astype(old.dtype)
         with jax.named_scope("reduce"):
             grads = jax.tree.map(divide, params.reduced(grads, partial_along), stage.variables["params"])
         return sums, add_stage_axis(updates), add_stage_axis(grads)

@@ -26,7 +26,8 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
         storage = step.storages[collection]
         mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
         leaves = storage.read(variables[collection], v, 0)
-        return [jax.lax.psum(jnp.where(mine, leaf, jnp.zeros_like(leaf)), AXIS) for leaf in leaves]
+        # Of bools JAX adds up integers.
+        return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
 
     shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared]
     return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}

@@ -14,7 +14,7 @@ from flax import nnx
 from jpipe.layers.base import AnyLayer, Layer, PlainLayer, is_same
 from jpipe.layers.connections import Marked, connect
 from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
-from jpipe.layers.frozen import Frozen, FrozenLayer
+from jpipe.layers.frozen import Frozen, FrozenLayer, Where
 from jpipe.layers.functions import signature_of
 from jpipe.layers.shared import Shared, Use, how_to_share
 
@@ -35,14 +35,23 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
-    plain = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
+    given = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
+    plain, wheres = zip(*map(_thawed, given), strict=True)
     _check_repeats(plain, opened is not layers)
-    adapted = [_as_layer(layer, index) for index, layer in enumerate(plain)]
-    check_variable_types([layer.inner if isinstance(layer, FrozenLayer) else layer for layer in adapted])
-    for index, first in _repeats(plain, adapted).items():
-        if isinstance(layer := adapted[index], LinenLayer):
-            adapted[index] = replace(layer, repeats=first)
+    bare = [_as_layer(layer, index) for index, layer in enumerate(plain)]
+    check_variable_types(bare)
+    for index, first in _repeats(plain, bare).items():
+        if isinstance(layer := bare[index], LinenLayer):
+            bare[index] = replace(layer, repeats=first)
+    adapted = [layer if where is None else FrozenLayer(layer, where) for layer, where in zip(bare, wheres, strict=True)]
     return connect(adapted, marks)
+
+
+def _thawed(layer: object) -> tuple[object, Where | None]:
+    """(a layer without `freeze`, which of its parameters that freezes); of a use, those of the layer that is shared."""
+    held = layer.shared.layer if isinstance(layer, Use) else layer
+    where = held.where if isinstance(held, Frozen) else None
+    return (layer.layer if isinstance(layer, Frozen) else layer), where
 
 
 def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
@@ -57,7 +66,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
-        module = module.layer if isinstance(module, Frozen) else module
+        module = _thawed(module)[0]
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         is_module = isinstance(module, nn.Module | nnx.Module)
         for part in parts_of(module):
@@ -94,11 +103,9 @@ def _repeats(layers: Sequence[object], adapted: Sequence[AnyLayer]) -> dict[int,
     return found
 
 
-def _as_layer(layer: object, index: int) -> AnyLayer:
+def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
     if isinstance(layer, Use):
         return _as_use(layer, index)
-    if isinstance(layer, Frozen):
-        return FrozenLayer(_as_layer(layer.layer, index), layer.where)
     if isinstance(layer, nn.Module):
         if layer.scope is not None:
             raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
@@ -135,23 +142,14 @@ def _check_no_method(layer: Callable, index: int) -> None:
         )
 
 
-def _as_use(use: Use, index: int) -> AnyLayer:
+def _as_use(use: Use, index: int) -> PlainLayer | LinenLayer | NnxLayer:
     """The layer that a use shares, called through the use's method."""
     if isinstance(use.shared.layer, Marked):
         raise TypeError(
             f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
-    layer = _as_layer(use.shared.layer, index)
-    if isinstance(layer, FrozenLayer):
-        return replace(layer, inner=_used(layer.inner, use, index))
-    return _used(layer, use, index)
-
-
-def _used(layer: AnyLayer, use: Use, index: int) -> AnyLayer:
-    """A layer as one of its uses calls it."""
-    assert isinstance(layer, PlainLayer | LinenLayer | NnxLayer)
-    method = use.method
+    layer, method = _as_layer(_thawed(use.shared.layer)[0], index), use.method
     if method is None:
         return replace(layer, shared=use.shared)
     if isinstance(layer, PlainLayer):

@@ -14,7 +14,7 @@ import jax
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.connections import Marked
 from jpipe.layers.shared import Shared, Use
-from jpipe.types import Batch, Leaf, PyTree
+from jpipe.types import Batch, PyTree
 
 Where = Callable[[str], bool]
 """From a parameter's path in its layer, such as "attention/query/kernel", to whether it is frozen."""
@@ -45,6 +45,8 @@ def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
       where: `path -> bool`, which parameters are frozen; all by default. The path is that in the layer, such as
         "attention/query/kernel".
     """
+    if isinstance(layer, list | tuple):
+        raise TypeError("jpipe.freeze takes one layer; freeze each: [jpipe.freeze(layer, where) for layer in layers]")
     if isinstance(layer, Shared | Use):
         raise TypeError("jpipe.freeze: the layer is shared; freeze what is in it: jpipe.Shared(jpipe.freeze(layer))")
     if isinstance(layer, Frozen):
@@ -98,7 +100,10 @@ class FrozenLayer:
 
     def to_item(self, variables: LayerVariables) -> Item:
         """The inner layer's, without what is missing: gradients have nothing that is frozen."""
-        return self.inner.to_item(_together(variables))
+        together = _together(variables)
+        if FROZEN not in variables and "params" in together:
+            together["params"] = _without_holes(together["params"])
+        return self.inner.to_item(together)
 
     def from_item(self, item: Item) -> LayerVariables:
         return self._apart(self.inner.from_item(item))
@@ -108,10 +113,8 @@ class FrozenLayer:
         together = _together(variables)
         specs = self.inner.partition_specs(together)
         is_frozen = jax.tree.leaves(self._frozen(together.get("params", {})))
-        of = lambda frozen: [
-            spec for spec, is_ in zip(specs.get("params", []), is_frozen, strict=True) if is_ == frozen
-        ]
-        apart = {"params": of(False), FROZEN: of(True)}
+        known = list(zip(specs.get("params", []), is_frozen, strict=True))
+        apart = {name: [spec for spec, is_ in known if is_ == (name == FROZEN)] for name in ("params", FROZEN)}
         return {name: apart.get(name, specs.get(name, [])) for name in variables}
 
     def bind(self, item: Item) -> Callable[..., Activation]:
@@ -121,32 +124,37 @@ class FrozenLayer:
         """The variables with frozen parameters in their own collection."""
         if FROZEN in variables:
             raise LayerError(
-                f"has a collection {FROZEN!r} of its own; don't freeze it, or call that collection otherwise"
+                f"has a collection {FROZEN!r} of its own; don't freeze it, or give that another name (variables of a "
+                "frozen layer have all parameters in 'params', as its library has them)"
             )
         params = variables.get("params", {})
         frozen = self._frozen(params)
+        if not any(jax.tree.leaves(frozen)) and jax.tree.leaves(params):
+            paths = [_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
         only = lambda wanted: jax.tree.map(lambda leaf, is_: leaf if is_ == wanted else None, params, frozen)
         return variables | {"params": only(False), FROZEN: only(True)}
 
     def _frozen(self, params: PyTree) -> PyTree:
         """For each parameter whether it is frozen."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: bool(self.where(_as_text(path))), params)
 
-        def of(path: tuple[object, ...], _: Leaf) -> bool:
-            boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)  # Flax's metadata around it
-            return bool(self.where(jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")))
 
-        return jax.tree_util.tree_map_with_path(of, params)
+def _as_text(path: tuple[object, ...]) -> str:
+    """A parameter's path as users know it, without the box that Flax's metadata is around it."""
+    boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
+    return jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")
 
 
 def _together(variables: LayerVariables) -> LayerVariables:
-    """The inverse of `FrozenLayer._apart`; places that nothing is known of are left out."""
+    """The inverse of `FrozenLayer._apart`; places that nothing is known of are None."""
     is_hole = lambda x: x is None
     given = [variables[name] for name in ("params", FROZEN) if name in variables]
     if not given:
         return variables
     joined = jax.tree.map(lambda *found: next((x for x in found if x is not None), None), *given, is_leaf=is_hole)
     others = {name: tree for name, tree in variables.items() if name not in ("params", FROZEN)}
-    return {"params": _without_holes(joined), **others}
+    return {"params": joined, **others}
 
 
 def _without_holes(tree: PyTree) -> PyTree:

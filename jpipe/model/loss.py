@@ -119,7 +119,7 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
     _check_metrics(returned, terms, metrics)
-    sums, _ = trace(lambda outputs, batch: loss_sums(loss_fn(outputs, batch)), outputs, batch)
+    sums = without_prints(trace(lambda outputs, batch: loss_sums(loss_fn(outputs, batch)), outputs, batch)[0])
     names, leaves = tuple(sorted(terms)), jax.tree.leaves(outputs)
     of_weight = lambda t: [i == 2 * t + 1 for i in range(len(sums.out_avals))]
     follows = [uses(sums, of_weight(t))[: len(leaves)] for t in range(len(names))]
@@ -156,7 +156,7 @@ def _weights(sums: ClosedJaxpr, names: Sequence[str], follows: Sequence[Sequence
             )
     is_weight = [i < 2 * len(names) and i % 2 == 1 for i in range(len(sums.out_avals))]
     needed = [i >= len(follows[0]) for i in range(len(sums.in_avals))]
-    return needed_part(without_prints(sums), is_weight, keep=needed)[0]
+    return needed_part(sums, is_weight, keep=needed)[0]
 
 
 def _is_scalar(value: Leaf) -> bool:

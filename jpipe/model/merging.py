@@ -158,6 +158,11 @@ def check_rules(rules: object) -> dict[str, str]:
             raise ValueError("merge has a rule for 'params', which have gradients; give rules for other collections")
         if rule not in CHOICES:
             raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
+        if DEFAULT_RULES.get(name) == KEEP != rule:
+            raise ValueError(
+                f"merge[{name!r}]={rule!r}: {name!r} is the collection of what jpipe.freeze freezes, which is kept; "
+                "leave it out, or give a collection of your own another name"
+            )
     return dict(rules)
 
 

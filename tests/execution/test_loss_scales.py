@@ -31,10 +31,10 @@ def scales_of(loss_fn, **axes):
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
-def test_they_are_those_of_the_first_over_each(axes):
+def test_they_are_one_over_each_weight(axes):
     """Masks sum up to 4 over the mini-batch, a mean counts once a micro-batch."""
     terms = lambda y, b: {"a": jnp.mean(y), "b": (jnp.sum(y), jnp.sum(b["mask"])), "c": (jnp.sum(y), 5.0)}
-    assert scales_of(terms, **axes) == pytest.approx([1, 2 / 4, 2 / 10])
+    assert scales_of(terms, **axes) == pytest.approx([1 / 2, 1 / 4, 1 / 10])
 
 
 def test_one_mean_needs_none():

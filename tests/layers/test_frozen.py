@@ -167,6 +167,7 @@ def test_frozen_weights_take_nothing_besides_themselves():
             r"freeze what is in it: jpipe.Shared\(jpipe.freeze",
         ),
         (lambda: jpipe.freeze(jpipe.freeze(nn.Dense(3))), ValueError, "frozen already; pass one `where`"),
+        (lambda: jpipe.freeze([nn.Dense(3)]), TypeError, "takes one layer; freeze each"),
         (lambda: jpipe.freeze(nn.Dense(3), "lora"), TypeError, "where='lora' is not callable"),
     ],
 )
@@ -188,6 +189,47 @@ def test_a_layer_with_a_collection_of_that_name_is_refused():
     pipe = jpipe.Pipeline([jpipe.freeze(Own())], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
     with pytest.raises(ValueError, match=r"layer 0 \(Own\) has a collection 'frozen' of its own"):
         pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+def test_a_where_that_names_nothing_says_what_there_is():
+    layers = [jpipe.freeze(nn.Dense(3), lambda path: "kernal" in path)]
+    pipe = jpipe.Pipeline(layers, lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"no parameter that `where` of jpipe.freeze names; .* \['bias', 'kernel'\]"):
+        pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+def test_empty_places_among_the_parameters_stay():
+    """Of plain functions, which may ask for them."""
+
+    def apply(params, x):
+        assert params["norm"] == {} and params["b"] is None
+        return x @ params["w"]
+
+    layer = jpipe.Layer(lambda key, x: {"w": jnp.ones((3, 3)), "norm": {}, "b": None}, apply)
+    pipe = jpipe.Pipeline(
+        [jpipe.freeze(layer), nn.Dense(2)], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1
+    )
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    assert pipe.layer_variables(variables)[0].keys() == {"w", "norm", "b"}
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+
+
+def test_shared_bools_stay_bools():
+    class Masked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            mask = self.variable("masks", "of", lambda: jnp.asarray([True, False, True])).value
+            return jnp.where(mask, x, nn.Dense(3)(x))
+
+    layer, rules = jpipe.Shared(Masked()), {"masks": "keep"}
+    pipe = jpipe.Pipeline([layer, layer], lambda y, b: jnp.mean(y), num_stages=2, num_microbatches=1, merge=rules)
+    variables = pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+    pipe.value_and_grad(variables, jnp.ones((2, 3)))
+
+
+def test_what_is_frozen_is_kept():
+    with pytest.raises(ValueError, match=r"'frozen' is the collection of what jpipe\.freeze freezes, which is kept"):
+        jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
 
 
 def test_connections_go_through():

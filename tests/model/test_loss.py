@@ -137,3 +137,17 @@ def test_several_means_are_each_divided_by_their_own_weight(sizes, mesh, x64):
     assert set(metrics) == {"loss", "grad_norm", "finite", "mlm", "nsp", "mean", "largest"}
     for name, mean in means(trees).items():
         assert_close(metrics[name], mean, name)
+
+
+def test_a_term_that_has_no_weight_spoils_only_what_it_touches():
+    """As in plain JAX, whatever the names; prints of outputs are no dependence."""
+
+    def terms(y, b):
+        jax.debug.print("{}", y[0, 0])
+        return {"a": (jax.lax.stop_gradient(jnp.sum(y)), 0.0 * len(y)), "b": jnp.mean(y**2)}
+
+    batch = np.ones((4, 3), np.float32)
+    pipe = jpipe.Pipeline([nn.Dense(3)], terms, num_stages=1, num_microbatches=2)
+    variables = pipe.init(jax.random.key(0), batch)
+    (loss, _), grads = pipe.value_and_grad(variables, batch)
+    assert not np.isfinite(loss) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
