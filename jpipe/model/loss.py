@@ -14,7 +14,7 @@ from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.notices import warn_user
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
@@ -127,7 +127,7 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     of_floats = any(on and is_float(leaf) for on, leaf in zip(follows[0], leaves, strict=True))
     return TracedLoss(
         function=loss_fn,
-        of_batch=jax.ShapeDtypeStruct((), sums.out_avals[1].dtype),
+        of_batch=jax.ShapeDtypeStruct((), shapes_of(sums.jaxpr.outvars)[1].dtype),
         terms=names,
         metrics=tuple(sorted(metrics)),
         weights=_weights(sums, names, follows) if len(names) > 1 else None,
