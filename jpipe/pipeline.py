@@ -262,7 +262,7 @@ class Pipeline:
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         (loss, updates, _), grads = self._run("loss and gradients", self._jit_value_and_grad, variables, batch, key)
-        return (loss, updates), grads
+        return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch) -> PyTree:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only; of a batch or of bare inputs."""

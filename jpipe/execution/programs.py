@@ -28,7 +28,7 @@ from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_st
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages, shapes_only
-from jpipe.model.groups import GRADIENT, KEEP, WEIGHTS, LayerGroup
+from jpipe.model.groups import GRADIENT, WEIGHTS, LayerGroup
 from jpipe.model.trace import trace_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import of_spec, replicated, to_spec
@@ -112,7 +112,6 @@ def value_and_grad(
     out_specs = [PartitionSpec()] * len(step.outputs), state_specs, specs["params"]
     sums, updates, grads = _run(step, work, (variables, batch, key, only), out_specs)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
-    updates |= {name: variables[name] for name in step.collections(KEEP)}
     assert step.loss is not None
     loss, metrics = step.loss.means(sums)
     return (loss, updates, metrics), StageTree(grads, params)

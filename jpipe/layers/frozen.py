@@ -96,23 +96,23 @@ class FrozenLayer:
         return self._apart(self.inner.init(key, inputs, batch))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return self.inner.apply(_together(variables), inputs, context)
+        return self.inner.apply(together(variables), inputs, context)
 
     def to_item(self, variables: LayerVariables) -> Item:
         """The inner layer's, without what is missing: gradients have nothing that is frozen."""
-        together = _together(variables)
-        if FROZEN not in variables and "params" in together:
-            together["params"] = _without_holes(together["params"])
-        return self.inner.to_item(together)
+        whole = together(variables)
+        if FROZEN not in variables and "params" in whole:
+            whole["params"] = _without_holes(whole["params"])
+        return self.inner.to_item(whole)
 
     def from_item(self, item: Item) -> LayerVariables:
         return self._apart(self.inner.from_item(item))
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """What the inner layer's metadata names, for the parameters of each collection."""
-        together = _together(variables)
-        specs = self.inner.partition_specs(together)
-        is_frozen = jax.tree.leaves(self._frozen(together.get("params", {})))
+        whole = together(variables)
+        specs = self.inner.partition_specs(whole)
+        is_frozen = jax.tree.leaves(self._frozen(whole.get("params", {})))
         known = list(zip(specs.get("params", []), is_frozen, strict=True))
         apart = {name: [spec for spec, is_ in known if is_ == (name == FROZEN)] for name in ("params", FROZEN)}
         return {name: apart.get(name, specs.get(name, [])) for name in variables}
@@ -146,8 +146,8 @@ def _as_text(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")
 
 
-def _together(variables: LayerVariables) -> LayerVariables:
-    """The inverse of `FrozenLayer._apart`; places that nothing is known of are None."""
+def together(variables: LayerVariables) -> LayerVariables:
+    """A layer's variables with what is frozen among the parameters; places that nothing is known of are None."""
     is_hole = lambda x: x is None
     given = [variables[name] for name in ("params", FROZEN) if name in variables]
     if not given:

@@ -43,7 +43,7 @@ def apply_update(
     if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it
         unless = partial(jnp.where, jnp.stack(skipped).any())
         updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
-    variables = {"params": optax.apply_updates(params, changes), **updates}
+    variables = state.variables | {"params": optax.apply_updates(params, changes), **updates}
     norm = global_norm(grads)
     # Of gradients that aren't finite the norm isn't. It overflows before they do (1e19), where an update is as bad.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)

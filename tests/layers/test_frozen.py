@@ -118,6 +118,21 @@ def test_variables_are_those_of_the_layer_inside():
     assert_close(pipe.modules(variables)[1](x), Adapted().apply(values(trees[1]), x), "bound")
 
 
+def test_a_wrong_name_among_the_frozen_is_named():
+    pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=2, num_microbatches=2)
+    trees = values(pipe.layer_variables(pipe.init(jax.random.key(0), BATCH)))
+    trees[1] = {"params": {"kernal" if name == "kernel" else name: leaf for name, leaf in trees[1]["params"].items()}}
+    with pytest.raises(ValueError, match=r"it lacks trees\[1\] .*\['kernel'\] and it has .*\['kernal'\] besides"):
+        pipe.from_layer_variables(trees)
+
+
+def test_what_is_kept_is_not_copied():
+    pipe = jpipe.Pipeline(layers(), loss_fn, num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(0), BATCH)
+    (_, updates), _ = pipe.value_and_grad(variables, BATCH)
+    assert updates["frozen"] is variables["frozen"]
+
+
 def test_a_collection_of_ones_own_is_kept():
     """Also integers, as of quantised weights; without `merge` they would be merged, to the same values."""
 
