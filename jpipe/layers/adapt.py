@@ -36,7 +36,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
     given = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
-    plain, wheres = zip(*map(_thawed, given), strict=True)
+    plain, wheres = zip(*map(_bare, given), strict=True)
     _check_repeats(plain, opened is not layers)
     bare = [_as_layer(layer, index) for index, layer in enumerate(plain)]
     check_variable_types(bare)
@@ -47,7 +47,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     return connect(adapted, marks)
 
 
-def _thawed(layer: object) -> tuple[object, Where | None]:
+def _bare(layer: object) -> tuple[object, Where | None]:
     """(a layer without `freeze`, which of its parameters that freezes); of a use, those of the layer that is shared."""
     held = layer.shared.layer if isinstance(layer, Use) else layer
     where = held.where if isinstance(held, Frozen) else None
@@ -66,7 +66,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     for index, layer in enumerate(layers):
         owner = layer.shared if isinstance(layer, Use) else None
         module = owner.layer if owner else layer
-        module = _thawed(module)[0]
+        module = _bare(module)[0]
         ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
         is_module = isinstance(module, nn.Module | nnx.Module)
         for part in parts_of(module):
@@ -149,7 +149,7 @@ def _as_use(use: Use, index: int) -> PlainLayer | LinenLayer | NnxLayer:
             f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
-    layer, method = _as_layer(_thawed(use.shared.layer)[0], index), use.method
+    layer, method = _as_layer(_bare(use.shared.layer)[0], index), use.method
     if method is None:
         return replace(layer, shared=use.shared)
     if isinstance(layer, PlainLayer):

@@ -96,11 +96,11 @@ class FrozenLayer:
         return self._apart(self.inner.init(key, inputs, batch))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return self.inner.apply(together(variables), inputs, context)
+        return self.inner.apply(thawed(variables), inputs, context)
 
     def to_item(self, variables: LayerVariables) -> Item:
         """The inner layer's, without what is missing: gradients have nothing that is frozen."""
-        whole = together(variables)
+        whole = thawed(variables)
         if FROZEN not in variables and "params" in whole:
             whole["params"] = _without_holes(whole["params"])
         return self.inner.to_item(whole)
@@ -110,7 +110,7 @@ class FrozenLayer:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         """What the inner layer's metadata names, for the parameters of each collection."""
-        whole = together(variables)
+        whole = thawed(variables)
         specs = self.inner.partition_specs(whole)
         is_frozen = jax.tree.leaves(self._frozen(whole.get("params", {})))
         known = list(zip(specs.get("params", []), is_frozen, strict=True))
@@ -146,7 +146,7 @@ def _as_text(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")
 
 
-def together(variables: LayerVariables) -> LayerVariables:
+def thawed(variables: LayerVariables) -> LayerVariables:
     """A layer's variables with what is frozen among the parameters; places that nothing is known of are None."""
     is_hole = lambda x: x is None
     given = [variables[name] for name in ("params", FROZEN) if name in variables]

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
-from jpipe.layers.frozen import together
+from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, StageTree
 from jpipe.memory.records import Arrays, Records, ScatteredLeaf, is_whole
 from jpipe.model.groups import Model
@@ -121,7 +121,7 @@ def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTr
         # There and back, so that both have the containers that `from_item` makes.
         expected = group.layer.from_item(group.layer.to_item(group.variables))
         what = f"trees[{index}] ({group.layer.name})"
-        _check_item(what, together(own), together(expected), remedy=_remedy(model, index))
+        _check_item(what, thawed(own), thawed(expected), remedy=_remedy(model, index))
         found[index] = {name: own[name] for name in group.variables}
     _check_tied(model, found)
     return from_layers(layouts, found)
