@@ -10,8 +10,8 @@ from jpipe.checkpoints import checkpointer
 
 PUBLIC = {
     "Action", "Checkpointer", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared", "Timeline",
-    "TrainState", "compare", "initialize", "load_layers", "make_mesh", "make_schedule", "partition", "per_layer",
-    "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "TrainState", "compare", "freeze", "initialize", "load_layers", "make_mesh", "make_schedule", "partition",
+    "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
 }  # fmt: skip
 
 

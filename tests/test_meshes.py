@@ -648,7 +648,7 @@ def test_a_constraint_of_more_dimensions_than_the_array_has(make_mesh):
 
     mesh = make_mesh((2, 2), ("stage", "model"))
     pipe = jpipe.Pipeline([nn.Dense(8), Heads()], lambda y, _: y.mean(), num_stages=2, num_microbatches=2, mesh=mesh)
-    says = r"layer 1 \(Heads\) constrains .* raised ValueError at test_meshes.py:\d+: .*nn.DenseGeneral makes .* flat"
+    says = r"layer 1 \(Heads\) constrains .* raised ValueError at test_meshes.py:\d+, `q = .*`: .*nn.DenseGeneral makes .* flat"
     with pytest.raises(ValueError, match=says):
         jax.eval_shape(pipe.init, jax.random.key(0), np.ones((4, 8), np.float32))
 
@@ -714,7 +714,7 @@ def test_metrics_of_the_loss(make_mesh, shape):
         ({"loss": 1.0}, "a metric called 'loss', as one of jpipe's own is"),
         ({"finite": True}, "a metric called 'finite', as one of jpipe's own is"),
         ({"a": np.ones(3)}, r"as the metric 'a'; it has to be a scalar"),
-        ([1.0], "its third part, metrics, has to be a dict"),
+        ([1.0], "its last part, metrics, has to be a dict"),
     ],
 )
 def test_wrong_metrics(metrics, message):

@@ -22,7 +22,8 @@ def step():
     """A set of variables of its own on every stage, and a shared one, which stage 1 holds."""
     storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
     sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
-    return SimpleNamespace(storages={"params": storage}, model=SimpleNamespace(variable_sets=sets))
+    model = SimpleNamespace(variable_sets=sets)
+    return SimpleNamespace(storages={"params": storage}, model=model, collections=lambda *roles: ["params"])
 
 
 def on_each_stage(run):
@@ -41,7 +42,7 @@ def test_all_stages_get_what_one_holds(step):
         variables = {"params": filled(step.storages["params"], k)}
         return send_shared(step, variables, k)
 
-    (found,) = on_each_stage(run)[1]
+    (found,) = on_each_stage(run)[1]["params"]
     np.testing.assert_array_equal(found, np.full((NUM_STAGES, 2, 2), OWNER + 1))
 
 
