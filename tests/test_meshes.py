@@ -648,7 +648,7 @@ def test_a_constraint_of_more_dimensions_than_the_array_has(make_mesh):
 
     mesh = make_mesh((2, 2), ("stage", "model"))
     pipe = jpipe.Pipeline([nn.Dense(8), Heads()], lambda y, _: y.mean(), num_stages=2, num_microbatches=2, mesh=mesh)
-    says = r"layer 1 \(Heads\) constrains .* raised ValueError at test_meshes.py:\d+, `q = .*`: .*nn.DenseGeneral makes .* flat"
+    says = r"\(Heads\) constrains .* raised ValueError at test_meshes.py:\d+, `q = .*`: .*nn.DenseGeneral makes .* flat"
     with pytest.raises(ValueError, match=says):
         jax.eval_shape(pipe.init, jax.random.key(0), np.ones((4, 8), np.float32))
 

@@ -78,7 +78,7 @@ def values(tree):
 @pytest.mark.parametrize(
     ("options", "fsdp"),
     [
-        ({"num_microbatches": 4}, None),
+        pytest.param({"num_microbatches": 4}, None, marks=pytest.mark.slow),
         ({"num_microbatches": 2, "remat": "none", "num_chunks": 2, "schedule": "interleaved"}, None),
         ({"num_microbatches": 2, "gather": "use"}, 2),
         pytest.param({"num_microbatches": 2, "cast": "use", "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),

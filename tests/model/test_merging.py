@@ -312,7 +312,13 @@ def mean_of_squares(outputs, batch):
 
 
 @pytest.mark.parametrize(
-    ("m", "options", "data"), [(1, {}, 1), (4, {"remat": "none"}, 1), (2, {"remat": "full"}, 2)], ids=str
+    ("m", "options", "data"),
+    [
+        (1, {}, 1),
+        pytest.param(4, {"remat": "none"}, 1, marks=pytest.mark.slow),
+        pytest.param(2, {"remat": "full"}, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_fp8_trains_as_the_plain_model(m, options, data):
     """Two steps, so that the second one scales by what the first one saw: of M micro-batches the largest of each.
