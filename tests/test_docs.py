@@ -41,6 +41,8 @@ SLOW = {
     "start",
     "api",
     "cheat-sheet",
+    "losses",
+    "numerics",
 }
 """Run by `make test-notebooks`, with the notebooks."""
 BY_FLOPS = {"balance", "slow-step", "start"}

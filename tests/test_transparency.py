@@ -44,7 +44,6 @@ CASES = [
     ("plain", "one slot", 4, 3, 1, "none"),
     ("mixed", "1f1b", 4, 3, 1, "layer"),
     ("mixed", "interleaved", 2, 4, 3, "none"),
-    ("mixed", "v", 4, 6, 2, "layer"),
     ("mixed", "naive", 3, 3, 1, "stage"),
     ("mixed", "gpipe", 1, 4, 1, "full"),
     ("mixed", "one slot", 4, 6, 1, "policy"),

@@ -79,7 +79,11 @@ def values(tree):
     ("options", "fsdp"),
     [
         pytest.param({"num_microbatches": 4}, None, marks=pytest.mark.slow),
-        ({"num_microbatches": 2, "remat": "none", "num_chunks": 2, "schedule": "interleaved"}, None),
+        pytest.param(
+            {"num_microbatches": 2, "remat": "none", "num_chunks": 2, "schedule": "interleaved"},
+            None,
+            marks=pytest.mark.slow,
+        ),
         ({"num_microbatches": 2, "gather": "use"}, 2),
         pytest.param({"num_microbatches": 2, "cast": "use", "shard_over": "fsdp"}, 2, marks=pytest.mark.slow),
     ],

@@ -103,7 +103,7 @@ def several_means(outputs, batch):
 @pytest.mark.parametrize(
     ("sizes", "mesh"),
     [
-        ({"num_stages": 2, "num_microbatches": 4}, {}),
+        pytest.param({"num_stages": 2, "num_microbatches": 4}, {}, marks=pytest.mark.slow),
         ({"num_stages": 2, "num_microbatches": 2, "num_chunks": 2, "schedule": "interleaved", "remat": "none"}, {}),
         ({"num_stages": 2, "num_microbatches": 2}, {"data": 2}),
         pytest.param({"num_stages": 2, "num_microbatches": 4, "remat": "full"}, {"fsdp": 2}, marks=pytest.mark.slow),
