@@ -84,7 +84,7 @@ def _repeats(layers: Sequence[object], adapted: Sequence[AnyLayer]) -> dict[int,
     """Where linen modules stand once more as one would tie them, with the index at which each stands first.
 
     `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own, and
-    `[embed, *blocks, embed]` isn't: what lies between the two stands in no other place of the list.
+    `[embed, *blocks, embed]` isn't: it stands nowhere twice in a row, and what lies between the two in no other place.
     """
     found: dict[int, int] = {}
     kinds: list[int] = []  # of each layer: the first one that is the same function
@@ -93,9 +93,9 @@ def _repeats(layers: Sequence[object], adapted: Sequence[AnyLayer]) -> dict[int,
         if isinstance(layer, nn.Module):
             places.setdefault(id(layer), []).append(index)
     for first, *others in places.values():
+        if any(end == start + 1 for start, end in pairwise([first, *others])):
+            continue  # it is used as a pattern
         for start, end in pairwise([first, *others]):
-            if end == start + 1:
-                continue
             kinds = kinds or [next(j for j, other in enumerate(adapted) if is_same(other, layer)) for layer in adapted]
             between, size = kinds[start + 1 : end], end - start - 1
             if not any(kinds[i : i + size] == between for i in range(len(kinds)) if i != start + 1):
