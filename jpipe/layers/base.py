@@ -179,6 +179,33 @@ class Single:
 
 
 @dataclass(frozen=True)
+class Around:
+    """What all layers around another one have in common; see `AnyLayer`.
+
+    Attributes:
+      inner: the other layer.
+    """
+
+    inner: AnyLayer
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def shared(self) -> Shared | None:
+        return self.inner.shared
+
+    @property
+    def repeats(self) -> int | None:
+        return self.inner.repeats
+
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """The inner layer, to be called with its own inputs."""
+        return self.inner.bind(item)
+
+
+@dataclass(frozen=True)
 class PlainLayer(Single):
     """Adapts `Layer`, and plain functions without parameters (`init_fn=None`)."""
 

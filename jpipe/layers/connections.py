@@ -20,6 +20,7 @@ import numpy as np
 from jpipe.layers.base import (
     Activation,
     AnyLayer,
+    Around,
     Context,
     Inputs,
     Item,
@@ -29,7 +30,6 @@ from jpipe.layers.base import (
     describe,
     positional,
 )
-from jpipe.layers.shared import Shared
 from jpipe.seam.inside import raised
 from jpipe.types import Batch, PyTree
 
@@ -152,13 +152,12 @@ class WithSkips(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConnectedLayer:
+class ConnectedLayer(Around):
     """A layer that is called with more or with less than the activation; its variables are those of the layer inside.
 
     Where skips are under way it takes and gives `WithSkips`.
 
     Attributes:
-      inner: the layer.
       passing: the numbers of the skips that arrive with its inputs.
       stashes: the number under which its output leaves as a skip, if it does.
       pops: the number of the skip that it is called with, if it pops one.
@@ -166,16 +165,11 @@ class ConnectedLayer:
       read_inputs: of the model's first layer, from the batch to what it is called with: it takes no activation.
     """
 
-    inner: AnyLayer
     passing: tuple[int, ...] = ()
     stashes: int | None = None
     pops: int | None = None
     read: Read | None = None
     read_inputs: Read | None = None
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
 
     @property
     def ready(self) -> LayerVariables | None:
@@ -184,14 +178,6 @@ class ConnectedLayer:
     @property
     def reads_batch(self) -> bool:
         return self.read_inputs is not None or self.read is not None or self.inner.reads_batch
-
-    @property
-    def shared(self) -> Shared | None:
-        return self.inner.shared
-
-    @property
-    def repeats(self) -> int | None:
-        return self.inner.repeats
 
     @property
     def made_of(self) -> Sequence[object]:
@@ -220,10 +206,6 @@ class ConnectedLayer:
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
         return self.inner.partition_specs(variables)
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        """The inner layer, to be called with its own inputs."""
-        return self.inner.bind(item)
 
     def _split(self, inputs: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
         """(the layer's own positional inputs, the skips that pass it)."""

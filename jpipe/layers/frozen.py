@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
+from jpipe.layers.base import Activation, Around, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.connections import Marked
 from jpipe.layers.shared import Shared, Use
 from jpipe.types import Batch, PyTree
@@ -57,20 +57,16 @@ def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
 
 
 @dataclass(frozen=True)
-class FrozenLayer:
+class FrozenLayer(Around):
     """A layer of whose parameters some are in the collection `FROZEN`, the others' places being None.
 
+    The inner layer has them all in "params".
+
     Attributes:
-      inner: the layer, which has them all in "params".
       where: which are frozen.
     """
 
-    inner: AnyLayer
     where: Where
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
 
     @property
     def ready(self) -> LayerVariables | None:
@@ -79,14 +75,6 @@ class FrozenLayer:
     @property
     def reads_batch(self) -> bool:
         return self.inner.reads_batch
-
-    @property
-    def shared(self) -> Shared | None:
-        return self.inner.shared
-
-    @property
-    def repeats(self) -> int | None:
-        return self.inner.repeats
 
     @property
     def made_of(self) -> Sequence[object]:
@@ -116,9 +104,6 @@ class FrozenLayer:
         known = list(zip(specs.get("params", []), is_frozen, strict=True))
         apart = {name: [spec for spec, is_ in known if is_ == (name == FROZEN)] for name in ("params", FROZEN)}
         return {name: apart.get(name, specs.get(name, [])) for name in variables}
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        return self.inner.bind(item)
 
     def _apart(self, variables: LayerVariables) -> LayerVariables:
         """The variables with frozen parameters in their own collection."""

@@ -137,11 +137,6 @@ def _rule_of(leaf: Leaf, rule: str | None) -> str:
     return "mean" if is_float(leaf) else "last"
 
 
-def with_defaults(rules: Mapping[str, str]) -> dict[str, str]:
-    """The user's rules, and those of collections for which there is a rule by default."""
-    return {**DEFAULT_RULES, **rules}
-
-
 def check_rules(rules: object) -> dict[str, str]:
     """The user's rules by collection.
 

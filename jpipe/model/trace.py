@@ -20,6 +20,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
+from jpipe.layers.frozen import FROZEN
 from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import (
@@ -208,6 +209,7 @@ def _trace_call(
             "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
         )
     _check_updates(variables, updates)
+    _check_frozen(updates, jaxpr)
     return jaxpr, _strong(gives), uses(jaxpr)[0]
 
 
@@ -264,6 +266,17 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes]) -> 
                 f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
                 "structure, shapes and dtypes (cast what is stored)"
             )
+
+
+def _check_frozen(updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
+    """Checks that nothing is written to the collection of frozen parameters, of which no new values would be kept."""
+    names = [name for name, tree in sorted(updates.items()) for _ in jax.tree.leaves(tree)]
+    new = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(names) :]
+    if any(name == FROZEN and value not in jaxpr.jaxpr.invars for name, value in zip(names, new, strict=True)):
+        raise LayerError(
+            f"writes to its collection {FROZEN!r} in training, which is that of parameters that aren't trained "
+            "(jpipe.freeze) and is kept as it is; give it another name"
+        )
 
 
 def _category(dtype: jnp.dtype) -> object:

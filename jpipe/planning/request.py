@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from jpipe.layers.base import AnyLayer
 from jpipe.mesh.splits import Splits, check_when
+from jpipe.model.groups import DEFAULT_RULES
 from jpipe.model.loss import LossFn
-from jpipe.model.merging import with_defaults
 from jpipe.model.remat import Remat
 from jpipe.planning.balance import Balance
 from jpipe.schedules.schedule import Schedule
@@ -74,4 +74,4 @@ class Request:
     @property
     def rules(self) -> dict[str, str]:
         """What becomes of collections other than parameters, by name."""
-        return with_defaults(self.merge)
+        return {**DEFAULT_RULES, **self.merge}

@@ -251,6 +251,21 @@ def test_what_is_frozen_is_kept():
         jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
 
 
+def test_what_is_frozen_is_not_written():
+    """A regression: a collection of that name of one's own was kept as it was, without a word."""
+
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls = self.variable("frozen", "calls", lambda: jnp.zeros((), jnp.int32))
+            calls.value = calls.value + 1
+            return nn.Dense(3)(x)
+
+    pipe = jpipe.Pipeline([Counts()], lambda y, b: jnp.mean(y), num_stages=1, num_microbatches=1)
+    with pytest.raises(ValueError, match=r"writes to its collection 'frozen' in training, .* give it another name"):
+        pipe.init(jax.random.key(0), jnp.ones((2, 3)))
+
+
 def test_connections_go_through():
     read = jpipe.freeze(jpipe.reads(Adapted(), lambda batch: batch["mask"]))
     assert read.layer == jpipe.freeze(Adapted()) and read.read is not None
