@@ -161,10 +161,12 @@ def balanced(size: Size, num_parts: int) -> list[int]:
     return counts
 
 
-def transformer_pipeline(size: Size, num_stages: int, num_microbatches: int, **options: Any) -> jpipe.Pipeline:
+def transformer_pipeline(
+    size: Size, num_stages: int, num_microbatches: int, layers: list[nn.Module] | None = None, **options: Any
+) -> jpipe.Pipeline:
     """The model in K stages, its blocks shared out evenly; `options` are those of `jpipe.Pipeline`."""
     return jpipe.Pipeline(
-        make_layers(size),
+        layers or make_layers(size),
         loss_fn,
         num_stages=num_stages,
         num_microbatches=num_microbatches,

@@ -23,12 +23,21 @@ from axes_programs import loss_fn
 from common import console, lowered_step, on_cpu, settings, show, tpu_devices
 
 import jpipe
+from jpipe.planning.holdings import holdings
 from tpu_program import compile_with_text
 
 AXES = {"stage": 16, "fsdp": 8, "model": 8}
 SPLITS = {"none": ("fsdp", None), "sequence": ("fsdp", "model")}
 """How activations `[b, t, width]` lie between blocks."""
-COLUMNS = ("between blocks", "arguments, GiB", "temporaries, GiB", "plan, s", "lower, s", "compile, s")
+COLUMNS = (
+    "between blocks",
+    "room, of parameters",
+    "arguments, GiB",
+    "temporaries, GiB",
+    "plan, s",
+    "lower, s",
+    "compile, s",
+)
 
 
 class Embedding(nn.Module):
@@ -62,11 +71,19 @@ def parameter(module: nn.Module, name: str, names: tuple[str | None, ...], *shap
     return module.param(name, init, shape, module.sizes.param_dtype)
 
 
-def make_pipeline(mesh: Any, sizes: Sizes, blocks: int, microbatches: int, between: tuple) -> jpipe.Pipeline:
+def make_pipeline(
+    mesh: Any, sizes: Sizes, blocks: int, microbatches: int, between: tuple, **chosen: str
+) -> jpipe.Pipeline:
     row = Row("405B", dense, partial(dense_specs, fsdp="fsdp"), {}, between=(*between, None))
     layers = [Embedding(sizes, between), *[row.layer(sizes) for _ in range(blocks)], Head(sizes)]
     options = {"num_stages": AXES["stage"], "num_microbatches": microbatches, "gather": "use"}
-    return jpipe.Pipeline(layers, loss_fn, mesh=mesh, **options)
+    return jpipe.Pipeline(layers, loss_fn, mesh=mesh, **options, **chosen)
+
+
+def room(pipe: jpipe.Pipeline) -> str:
+    """What all stages have room for, as a multiple of the model's parameters."""
+    found = holdings(pipe.plan)
+    return f"{AXES['stage'] * found.room['params'].elements / sum(own.elements for own in found.own['params']):.3f}"
 
 
 def clocked(function: Callable, *arguments: Any) -> tuple[Any, str]:
@@ -82,6 +99,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32, help="(default %(default)s)")
     parser.add_argument("--seq", type=int, default=4096, help="(default %(default)s)")
     parser.add_argument("--split", nargs="+", choices=SPLITS, default=["sequence"], help="between blocks")
+    parser.add_argument("--ends", default="own", help="(default %(default)s)")
     parser.add_argument("--dump", help="a folder for the compiled programs' texts")
     options = parser.parse_args()
     on_cpu()
@@ -90,9 +108,10 @@ def main() -> None:
     tokens = jax.ShapeDtypeStruct((AXES["fsdp"] * options.microbatches, options.seq), "int32")
     batch = {"inputs": tokens, "targets": tokens}
     for split in options.split:
-        pipe = make_pipeline(mesh, sizes, options.blocks, options.microbatches, SPLITS[split])
+        pipe = make_pipeline(mesh, sizes, options.blocks, options.microbatches, SPLITS[split], ends=options.ends)
         tx = optax.adam(1e-4)
         _, planned = clocked(pipe.abstract_state, batch, tx)
+        console.print(f"room for {room(pipe)} of the parameters")
         lowered, lowering = clocked(lowered_step, pipe, tx, batch)
         (compiled, text), compiling = clocked(compile_with_text, lowered)
         if options.dump:
@@ -100,8 +119,8 @@ def main() -> None:
                 file.write(text)
         memory = compiled.memory_analysis()
         held = [f"{b / 2**30:.1f}" for b in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)]
-        rows.append((split, *held, planned, lowering, compiling))
-    modes = f"{AXES}, M={options.microbatches}, micro-batch {AXES['fsdp']}x{options.seq}"
+        rows.append((split, room(pipe), *held, planned, lowering, compiling))
+    modes = f"{AXES}, ends {options.ends}, M={options.microbatches}, micro-batch {AXES['fsdp']}x{options.seq}"
     show("405B parameters, a chip", COLUMNS, rows, settings(mesh.devices.flat[0], options.topology, modes))
     console.print(str(pipe.partition), highlight=False)
 

@@ -86,14 +86,14 @@ def demo(topology: str) -> None:
     show("The example's step, MiB a chip", ("dtype", *BYTES), rows, caption)
 
 
-def transformer_l(topology: str, layers: list[int], remat: str, cast: str) -> None:
+def transformer_l(topology: str, layers: list[int], vocab: int, **options: str) -> None:
     """The paper's largest model on eight cores had 103 layers."""
     mesh = stage_mesh(tpu_devices(topology), len(tpu_devices(topology)))
     stages, m = mesh.size, 32
     rows = []
     for count in layers:
-        size = Size(count, 2048, 32, 1024, 32000, 1, "bfloat16")
-        pipe = transformer_pipeline(size, stages, m, remat=remat, cast=cast, mesh=mesh)
+        size = Size(count, 2048, 32, 1024, vocab, 1, "bfloat16")
+        pipe = transformer_pipeline(size, stages, m, mesh=mesh, **options)
         begin = time.perf_counter()
         try:
             found = figures(compiled_step(pipe, optax.rmsprop(1e-4), batch_shapes(size, m)))
@@ -102,7 +102,7 @@ def transformer_l(topology: str, layers: list[int], remat: str, cast: str) -> No
             found = ("-", "-", used.group() if used else "does not fit", "-")
         row = (f"{count} layers, {size.parameters / 1e9:.2f}B parameters", *found)
         rows.append((*row, f"{time.perf_counter() - begin:.0f}"))
-    modes = f"K={stages}, M={m}, remat {remat}, cast {cast}, bfloat16 activations"
+    modes = f"K={stages}, M={m}, {vocab} words, {options}, bfloat16 activations"
     caption = settings(mesh.devices.flat[0], topology, modes)
     show("Transformer-L, MiB a core (16 GB each)", ("model", *BYTES, "compile, s"), rows, caption)
 
@@ -154,6 +154,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[103], help="of Transformer-L (default %(default)s)")
     parser.add_argument("--remat", default="layer", help="of Transformer-L (default %(default)s)")
     parser.add_argument("--cast", default="step", help="of Transformer-L (default %(default)s)")
+    parser.add_argument("--ends", default="own", help="of Transformer-L (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32000, help="of Transformer-L (default %(default)s)")
     parser.add_argument("--init-layers", type=int, default=160, help="of the model initialised (default %(default)s)")
     options = parser.parse_args()
     on_cpu()
@@ -162,7 +164,8 @@ def main() -> None:
         if what == "demo":
             demo("v5e:2x2")
         elif what == "transformer-l":
-            transformer_l("v3:2x2", options.layers, options.remat, options.cast)
+            modes = {"remat": options.remat, "cast": options.cast, "ends": options.ends}
+            transformer_l("v3:2x2", options.layers, options.vocab, **modes)
         elif what == "amoebanet-d":
             amoebanet_d("v3:2x2", 4)
         else:

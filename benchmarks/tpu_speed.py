@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 import optax
 from common import (
@@ -37,11 +38,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jpipe
 from jpipe.model.remat import MODES
+from jpipe.schedules.simulate import Work, in_lockstep
 from jpipe.schedules.ticks import lower
 from tpu_program import compile_with_text, largest_move, read, transfers
 
 BLOCK = "Block.1"
-VOCAB = 256  # so small that the ends take next to nothing
 CHIPS = {
     "v3": {4: "v3:2x1", 8: "v3:2x2", 32: "v3:4x4"},
     "v4": {4: "v4:2x2x1", 8: "v4:2x2x2", 32: "v4:4x4x2"},
@@ -61,6 +62,7 @@ COLUMNS = (
     "share of the ideal",
     "largest move",
     "permutes beside work",
+    "arguments",
     "temporaries",
     "compile, s",
 )
@@ -80,21 +82,34 @@ class Setting:
     chunks: int = 1
     blocks: int = 4  # of a stage
     unroll: int = 0
+    vocab: int = 256  # so small that the ends take next to nothing
+    ends: str = "own"
+    attention: str = "plain"
+    microbatches: int = 0  # 4 a stage
 
     def __str__(self) -> str:
         schedule = f"{self.schedule}, V={self.chunks}" if self.chunks > 1 else self.schedule
         unrolled = ", unrolled" if self.unroll else ""
         sizes = f"{self.width} wide, {self.microbatch}x{self.seq}"
-        return f"{self.chip}, K={self.stages}, {sizes}, {self.remat}, {schedule}{unrolled}"
+        attention = f", {self.attention} attention" if self.attention != "plain" else ""
+        count = f", M={self.microbatches}" if self.microbatches else ""
+        ends = f", {self.vocab} words, ends {self.ends}" if self.vocab > 256 else ""
+        sizes = f"K={self.stages}{count}, {sizes}"
+        return f"{self.chip}, {sizes}, {self.remat}{attention}, {schedule}{unrolled}{ends}"
 
     @property
     def size(self) -> Size:
         layers = self.blocks * self.stages
-        return Size(layers, self.width, self.width // 64, self.seq, VOCAB, self.microbatch, "bfloat16")
+        return Size(layers, self.width, self.width // 64, self.seq, self.vocab, self.microbatch, "bfloat16")
 
     @property
-    def microbatches(self) -> int:
-        return 4 * self.stages
+    def count(self) -> int:
+        """M."""
+        return self.microbatches or 4 * self.stages
+
+    @property
+    def layers(self) -> list[Any]:
+        return make_layers(self.size) if self.attention == "plain" else kernels.make_layers(self.size, self.attention)
 
     def devices(self) -> list[Any]:
         return tpu_devices(CHIPS[self.chip][self.stages])
@@ -132,8 +147,7 @@ class Plain:
 
 def lower_plain(setting: Setting) -> Any:
     """A scan over the micro-batches, of a scan over a stage's blocks."""
-    size, count = setting.size, setting.microbatches
-    block = make_layers(size)[1]
+    count, block = setting.count, setting.layers[1]
     x = jax.ShapeDtypeStruct((setting.microbatch, setting.seq, setting.width), jnp.bfloat16)
     sharding = NamedSharding(stage_mesh(setting.devices(), 1), PartitionSpec())
     variables = jax.eval_shape(block.init, jax.random.key(0), x)
@@ -174,12 +188,14 @@ def make_pipeline(setting: Setting) -> jpipe.Pipeline:
     return transformer_pipeline(
         size,
         stages,
-        setting.microbatches,
+        setting.count,
+        setting.layers,
         mesh=stage_mesh(setting.devices(), stages),
         remat=setting.remat,
         schedule=setting.schedule,
         num_chunks=setting.chunks,
         unroll=bool(setting.unroll),
+        ends=setting.ends,
     )
 
 
@@ -193,46 +209,77 @@ class Walk:
     """
 
     def __init__(self, pipe: jpipe.Pipeline, setting: Setting, text: str):
+        self.schedule = pipe.schedule
         self.table = lower(pipe.schedule, keep_inputs=MODES[setting.remat].keep_inputs)
         self.num_stages, self.unroll = setting.stages, bool(setting.unroll)
         self.blocks = setting.blocks // setting.chunks
         head = f"Head.{self.blocks + 1 if self.unroll else 2}"
         last = setting.stages * setting.chunks - 1
-        self.trips = [{"Embed.0": int(s == 0), BLOCK: self.blocks, head: int(s == last)} for s in range(last + 1)]
+        own = int(setting.ends != "shared")
+        self.trips = [{"Embed.0": own * (s == 0), BLOCK: self.blocks, head: own * (s == last)} for s in range(last + 1)]
         self.step = read(text)
         (self.ticks,) = self.step.find("ticks")
+        # How often all stages compute the ends together.
+        enter = 2 if MODES[setting.remat].keep_inputs else 1
+        self.turns = {} if own else {"enter": enter * setting.count, "leave": setting.count, "back": setting.count}
 
     def layer(self, kind: str, name: str) -> float:
-        """Cycles of one layer's action ("F", "B"), what it computes again included.
+        """Cycles of one layer's action (a letter), what it computes again included; 0 of a W that has nothing to do.
 
         Raises:
           SystemExit: it has no loop, so that this can't be a step as it is known here.
         """
+        slots = sum(kind in slot.kinds for slot in self.table.slots)  # each has loops of its own
         if self.unroll and name == BLOCK:
-            return sum(loop.own for loop in self.ticks.find(kind)) / self.blocks
+            return sum(loop.own for loop in self.ticks.find(kind)) / (slots * self.blocks)
         loops = self.ticks.find(kind, name)
-        if not loops:
+        if not loops and kind != "W":
             raise SystemExit(f"the compiled program has no loop {kind}/{name}")
-        return sum(loop.own for loop in loops)
+        return sum(loop.own for loop in loops) / slots
 
     def action(self, kind: str, virtual_stage: int, take: Callable[[str, str], float] | None = None) -> float:
         """Cycles of an action, or of its layers alone if they take what `take` says."""
-        own = 0 if take or self.unroll else sum(loop.own for loop in self.ticks.find(kind))
+        slots = sum(kind in slot.kinds for slot in self.table.slots)
+        own = 0 if take or self.unroll else sum(loop.own for loop in self.ticks.find(kind)) / slots
         return own + sum(n * (take or self.layer)(kind, name) for name, n in self.trips[virtual_stage].items() if n)
 
     def actions(self, take: Callable[[str, str], float] | None = None) -> float:
-        """Cycles of all actions of a step: in each slot of each tick those of the slowest stage."""
+        """Cycles of all actions of a step: in each slot of each tick those of the slowest stage.
+
+        Where backwards are split, stages do not wait for each other after each slot: then as simulated.
+        """
+        if self.schedule.splits:
+            place, stages = self.schedule.placement, range(self.num_stages)
+            of_stage = lambda kind: [
+                max(self.action(kind, place.virtual_stage(k, v), take) for v in range(place.num_chunks)) for k in stages
+            ]
+            work = Work({kind: of_stage(kind) for kind in sorted(self.schedule.kinds)}, [0.0] * self.num_stages)
+            return max(span.end for span in in_lockstep(self.schedule, work))
         total = 0.0
         for slot in self.table.slots:
             for t, code in itertools.product(range(self.table.num_ticks), range(1, len(slot.kinds) + 1)):
                 stages = np.flatnonzero(slot.kind[t] == code)
-                virtual = [int(slot.chunk[t, k]) * self.num_stages + int(k) for k in stages]
+                virtual = [self.schedule.placement.virtual_stage(int(k), int(slot.chunk[t, k])) for k in stages]
                 total += max((self.action(slot.kinds[code - 1], s, take) for s in virtual), default=0)
+        return total
+
+    def ends(self) -> float:
+        """Cycles of the first and the last layer, where all stages compute them together; 0 where they don't.
+
+        Raises:
+          SystemExit: they have no loops, or loops in them, of which it isn't known how often they turn.
+        """
+        total = 0.0
+        for name, turns in self.turns.items():
+            loops = self.ticks.find(name)
+            if not loops or any(loop.inner for loop in loops):
+                raise SystemExit(f"the compiled program has no loops {name}, or loops in them")
+            total += turns * sum(loop.own for loop in loops) / len(loops)
         return total
 
     def cycles(self) -> float:
         """Cycles of the step, the optimiser's among them."""
-        return self.step.own + self.table.num_ticks * self.ticks.own + self.actions()
+        return self.step.own + self.table.num_ticks * self.ticks.own + self.actions() + self.ends()
 
 
 def measure(setting: Setting) -> tuple[str, ...]:
@@ -248,15 +295,19 @@ def _measure(setting: Setting) -> tuple[str, ...]:
     pipe, size = make_pipeline(setting), setting.size
     with ThreadPoolExecutor(2) as pool:
         alone = pool.submit(compile_with_text, lower_plain(setting))
-        step = lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.microbatches))
+        step = lowered_step(pipe, optax.sgd(1e-3), batch_shapes(size, setting.count))
         compiled, text = pool.submit(compile_with_text, step).result()
         plain = plain_cycles(alone.result()[1], setting)
-    seconds = time.perf_counter() - begin
+    seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
     walk = Walk(pipe, setting, text)
-    forward, backward = walk.layer("F", BLOCK), walk.layer("B", BLOCK)
-    cycles = {("F", BLOCK): plain.forward, ("B", BLOCK): plain.backward + plain.adding}
+    kinds = "B" if "B" in pipe.schedule.kinds else "IW"
+    forward, backward = walk.layer("F", BLOCK), sum(walk.layer(kind, BLOCK) for kind in kinds)
+    share = (plain.backward + plain.adding) / backward
+    cycles = {("F", BLOCK): plain.forward} | {(kind, BLOCK): share * walk.layer(kind, BLOCK) for kind in kinds}
+    if kinds == "B" and pipe.schedule.splits:
+        cycles |= {(kind, BLOCK): share * walk.layer(kind, BLOCK) for kind in "IW"}
     ideal = walk.actions(lambda kind, name: cycles.get((kind, name)) or walk.layer(kind, name))
-    used = walk.actions(walk.layer)
+    used, ends = walk.actions(walk.layer), walk.ends()
     moves = transfers(walk.ticks)
     hidden = sum(bool(move.loops) for move in moves)
     return (
@@ -266,12 +317,13 @@ def _measure(setting: Setting) -> tuple[str, ...]:
         f"{backward / 1e6:.3f}",
         f"{backward / (plain.backward + plain.adding):.3f}",
         f"{backward / plain.backward:.3f}",
-        f"{(walk.cycles() - walk.step.own) / used - 1:.1%}",
+        f"{(walk.cycles() - walk.step.own) / (used + ends) - 1:.1%}",
         f"{walk.cycles() / 1e6:.1f}",
-        f"{ideal / (walk.cycles() - walk.step.own):.3f}",
+        f"{(ideal + ends) / (walk.cycles() - walk.step.own):.3f}",
         f"{largest_move(walk.step) / 2**20:.1f}",
         f"{hidden} of {len(moves)}",
-        mib(compiled.memory_analysis().temp_size_in_bytes),
+        mib(memory.argument_size_in_bytes),
+        mib(memory.temp_size_in_bytes),
         f"{seconds:.0f}",
     )
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,9 +122,13 @@ def steppers_of_pipeline(size: Size, num_microbatches: int, num_stages: int) -> 
     everywhere = NamedSharding(mesh, PartitionSpec())
     batch = {name: jax.make_array_from_process_local_data(everywhere, a, a.shape) for name, a in batch.items()}
     steppers = {}
-    for remat, unroll in itertools.product(("none", "layer"), (False, True)):
-        pipe = transformer_pipeline(size, num_stages, num_microbatches, remat=remat, unroll=unroll, mesh=mesh)
-        steppers[f"{remat}, {'unrolled' if unroll else 'looped'}"] = pipeline_stepper(pipe, tx, batch, trees)
+    made = partial(transformer_pipeline, size, num_stages, num_microbatches, mesh=mesh)
+    for remat, style in itertools.product(("none", "layer"), ("looped", "unrolled")):
+        schedules = ("1f1b", "zero_bubble") if remat == "none" else ("1f1b",)
+        for schedule in schedules:
+            pipe = made(remat=remat, unroll=style == "unrolled", schedule=schedule)
+            name = ", ".join([remat, style, *[schedule] * (schedule != "1f1b")])
+            steppers[name] = pipeline_stepper(pipe, tx, batch, trees)
     return steppers
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: the bubble, micro-batches, what 1F1B and GPipe hold, chunks.
+"""Draws the pictures of docs/concepts.md and docs/schedules.md: the bubble, micro-batches, memory, chunks, schedules.
 
     python examples/concepts.py [folder]
 
@@ -44,11 +44,32 @@ def chunks() -> Any:
     return jpipe.compare(["1f1b", "interleaved"], num_stages=4, num_microbatches=4, width=WIDTH, memory=False)
 
 
+def simple() -> Any:
+    """The schedules that are there to compare with, and inference."""
+    sizes = {"num_stages": 4, "num_microbatches": 4}
+    return jpipe.compare(["naive", "gpipe", "forward"], **sizes, width=WIDTH, memory=False)
+
+
+def schedules() -> Any:
+    """Those to train with, and what they hold."""
+    names = ["1f1b", "interleaved", "v", "zero_bubble"]
+    return jpipe.compare(names, num_stages=4, num_microbatches=8, width=WIDTH)
+
+
+def published() -> Any:
+    """Those of papers, as their stages run them, each a program of its own."""
+    names = ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
+    return jpipe.compare(names, num_stages=4, num_microbatches=8, width=WIDTH, memory=False, lockstep=False)
+
+
 PICTURES: dict[str, Callable[[], Any]] = {
     "bubble": bubble,
     "microbatches": microbatches,
     "memory": memory,
     "chunks": chunks,
+    "simple": simple,
+    "schedules": schedules,
+    "published": published,
 }
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from jpipe.forecasting.forecaster import Forecast, forecast
 from jpipe.layers.base import Layer
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
@@ -16,6 +17,7 @@ from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.schedules.zero_bubble import zero_bubble
 from jpipe.terminal.progress import show_progress
 from jpipe.training.per_layer import per_layer
 from jpipe.training.train_state import TrainState
@@ -25,9 +27,10 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Action", "Checkpointer", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared", "Timeline",
-    "TrainState", "compare", "freeze", "initialize", "load_layers", "make_mesh", "make_schedule", "partition",
-    "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
+    "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
+    "make_schedule", "partition", "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "zero_bubble",
 ]  # fmt: skip
 
 

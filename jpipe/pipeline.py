@@ -69,7 +69,7 @@ class Pipeline:
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
-      schedule: "naive", "gpipe", "1f1b", "interleaved", "v", or a `jpipe.Schedule`.
+      schedule: "naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", others of `make_schedule`, a `Schedule`.
       remat: "none", "layer", "stage", "full", or a `jax.checkpoint` policy for each layer; see `jpipe.model.remat`.
       balance: how layers are shared among stages: equal "flops", "time", "size" or "even" counts; K*V layer counts as
         integers; or one cost a layer as floats.
@@ -85,8 +85,8 @@ class Pipeline:
         rest, besides those that metadata names: ("data",) is ZeRO-1 (arXiv 1910.02054).
       gather: when parameters that are split over data axes are gathered: once a "step", or a layer's at each "use".
       cast: when parameters are cast to a layer's own type: once a "step" (TPUs keep a narrow copy), or at each "use".
-      unroll: as in `jax.lax.scan`, whether a virtual stage's layers are compiled one by one, each with arrays of its
-        own, not once for all that are alike. Variables go to a pipeline without by `layer_variables`.
+      unroll: whether a virtual stage's layers are compiled one by one, not once for all alike, each with own arrays.
+      ends: weights of the ends lie there ("own") or at rest on all stages ("spread"), or all compute both ("shared").
 
     Raises:
       ValueError, TypeError: for wrong arguments, before anything is compiled.
@@ -111,6 +111,7 @@ class Pipeline:
         gather: str = "step",
         cast: str = "step",
         unroll: bool = False,
+        ends: str = "own",
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
@@ -130,7 +131,7 @@ class Pipeline:
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
-            options=Options(cast, unroll),
+            options=Options(cast, unroll, ends),
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
@@ -175,8 +176,7 @@ class Pipeline:
     def data_shard(self) -> tuple[int, int]:
         """`(index, count)`: of each batch cut into `count` equal runs of rows, this process feeds run `index`.
 
-        (0, 1) where each process has devices along all of the mesh's data axes, as with one process. Those that differ
-        only in their stages feed the same rows.
+        (0, 1) where each process has devices along all data axes. Those that differ only in stages feed the same rows.
         """
         return rows.data_shard(self.mesh, self.planner.request.splits.batch_axes)
 

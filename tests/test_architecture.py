@@ -72,6 +72,22 @@ MAY_IMPORT = {
         "pipeline",
         "checks",
     },
+    "forecasting": {
+        "seam",
+        "terminal",
+        "jax_tools",
+        "partitioner",
+        "mesh",
+        "schedules",
+        "model",
+        "memory",
+        "planning",
+        "training",
+        "execution",
+        "pictures",
+        "profiling",
+        "pipeline",
+    },
     "view": {"jax_tools", "schedules", "model", "memory", "planning", "execution", "pictures"},
 }
 HAND_OVER = {  # what a tool does for methods of the core: imported when they are called, and for types
@@ -256,7 +272,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 10348
+MOST_LINES = 12292
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

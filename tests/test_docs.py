@@ -143,7 +143,13 @@ def test_tests_and_scripts_that_are_named_are_there(page):
         assert f"def {name}(" in tests, name
 
 
-GIVEN_BY = {"TrainState": "create_state", "Partition": "partition", "Timeline": "simulate", "Profile": "profile"}
+GIVEN_BY = {
+    "TrainState": "create_state",
+    "Partition": "partition",
+    "Timeline": "simulate",
+    "Profile": "profile",
+    "Forecast": "forecast",
+}
 """Classes that users don't call, and what gives them."""
 
 

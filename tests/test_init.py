@@ -9,9 +9,10 @@ import jpipe
 from jpipe.checkpoints import checkpointer
 
 PUBLIC = {
-    "Action", "Checkpointer", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared", "Timeline",
-    "TrainState", "compare", "freeze", "initialize", "load_layers", "make_mesh", "make_schedule", "partition",
-    "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
+    "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
+    "make_schedule", "partition", "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "zero_bubble",
 }  # fmt: skip
 
 

@@ -78,8 +78,8 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
         "remat": _name(given.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
         "batch_axes": str(given.splits.batch_axes),
-        "shard_over, gather, cast, unroll": str(
-            (given.splits.shard_over, given.splits.gather, options.cast, options.unroll)
+        "shard_over, gather, cast, unroll, ends": str(
+            (given.splits.shard_over, given.splits.gather, options.cast, options.unroll, options.ends)
         ),
         "merge": str(dict(sorted(given.merge.items()))),
         "layers": str(plan.traced.num_layers),

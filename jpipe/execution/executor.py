@@ -17,10 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe.execution import end_turns
+from jpipe.execution.shared_ends import Turns
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
 from jpipe.execution.step import Step
-from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.indexing import Index, put_row, take_row
 from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
@@ -28,7 +30,7 @@ from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
-from jpipe.schedules.actions import ACTION_KINDS
+from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.types import Leaf
 
@@ -37,33 +39,39 @@ class TickCarry(NamedTuple):
     """What a device carries from tick to tick; forward only, all of the backward is empty.
 
     Attributes:
-      forward: what its last forward left, with the residuals of all micro-batches in flight.
+      forward: what its last forward left, with what is kept of all micro-batches in flight.
       backward: what its last backward left, with the sums of gradients so far.
       waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
       waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
+      entered: what the first layer gave, if all stages compute it together; else empty.
+      left: the cotangents of what the last one took, the same.
     """
 
     forward: ForwardWork
     backward: BackwardWork
     waiting_activations: Buffers
     waiting_cotangents: Buffers
+    entered: list[jax.Array]
+    left: list[jax.Array]
 
 
 class Now(NamedTuple):
     """What the table says of this device in one slot of one tick, integer scalars (`SlotTable`).
 
-    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of. The rest are row
-    numbers. The action reads the first three (F writes that of residuals), -1 stands for none. What arrives, by each
-    route, is written into the last two's; they are -1 only in slots in which nothing ever arrives by that route, and
-    there nothing is written.
+    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of, `anew` is 1 if it
+    computes a forward anew. The rest are row numbers. The action reads or writes the first five, -1 stands for none.
+    What arrives, by each route, is written into the last two's, where they aren't -1.
     """
 
     kind: Index
     microbatch: Index
     chunk: Index
+    anew: Index
     activation: Index
     cotangent: Index
     residual: Index
+    kept: Index
+    stash: Index
     activation_in: tuple[Index, ...]
     cotangent_in: tuple[Index, ...]
 
@@ -84,7 +92,8 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    results = _run_ticks(stage, TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {})).forward.results
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, _between(step, 0), [])
+    results = _run_ticks(stage, carry).forward.results
     # On all stages but the last outputs are zero. Of bools JAX adds up integers.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
@@ -106,12 +115,15 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
     lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
     overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
-    shared_gradients = {v: list(map(_accumulator, weights["params"])) for v, weights in stage.shared.items()}
+    shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.shared_sets}
+    shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in shared.items()}
     carry = TickCarry(
-        forward=ForwardWork(activation, step.residuals.empty(), state, list(map(_accumulator, step.outputs))),
+        forward=ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
         backward=BackwardWork(cotangent, gradients, shared_gradients, overwritten),
         waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
         waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
+        entered=_between(step, 0),
+        left=list(filter(is_float, _between(step, step.model.num_layers - 2))),
     )
     carry = _run_ticks(stage, carry)
     if stage.only is not None:  # without ticks too, what is done with their results is done
@@ -126,6 +138,12 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
     """As many rows `[count, ...]` of what crosses a boundary, of any values."""
     return jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), boundaries.crossing(buffers))
+
+
+def _between(step: Step, boundary: int) -> list[jax.Array]:
+    """Arrays, of any values, for what ends that all stages compute together take or give; none if they don't."""
+    leaves = step.activations.record_types[boundary].leaves if step.ends is not None else ()
+    return [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -161,7 +179,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     # F0 of stage 0 crosses during tick 0's B slot, B0 of stage 1 during tick 2's F slot.
     step, only = stage.step, stage.only
     slots = step.table.slots
-    kinds = [slot.kinds for slot in slots]
+    names = step.schedule.slots
     columns = [Now(*(getattr(slot, name) for name in Now._fields)) for slot in slots]
     structure = jax.tree.structure(columns[0])
     table = jnp.asarray(list(map(jax.tree.leaves, columns)))  # [slots, columns, T, K]
@@ -169,29 +187,61 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
-    def tick(carry: TickCarry, row: jax.Array) -> tuple[TickCarry, None]:
-        """One tick of this device; `row` is `[slots, columns]`, what the table says of it."""
+    turns = [] if step.ends is None else jax.tree.map(lambda a: jnp.asarray(a[: mine.shape[0]]), [*step.ends.turns])
+
+    def tick(carry: TickCarry, found: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
+        """One tick of this device; what the table says of it is `[slots, columns]`, and the turns of all stages."""
+        row, turns = found
         for i, slot in enumerate(slots):
             now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
             # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
             #    that is the last one of the tick before, whose results are in the carry.)
-            beside = [kind for kind in slots[i - 1].kinds if crosses_beside(kinds, kind, i - 1)]
-            crossing = {(kind, r): _send(stage, kind, r, carry) for kind in beside for r in _arriving(slot, kind)}
+            beside = [flow for flow in _flows(slots[i - 1]) if crosses_beside(names, flow, i - 1)]
+            crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
+            carry = _before_slot(stage, turns, i, carry)
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                     active = _is_active(slot, kind, now, known=only is None)
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
+            carry = _after_slot(stage, turns, i, carry)
             # 3. What it left is sent at once, where the next slot may need it.
-            at_end = [kind for kind in slot.kinds if not crosses_beside(kinds, kind, i)]
-            crossing |= {(kind, r): _send(stage, kind, r, carry) for kind in at_end for r in _arriving(slot, kind)}
+            at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
+            crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
             # 4. Arrivals are written last: the action has read its row by then, so they may take it.
-            for (kind, route), values in crossing.items():
-                carry = _receive(kind, route, now, values, carry)
+            for flow, arrived in crossing.items():
+                carry = _receive(flow, slot, now, arrived, carry)
         return carry, None
 
     with jax.named_scope("ticks"):
-        return jax.lax.scan(tick, carry, mine)[0]
+        return jax.lax.scan(tick, carry, (mine, turns))[0]
+
+
+def _before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """What all stages compute together before a slot, if it is anything: the first layer."""
+    if stage.step.ends is None or (stage.step.ends.turns[slot].enter < 0).all():
+        return carry
+    m = jnp.asarray(turns[slot].enter)
+    with jax.named_scope("enter"):
+        return carry._replace(entered=when(m >= 0, m, lambda m, _: end_turns.enter(stage, m), carry.entered))
+
+
+def _after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """What all stages compute together after a slot, if it is anything: the last layer, the first one's backward."""
+    if (ends := stage.step.ends) is None:
+        return carry
+
+    def leave(m: Index, carry: TickCarry) -> TickCarry:
+        forward, backward, left = end_turns.leave(stage, m, carry.forward, carry.backward)
+        return carry._replace(forward=forward, backward=backward, left=left)
+
+    back = lambda m, carry: carry._replace(backward=end_turns.back(stage, m, carry.backward))
+    for name, body in (("leave", leave), ("back", back)):
+        if (getattr(ends.turns[slot], name) >= 0).any():
+            m = jnp.asarray(getattr(turns[slot], name))
+            with jax.named_scope(name):
+                carry = when(m >= 0, m, body, carry)
+    return carry
 
 
 def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
@@ -205,15 +255,20 @@ def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | j
     return now.kind == code
 
 
-def _arriving(slot: SlotTable, kind: str) -> list[int]:
-    """The routes by which anything that an action of a kind left ever arrives in this slot."""
-    columns = {0: (), 1: slot.activation_in, -1: slot.cotangent_in}[ACTION_KINDS[kind].flow]
-    return [i for i, column in enumerate(columns) if (column >= 0).any()]
+def _flows(slot: SlotTable) -> list[int]:
+    """The directions in which actions of this slot send."""
+    return [flow for flow, kinds in FLOWS.items() if set(kinds) & set(slot.kinds)]
 
 
-def _send(stage: Stage, kind: str, route: int, carry: TickCarry) -> Buffers:
-    """What a neighbour, or this stage itself, left at the boundary towards it by a route, after an action of a kind."""
-    step, flow = stage.step, ACTION_KINDS[kind].flow
+def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
+    """By route what arrives in this slot along a flow, if anything ever does."""
+    columns = slot.activation_in if flow > 0 else slot.cotangent_in
+    return {i: _send(stage, flow, i, carry) for i, column in enumerate(columns) if (column >= 0).any()}
+
+
+def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
+    """What a neighbour, or this stage itself, left at the boundary towards it by a route of a flow."""
+    step = stage.step
     if flow > 0:
         sent = step.activations.crossing(carry.forward.activation)
     else:
@@ -230,15 +285,24 @@ def _send(stage: Stage, kind: str, route: int, carry: TickCarry) -> Buffers:
     return jax.tree.map(moved, sent)
 
 
-def _receive(kind: str, route: int, now: Now, values: Buffers, carry: TickCarry) -> TickCarry:
-    """The carry with what arrived by a route in its row.
+def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry) -> TickCarry:
+    """The carry with what arrived by each route in its row.
 
-    It is always written: where nothing arrived, the table names a row that holds nothing that is still needed.
+    By one route it is always written: where nothing arrived, the table names a row that holds nothing that is still
+    needed. Of two routes each is written where something arrived by it.
     """
-    written = lambda waiting, rows: jax.tree.map(lambda a, new: put_row(a, new, rows[route]), waiting, values)
-    if ACTION_KINDS[kind].flow > 0:
-        return carry._replace(waiting_activations=written(carry.waiting_activations, now.activation_in))
-    return carry._replace(waiting_cotangents=written(carry.waiting_cotangents, now.cotangent_in))
+
+    def put(arrival: tuple[Index, Buffers], waiting: Buffers) -> Buffers:
+        row, values = arrival
+        return jax.tree.map(lambda a, new: put_row(a, new, row), waiting, values)
+
+    name, arrivals = ("waiting_activations", "activation_in") if flow > 0 else ("waiting_cotangents", "cotangent_in")
+    waiting = getattr(carry, name)
+    for route, values in arrived.items():
+        row = getattr(now, arrivals)[route]
+        always = bool((getattr(slot, arrivals)[route] >= 0).all()) or row >= 0
+        waiting = when(always, (row, values), put, waiting)
+    return carry._replace(**{name: waiting})
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -246,33 +310,62 @@ def _receive(kind: str, route: int, now: Now, values: Buffers, carry: TickCarry)
 
 def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
     step = stage.step
-    job = _job(stage, now, Row(now.residual, stage.device) if step.stores_residuals else None)
-    activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
+    job = _job(stage, now, keeps=step.stores_residuals)
+    activation = _activation(stage, job, now, carry)
     return carry._replace(forward=stage.forward(job, carry.forward._replace(activation=activation)))
 
 
-def _backward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
-    step, residuals = stage.step, carry.forward.residuals
-    # Residuals that are made again live within this action alone, so that one row does.
-    job = _job(stage, now, Row(now.residual if step.stores_residuals else 0, stage.device))
+def _recompute(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    job = _job(stage, now)
+    work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, {}, [])
+    return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
+
+
+def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
+    step, job = stage.step, _job(stage, now)
     if not step.stores_residuals:
-        activation = _read_row(step.activations, carry.forward.activation, carry.waiting_activations, now.activation)
-        residuals = stage.forward(job, ForwardWork(activation, residuals, {}, [])).residuals
+        alone = "R" not in step.schedule.kinds or now.anew > 0
+        carry = when(alone, now, partial(_recompute, stage), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
-    backward = stage.backward(job, carry.backward._replace(cotangent=cotangent), residuals)
-    # The residuals are handed back so that the next action writes into the same memory.
-    return carry._replace(forward=carry.forward._replace(residuals=residuals), backward=backward)
+    is_last = job.virtual_stage == step.schedule.placement.num_virtual_stages - 1
+    cotangent = _from_end(step.cotangents, cotangent, step.model.num_layers - 2, is_last, carry.left)
+    backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
+    # What is kept is handed back so that the next action writes into the same memory.
+    return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
 
 
-ACTIONS = {"F": _forward, "B": _backward}
+def _backward_weights(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    return carry._replace(backward=stage.weight_gradients(_job(stage, now), carry.backward, carry.forward.kept))
+
+
+ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
 """By kind of action, who carries it out."""
 
 
-def _job(stage: Stage, now: Now, row: Row | None) -> Job:
+def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
     """The action in this slot; its virtual stage is a Python integer if there is only one."""
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
-    return Job(virtual_stage, now.microbatch, row)
+    rows = {name: Row(getattr(now, name), stage.device) for name in stage.step.kept.storages} if keeps else {}
+    return Job(virtual_stage, now.microbatch, rows)
+
+
+def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
+    """What a virtual stage's first layer takes, in boundary buffers."""
+    boundaries = stage.step.activations
+    found = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
+    return _from_end(boundaries, found, 0, job.virtual_stage == 0, carry.entered)
+
+
+def _from_end(
+    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
+) -> Buffers:
+    """Boundary buffers with what an end gave, if there is anything and it is `mine`."""
+    if not leaves:
+        return buffers
+    old = boundaries.read(buffers, boundary, 0)
+    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
+    return boundaries.write(buffers, boundary, 0, chosen)
 
 
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:

@@ -24,33 +24,38 @@ class GradientSums(NamedTuple):
 
     Attributes:
       axes: what arrays are split over.
-      lying: by buffer, how the leaves in it lie.
+      partial: by buffer, for each of the axes whether the leaves in it are partial along it.
     """
 
     axes: tuple[Axis, ...]
-    lying: dict[str, Sharding]
+    partial: dict[str, tuple[bool, ...]]
 
     @property
     def partial_along(self) -> dict[str, tuple[str, ...]]:
         """For each buffer the mesh axes that it is partial along."""
-        names = lambda at: tuple(n for axis, s in zip(self.axes, at, strict=True) if s == PARTIAL for n in axis.names)
-        return {buffer: names(at) for buffer, at in self.lying.items()}
+        names = lambda flags: tuple(n for axis, yes in zip(self.axes, flags, strict=True) if yes for n in axis.names)
+        return {buffer: names(flags) for buffer, flags in self.partial.items()}
 
-    def converted(self, buffers: Sequence[str], gradients: Sequence[Leaf], now: Sequence[Sharding]) -> list[Leaf]:
-        """A layer's gradients, which lie as `now` says, as the sums in these buffers lie."""
-        known = zip(buffers, gradients, now, strict=True)
-        return [convert(leaf, self.axes, own, self.lying[name]) for name, leaf, own in known]
+    def converted(
+        self, buffers: Sequence[str], gradients: Sequence[Leaf | None], now: Sequence[Sharding]
+    ) -> list[Leaf | None]:
+        """A layer's gradients, those that there are, which lie as `now` says, as the sums in these buffers lie."""
+        as_sums = lambda name, own: tuple(PARTIAL if yes else s for yes, s in zip(self.partial[name], own, strict=True))
+        convert_to = lambda name, leaf, own: convert(leaf, self.axes, own, as_sums(name, own))
+        known = zip(buffers, gradients, [own[: len(self.axes)] for own in now], strict=True)
+        return [None if leaf is None else convert_to(name, leaf, own) for name, leaf, own in known]
 
 
 def make_gradient_sums(
     model: Model, layers: Sequence[DeviceLayer], storage: Storage, axes: tuple[Axis, ...]
 ) -> GradientSums:
     """How the sums lie where the layers of each group give their gradients so; empty without layers."""
-    lying: dict[str, Sharding] = {}
+    partial: dict[str, tuple[bool, ...]] = {}
     for group, layer in zip(model.groups, layers, strict=False):
         buffers = () if group.variable_set is None else storage.record_types[group.variable_set].buffers
         for name, own in zip(buffers, layer.gradients_at, strict=True):
             # All leaves of a buffer are split alike, so that they differ in nothing else.
-            pairs = zip(own, lying.get(name, own), strict=True)
-            lying[name] = tuple(PARTIAL if PARTIAL in pair else pair[0] for pair in pairs)
-    return GradientSums(axes, lying)
+            flags = partial.get(name, (False,) * len(axes))
+            # Of ends that all stages compute together there is a last axis, `stage`, along which nothing is partial.
+            partial[name] = tuple(yes or along == PARTIAL for yes, along in zip(flags, own, strict=False))
+    return GradientSums(axes, partial)

@@ -150,9 +150,19 @@ class Planner:
                 model, loss = self.model(micro), self.loss(micro)
                 # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
                 self.plan = make_plan(self.request, model, loss, lambda: self.layers(micro, key_shape()))
+            if self.request.shares_ends:
+                self._check_ends(batch)
         return self.plan
 
     # --- plan -> step ---
+
+    def _check_ends(self, batch: Batch) -> None:
+        """Makes the step of training, which refuses ends that can't be shared, before anything else is compiled."""
+        try:
+            self.training_step(batch)
+        except ValueError:
+            self.plan = None
+            raise
 
     def training_step(self, batch: Batch, key: jax.Array | None = None) -> Step:
         """The step of training for a batch's shapes and a type of random keys.

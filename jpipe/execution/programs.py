@@ -21,20 +21,20 @@ from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import Index, take_row
+from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.random_keys import init_key, key_shape
 from jpipe.jax_tools.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.groups import GRADIENT, WEIGHTS, LayerGroup
 from jpipe.model.trace import trace_init
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import of_spec, replicated, to_spec
+from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
 from jpipe.terminal.first_calls import compiles
-from jpipe.types import Batch, Leaf, PyTree
+from jpipe.types import Batch, PyTree
 
 
 def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dict[str, StageTree]:
@@ -49,36 +49,31 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
     layouts, mesh, model = plan.layouts, plan.request.mesh, plan.model
     compiles(model.described())
 
+    records = Records(layouts)
+
     def body(key: jax.Array, ready: dict[str, Buffers]) -> dict[str, Buffers]:
         """One device's part: its buffers `[1, ...]` by collection."""
 
-        def maker(v: int, instance: Index, _: Index) -> Index:
-            """The index of the layer that makes an instance of a set of variables."""
-            return take_row(jnp.asarray([users[0] for users in model.variable_sets[v].users], jnp.int32), instance)
-
-        def visit(v: int, instance: Index, layer: Index, buffers: dict[str, Buffers]) -> dict[str, Buffers]:
+        def make(v: int, layer: Index, _: Leaves) -> Leaves:
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
-                return buffers
-            made = _init_layer(plan, group, init_key(key, layer))
-            return buffers | {
-                name: layouts[name].storage.write(buffers[name], v, instance, leaves) for name, leaves in made.items()
-            }
+                return {}
+            return _init_layer(plan, group, init_key(key, layer), *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
-        return add_stage_axis(layouts["params"].storage.for_each_local(maker, visit, device_index(mesh), buffers))
+        return add_stage_axis(records.updated(make, buffers, ()))
 
     run = on_stages(body, mesh, (PartitionSpec(), {name: specs[name] for name in ready}), specs)
     return {name: StageTree(tree, layouts[name]) for name, tree in run(key, ready).items()}
 
 
-def _init_layer(plan: Plan, group: LayerGroup, key: jax.Array) -> dict[str, list[Leaf]]:
-    """The leaves of a new layer's variables by collection, each device's own parts."""
-    mesh = plan.request.mesh
-    axes = stage_axes(mesh, ())
-    with shapes_only(mesh):
+def _init_layer(
+    plan: Plan, group: LayerGroup, key: jax.Array, axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
+) -> Leaves:
+    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says."""
+    with shapes_only(plan.request.mesh):
         jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
-    wanted = [of_spec(spec, axes) for name in sorted(made) for spec in group.specs[name]]
+    wanted = [sharding for name in sorted(made) for sharding in lying[name]]
     local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
     leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
     return replay(local.jaxpr, leaves)(key)
@@ -94,17 +89,17 @@ def value_and_grad(
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
     step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
-    layouts, params = step.plan.layouts, step.plan.layouts["params"]
-    gathered, partial_along = step.plan.request.splits.gather == "step", step.gradient_sums.partial_along
+    layouts, params, partial_along = step.plan.layouts, step.plan.at_work["params"], step.gradient_sums.partial_along
+    dtypes = {name: buffer.dtype for name, buffer in params.rest.storage.named_buffers}
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
-        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype, gathered=gathered))
+        sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
         # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
         # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means see `loss_scales`.
         weight = sums[1] if len(stage.scales) == 1 else jnp.ones(())
-        divide = lambda leaf, old: (leaf / weight.astype(leaf.dtype)).astype(old.dtype)
+        divide = lambda leaf, dtype: (leaf / weight.astype(leaf.dtype)).astype(dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads, partial_along), stage.variables["params"])
+            grads = jax.tree.map(divide, params.reduced(grads, partial_along), dtypes)
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
@@ -114,7 +109,7 @@ def value_and_grad(
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     assert step.loss is not None
     loss, metrics = step.loss.means(sums)
-    return (loss, updates, metrics), StageTree(grads, params)
+    return (loss, updates, metrics), StageTree(grads, params.rest)
 
 
 def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
@@ -164,9 +159,8 @@ def _run(
 
     def on_device(variables: dict[str, Buffers], batch: Batch, key: jax.Array | None, only: jax.Array | None) -> PyTree:
         variables, device = drop_stage_axis(variables), device_index(mesh)
-        if plan.request.splits.gather == "step":
-            weights = step.collections(*WEIGHTS)
-            variables = variables | {name: plan.layouts[name].gathered(variables[name]) for name in weights}
+        weights = step.collections(*WEIGHTS)
+        variables = variables | {name: plan.at_work[name].gathered(variables[name]) for name in weights}
         scales = loss_scales(step, batch) if step.schedule.trains else []
         return work(Stage(step, variables, batch, key, only, scales, send_shared(step, variables, device), device))
 

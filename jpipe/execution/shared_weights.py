@@ -15,21 +15,26 @@ from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.loops import when
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
+from jpipe.mesh.specs import on_all_stages
 from jpipe.model.groups import WEIGHTS
 from jpipe.types import Leaf
 
 
 def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dict[int, dict[str, list[Leaf]]]:
-    """Shared weights from the stage that holds them to all, by set of variables and collection; as layers use them."""
+    """Weights that several stages use, by set of variables and collection, as layers use them.
+
+    The stage that holds them sends them to all; of those that all stages compute with together, each has its part.
+    """
 
     def sent(collection: str, v: int) -> list[Leaf]:
         storage = step.storages[collection]
-        mine = storage.record_types[v].devices[0] == device  # a shared set has one instance
-        leaves = storage.read(variables[collection], v, 0)
+        known, leaves = storage.record_types[v], storage.read(variables[collection], v, 0)
+        mine = known.devices[0] == device  # such a set has one instance
         # Of bools JAX adds up integers.
-        return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
+        to_all = lambda a: jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype)
+        return [a if on_all_stages(spec) else to_all(a) for a, spec in zip(leaves, known.specs, strict=True)]
 
-    shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared]
+    shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared or v in step.shared_sets]
     return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}
 
 

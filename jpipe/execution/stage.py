@@ -18,11 +18,13 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jpipe.execution.kept import Kept
 from jpipe.execution.step import Step
 from jpipe.jax_tools.indexing import Index, look_up, put_row, take_row, take_slice
 from jpipe.jax_tools.loops import Carry, each, of_trip
 from jpipe.jax_tools.random_keys import Key, layer_key
 from jpipe.memory.storage import Buffers, Row
+from jpipe.mesh.specs import on_all_stages
 from jpipe.model.layer_function import Arguments
 from jpipe.types import Batch, Leaf
 
@@ -35,12 +37,12 @@ class Job(NamedTuple):
     Attributes:
       virtual_stage: whose layers it runs.
       microbatch: its micro-batch's index.
-      row: where its residuals lie; None if nothing stores any.
+      rows: where what it keeps, or kept, lies, by `ROWS` of `jpipe.schedules.ticks`; empty if nothing is kept.
     """
 
     virtual_stage: Index
     microbatch: Index
-    row: Row | None
+    rows: dict[str, Row]
 
 
 class ForwardWork(NamedTuple):
@@ -48,14 +50,14 @@ class ForwardWork(NamedTuple):
 
     Attributes:
       activation: boundary buffers with what the next layer takes.
-      residuals: buffers of residuals, a row for each micro-batch in flight.
+      kept: by `ROWS`, buffers of what actions keep for later ones, a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
       results: where there is a loss, sums over the micro-batches so far, scalars: of each of its terms and of that
         one's weight, and such a pair for each metric; else the outputs of all micro-batches, `[M, b, ...]`.
     """
 
     activation: Buffers
-    residuals: Buffers
+    kept: Kept
     state: dict[str, Buffers]
     results: list[jax.Array]
 
@@ -76,19 +78,19 @@ class BackwardWork(NamedTuple):
     overwritten: dict[str, Buffers]
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """A layer's turn in an action.
 
     Attributes:
       g, position: which layer: the group, and the position in it.
       microbatch: its micro-batch's index.
-      row: where its residuals lie; None if nothing stores any.
+      rows: as of its `Job`.
     """
 
     g: int
     position: Index
     microbatch: Index
-    row: Row | None
+    rows: dict[str, Row]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +122,21 @@ class Stage:
         """Runs the virtual stage's layers; residuals go into the job's row, if it has one."""
         step, groups = self.step, self.step.model.groups
 
-        def reads(turn: _Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
+        def reads(turn: Turn, work: ForwardWork) -> tuple[Batch, list[Leaf]]:
             """(the micro-batch, the layer's input out of the boundary buffers)."""
             first = groups[turn.g].indices[0]
             # Equal leaves lie at the same place: the boundary before the group's first layer stands for all of them.
-            return self._batch_of(turn), step.activations.read(work.activation, first - 1, 0) if first else []
+            return self.batch_of(turn), step.activations.read(work.activation, first - 1, 0) if first else []
 
-        def visit(turn: _Turn, inputs: tuple[Batch, list[Leaf]], work: ForwardWork) -> ForwardWork:
+        def visit(turn: Turn, inputs: tuple[Batch, list[Leaf]], work: ForwardWork) -> ForwardWork:
             """One layer: leaves the next activation and its residuals, adds to the state's totals and the results."""
             batch, x = inputs
-            arguments = self._arguments(turn, batch)
+            arguments = self.arguments(turn, batch)
             # Without a row nothing stores residuals: then the plain forward runs, which makes none.
-            run = step.forwards[turn.g] if turn.row is None else step.layers[turn.g].forward
+            run = step.forwards[turn.g] if not turn.rows else step.layers[turn.g].forward
             found, new = run(arguments, x)
             if work.results and turn.g == step.model.last:
-                work = work._replace(results=self._collected(turn, work.results, found.outputs))
+                work = work._replace(results=self.collected(turn, work.results, found.outputs))
             if work.state and arguments.state:
                 is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
                 names = groups[turn.g].state_names
@@ -144,32 +146,46 @@ class Stage:
             if turn.g != step.model.last:
                 activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, found.outputs)
                 work = work._replace(activation=activation)
-            if turn.row is not None:
-                residuals = step.residuals.write(work.residuals, turn.g, turn.position, new, turn.row)
-                work = work._replace(residuals=residuals)
+            if turn.rows:
+                work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
             return work
 
         return self._sweep(job, reads, visit, work)
 
-    def backward(self, job: Job, work: BackwardWork, residuals: Buffers) -> BackwardWork:
-        """Runs the virtual stage's layers backwards, adding up gradients layer by layer."""
+    def backward(self, job: Job, work: BackwardWork, kept: Kept, *, whole: bool = True) -> tuple[BackwardWork, Kept]:
+        """Runs the virtual stage's layers backwards, adding up gradients layer by layer.
+
+        Args:
+          job: its rows are those of the residuals.
+          work: what it reads and writes.
+          kept: with the residuals.
+          whole: all gradients; else late ones (`jpipe.model.split_backward`) are left to `weight_gradients`.
+
+        Returns:
+          `work` and `kept`, with the stash written unless it is the whole.
+        """
         step = self.step
 
-        def reads(turn: _Turn, work: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
+        def reads(turn: Turn, state: tuple[BackwardWork, Buffers]) -> tuple[Batch, list[Leaf], list[Leaf]]:
             """(the micro-batch, the layer's residuals, the cotangents of its outputs)."""
             if turn.g == step.model.last:
-                sums = step.functions[turn.g].differentiated(step.outputs)
-                cotangents = [jnp.asarray(a, total.dtype) for a, total in zip(self.scales, sums, strict=True)]
+                cotangents = self.of_loss(turn.g)
             else:
-                cotangents = step.cotangents.read(work.cotangent, step.model.groups[turn.g].indices[0], 0)
-            return self._batch_of(turn), step.residuals.read(residuals, turn.g, turn.position, turn.row), cotangents
+                cotangents = step.cotangents.read(state[0].cotangent, step.model.groups[turn.g].indices[0], 0)
+            return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.position, turn.rows), cotangents
 
-        def visit(turn: _Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
-            """One layer: adds its gradients, leaves the cotangents of its inputs."""
-            batch, kept, cotangents = found
-            arguments = self._arguments(turn, batch)
-            gradients, new, cotangents = step.layers[turn.g].backward(arguments, kept, cotangents)
-            work = self._add_gradients(turn, work, gradients)
+        def visit(
+            turn: Turn, found: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
+        ) -> tuple[BackwardWork, Buffers]:
+            """One layer: adds its gradients, leaves the cotangents of its inputs, and the stash."""
+            (batch, *given), (work, stash) = found, state
+            arguments, layer = self.arguments(turn, batch), step.layers[turn.g]
+            if whole:
+                gradients, new, cotangents = layer.backward(arguments, *given)
+            else:
+                (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, *given)
+                stash = step.kept.storages["stash"].write(stash, turn.g, turn.position, leaves, turn.rows["stash"])
+            work = self.add_gradients(turn, work, gradients)
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
                 largest = self._read(work.overwritten, names, turn.g, turn.position)
@@ -178,39 +194,65 @@ class Stage:
                 work = work._replace(overwritten=overwritten)
             first = step.model.groups[turn.g].indices[0]
             if first == 0:
-                return work
-            return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents))
+                return work, stash
+            return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
+
+        work, stash = self._sweep(job, reads, visit, (work, {} if whole else kept["stash"]), reverse=True)
+        return work, kept if whole else kept | {"stash": stash}
+
+    def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
+        """Adds up the gradients that a `backward` which wasn't whole left."""
+        step = self.step
+
+        def reads(turn: Turn, _: BackwardWork) -> tuple[Batch, list[Leaf], list[Leaf]]:
+            """(the micro-batch, the residuals that W needs, the stash)."""
+            storages = step.kept.storages
+            read = lambda name: storages[name].read(kept[name], turn.g, turn.position, turn.rows[name])
+            return self.batch_of(turn), read("kept"), read("stash")
+
+        def visit(turn: Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
+            batch, *given = found
+            gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
+            return self.add_gradients(turn, work, gradients)
 
         return self._sweep(job, reads, visit, work, reverse=True)
 
-    def _add_gradients(self, turn: _Turn, work: BackwardWork, gradients: list[Leaf]) -> BackwardWork:
-        """Adds a layer's gradients to the sums of its set of variables."""
+    def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
+        """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
         v = self.step.model.groups[turn.g].variable_set
         if v is None:
             return work
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
-        gradients = self.step.gradient_sums.converted(storage.record_types[v].buffers, gradients, now)
-        if v in self.shared:
-            sums = [a + new.astype(a.dtype) for a, new in zip(work.shared_gradients[v], gradients, strict=True)]
+        known = storage.record_types[v]
+        gradients = self.step.gradient_sums.converted(known.buffers, gradients, now)
+        if v in self.step.shared_sets:  # each stage adds to its part; what isn't split, that which holds it
+            mine = known.devices[0] == self.device
+            own = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
+            gradients = [own(leaf, spec) for leaf, spec in zip(gradients, known.specs, strict=True)]
+        elif v in self.shared:
+            sums = [
+                a if new is None else a + new.astype(a.dtype)
+                for a, new in zip(work.shared_gradients[v], gradients, strict=True)
+            ]
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
         return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients))
 
     # --- one layer ---
 
-    def _collected(self, turn: _Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
+    def collected(self, turn: Turn, results: list[jax.Array], outputs: list[Leaf]) -> list[jax.Array]:
         """Results with what the last layer gave for a micro-batch."""
         pairs = zip(results, outputs, strict=True)
         if self.step.loss is not None:
             return [a + new.astype(a.dtype) for a, new in pairs]
         return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
-    def _batch_of(self, turn: _Turn) -> Batch:
+    def batch_of(self, turn: Turn) -> Batch:
         """The micro-batch, for layers that look at it."""
         if not self.step.functions[turn.g].reads_batch:
             return None
         return jax.tree.map(lambda a: take_row(a, turn.microbatch), self.batch)
 
-    def _arguments(self, turn: _Turn, batch: Batch) -> Arguments:
+    def arguments(self, turn: Turn, batch: Batch) -> Arguments:
         """What a layer is called with besides its activation, in forward and backward."""
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
@@ -223,18 +265,25 @@ class Stage:
 
         params, fixed = read(["params"]), read(group.fixed_names)
         # A layer that computes in another dtype casts its weights. Times a one that only the trip knows, they can't
-        # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept.
-        if self.step.plan.request.options.cast == "use":
+        # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept. Of what is brought
+        # together for the step, such a copy is all that has to be kept.
+        plan = self.step.plan
+        if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
             params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
         return Arguments(params, read(group.state_names), fixed, key, batch)
+
+    def of_loss(self, g: int) -> list[Leaf]:
+        """The cotangents of the sums of the loss."""
+        sums = self.step.functions[g].differentiated(self.step.outputs)
+        return [jnp.asarray(a, total.dtype) for a, total in zip(self.scales, sums, strict=True)]
 
     # --- all layers ---
 
     def _sweep(
         self,
         job: Job,
-        reads: Callable[[_Turn, Carry], Reads],
-        visit: Callable[[_Turn, Reads, Carry], Carry],
+        reads: Callable[[Turn, Carry], Reads],
+        visit: Callable[[Turn, Reads, Carry], Carry],
         carry: Carry,
         *,
         reverse: bool = False,
@@ -249,13 +298,14 @@ class Stage:
 
         An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
         """
-        virtual_stage, given = job.virtual_stage, (job.microbatch, job.row)
+        virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups
         num_passes, always_one = ranges.start.shape[1], ranges.always_one
+        own = range(len(groups)) if self.step.ends is None else range(1, len(groups) - 1)
         # In a group of one layer the position is known.
-        turn = lambda g, position, at: _Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
+        turn = lambda g, position, at: Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
 
-        def run_layer(g: int, position: Index, at: tuple[Index, Row | None], carry: Carry) -> Carry:
+        def run_layer(g: int, position: Index, at: tuple[Index, dict[str, Row]], carry: Carry) -> Carry:
             return visit(turn(g, position, at), reads(turn(g, position, at), carry), carry)
 
         def run_range(g: int, start: Index, stop: Index, carry: Carry) -> Carry:
@@ -272,7 +322,7 @@ class Stage:
             else:
                 table = jnp.asarray([ranges.start, ranges.stop])
                 start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-            for g in reversed(range(len(groups))) if reverse else range(len(groups)):
+            for g in reversed(own) if reverse else own:
                 with jax.named_scope(f"{groups[g].layer.name}.{g}"):
                     if num_passes == 1 and always_one[0, g]:
                         carry = run_layer(g, start[g], given, carry)

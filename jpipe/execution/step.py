@@ -7,18 +7,18 @@ of one micro-batch. The executor then only follows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
 
 from jpipe.execution.gradient_sums import GradientSums, make_gradient_sums
+from jpipe.execution.kept import KeptStorage, make_kept_storage
 from jpipe.execution.layer_ranges import LayerRanges, make_ranges
-from jpipe.execution.unsplit import warn_of_unsplit
+from jpipe.execution.shared_ends import SharedEnds, as_they_lie, check_layers, make_shared_ends
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.memory_order import result_orders
 from jpipe.memory.boundaries import Boundaries, make_boundaries
-from jpipe.memory.storage import Storage, build_storage, each_apart
+from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss
@@ -46,11 +46,12 @@ class Step:
       mergings: how each group's state is merged over micro-batches; empty if forward only.
       stores_residuals: whether forward actions leave residuals for backward ones.
       gradient_sums: how the sums of gradients lie.
-      residuals: the places of the residuals; none if forward only.
+      kept: the places of residuals, and of what else actions keep; none if forward only.
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
       table: when each action runs.
+      ends: the first and the last layer, if all stages compute them together.
     """
 
     plan: Plan
@@ -62,11 +63,12 @@ class Step:
     mergings: tuple[Merging, ...]
     stores_residuals: bool
     gradient_sums: GradientSums
-    residuals: Storage
+    kept: KeptStorage
     activations: Boundaries
     cotangents: Boundaries
     ranges: LayerRanges
     table: TickTable
+    ends: SharedEnds | None
 
     @property
     def loss(self) -> TracedLoss | None:
@@ -75,8 +77,8 @@ class Step:
 
     @property
     def storages(self) -> dict[str, Storage]:
-        """The places of the variables, by collection."""
-        return {name: layout.storage for name, layout in self.plan.layouts.items()}
+        """The places of the variables at work, by collection."""
+        return {name: layout.storage for name, layout in self.plan.at_work.items()}
 
     def collections(self, *roles: str) -> list[str]:
         """The collections of variables that have one of these roles (`groups.role_of`)."""
@@ -90,7 +92,13 @@ class Step:
     @property
     def outputs_at(self) -> list[Sharding]:
         """How the leaves of `outputs` lie on the devices of the last stage."""
-        return self.forwards[self.model.last].results_at[: len(self.outputs)]
+        lying = self.forwards[self.model.last].results_at[: len(self.outputs)]
+        return [at[: len(self.model.axes)] for at in lying]
+
+    @property
+    def shared_sets(self) -> frozenset[int]:
+        """The sets of variables of ends that all stages compute together."""
+        return frozenset() if self.ends is None else self.ends.sets
 
     def described(self) -> str:
         """How much there is to compile, in words."""
@@ -124,35 +132,44 @@ def build_step(
         """What was made for each group as traced, if anything was, for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
-    layers = [partition_layer(layer, splits) for layer in trained]
-    warn_of_unsplit(trained, layers)
-    kept = [layer.forward for layer in layers]
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)
-    virtual_stage_of = [s for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
-    leaves = spread([layer.residuals for layer in layers])
-    residuals = build_storage(
-        leaves,
-        [[virtual_stage_of[i] for i in group.indices] for group in (model.groups if layers else ())],
-        device_of=[schedule.placement.stage_of(s) for s in range(len(bounds))],
-        # Where inputs are kept, residuals live within one backward action alone.
-        rows=table.residual_rows if stores_residuals else (1,) * schedule.num_stages,
-        orders=spread([result_orders(run.jaxpr, run.residuals_at, request.mesh) for run in kept]),
-        tags=each_apart(leaves) if request.options.unroll else None,
+    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], None
+    if request.shares_ends:
+        ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
+        functions, trained = as_they_lie(model, plan.layouts, functions, trained)
+        cuts = sorted({0, *cuts, model.num_layers - 2})
+        bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
+    over = lambda g: replace(splits, over_stages=ends is not None and g in (0, traced.last))
+    layers = [partition_layer(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
+    check_layers(trained, layers, shared=ends is not None)
+    forwards = [layer.forward for layer in layers]
+    if not stores_residuals:
+        forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
+    virtual_stage_of = {i: s for s, (start, stop) in enumerate(bounds) for i in range(start, stop)}
+    kept = make_kept_storage(
+        layers,
+        model.traced_as,
+        # Ends that all stages compute together go forth and back at once, and keep nothing.
+        [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
+        [schedule.placement.stage_of(s) for s in range(len(bounds))],
+        table.rows,
+        mesh=request.mesh,
+        apart=request.options.unroll,
     )
-    boundaries, cuts = model.boundaries, [stop - 1 for _, stop in bounds[:-1]]
     return Step(
         plan=plan,
         schedule=schedule,
         model=model,
         functions=spread(functions),
-        forwards=spread(kept if stores_residuals else [trace_forward(function, splits) for function in functions]),
+        forwards=spread(forwards),
         layers=spread(layers),
         mergings=spread([make_merging(layer.function, splits) for layer in trained]),
         stores_residuals=stores_residuals,
-        gradient_sums=make_gradient_sums(model, spread(layers), plan.layouts["params"].storage, splits.axes),
-        residuals=residuals,
-        activations=make_boundaries(boundaries, cuts),
-        cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in boundaries], cuts),
+        gradient_sums=make_gradient_sums(model, spread(layers), plan.at_work["params"].storage, splits.axes),
+        kept=kept,
+        activations=make_boundaries(model.boundaries, cuts),
+        cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], cuts),
         ranges=make_ranges(model, bounds),
         table=table,
+        ends=ends,
     )

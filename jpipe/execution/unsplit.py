@@ -16,7 +16,7 @@ NOTHING = 1e6
 """Floating-point operations of a layer for one micro-batch that take next to nothing: no warning."""
 
 
-class Unsplit(NamedTuple):
+class WholeOperation(NamedTuple):
     """An operation that every device of a stage does whole.
 
     Attributes:
@@ -30,14 +30,14 @@ class Unsplit(NamedTuple):
     share: float
 
 
-def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[Unsplit]:
+def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[WholeOperation]:
     """The operations of a layer, forward and backward, that every device does whole, each line's together."""
     total = _total(traced)
     found: dict[tuple[str, str], float] = {}
-    for (equation, callers, *_), times in [*layer.forward.unsplit, *layer.unsplit]:
+    for (equation, callers, *_), times, _ in [*layer.forward.unsplit, *layer.unsplit]:
         key = equation.primitive.name, line_of(equation, callers)
         found[key] = found.get(key, 0.0) + times * flops_of(equation).flops / total
-    return [Unsplit(*key, share) for key, share in found.items()]
+    return [WholeOperation(*key, share) for key, share in found.items()]
 
 
 def _total(traced: TracedLayer) -> float:

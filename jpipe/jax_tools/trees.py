@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,3 +60,8 @@ def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
             raise ValueError(f"{name} has the shape {shape}, not {want.shape} as at init")
         if dtype != want.dtype:
             raise ValueError(f"{name} has the dtype {dtype}, not {want.dtype} as at init; cast it back")
+
+
+def bytes_of(tree: PyTree) -> int:
+    """Bytes of a pytree's arrays, or of arrays of such shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -5,11 +5,15 @@
 - A flat buffer, `[size]`, holds leaves of one dtype end to end, as many elements as the fullest stage needs: it suits
   types that few stages have. Flattening copies a leaf on an accelerator.
 
+Variables that few stages have may lie turned in a stacked buffer, the largest dimension first: so the table `[V, D]` of
+a first stage and the head `[D, V]` of a last one are of one type. A compiler takes a transposed leaf as it lies.
+
 Which leaf lies where is written in a `Storage` (`jpipe.memory.storage`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +24,13 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.indexing import Index, put_slice, take_slice
 from jpipe.jax_tools.memory_order import Order, in_order
+from jpipe.mesh.specs import spec_of
+from jpipe.partitioner.shardings import names_in
+
+
+def largest_first(shape: Sequence[int]) -> Order:
+    """The order of dimensions by size; of equal ones, the first first."""
+    return tuple(sorted(range(len(shape)), key=lambda d: -shape[d]))
 
 
 class LeafType(NamedTuple):
@@ -37,6 +48,13 @@ class LeafType(NamedTuple):
     spec: PartitionSpec = PartitionSpec()
     order: Order | None = None
     tag: tuple[int, ...] | None = None
+
+    @property
+    def turned(self) -> LeafType:
+        """The type with its dimensions by size, the largest first: a table and its transpose have it in common."""
+        order, entries = largest_first(self.shape), [*self.spec, *[None] * len(self.shape)]
+        spec = spec_of([names_in(entries[d]) for d in order])
+        return self._replace(shape=tuple(self.shape[d] for d in order), spec=spec)
 
     @property
     def elements(self) -> int:

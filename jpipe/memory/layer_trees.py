@@ -22,7 +22,8 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, StageTree
-from jpipe.memory.records import Arrays, Records, ScatteredLeaf, is_whole
+from jpipe.memory.records import Arrays, Records
+from jpipe.memory.scattered import ScatteredLeaf, is_whole
 from jpipe.model.groups import Model
 from jpipe.types import Leaf, PyTree
 
@@ -78,7 +79,8 @@ def _from_host(layout: Layout, leaves: Mapping[tuple[int, int], Sequence[Leaf]])
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             """A device's part `[1, ...]` of `[K, ...]`."""
             assert index, "JAX asks for slices"
-            return layout.storage.on_host(name, index[0].start or 0, leaves)[None][(slice(None), *index[1:])]
+            device = None if shape.shape[0] < layout.num_stages else index[0].start or 0
+            return layout.storage.on_host(name, device, leaves)[None][(slice(None), *index[1:])]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, part)
 

@@ -3,14 +3,15 @@
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
 its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
 
-*At rest*, between steps, arrays are split over all mesh axes that their specs name. They may be gathered along the data
-axes for a step.
+*At rest*, between steps, arrays are split over all mesh axes that their specs name. Weights that only the first or only
+the last stage holds may be split over `stage` too: then an array `[1, ...]` holds them, each stage has a part, and no
+other stage has room for them. What a step makes of that is said in `jpipe.memory.at_work`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -21,13 +22,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.jax_tools.indexing import Index
+from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
-from jpipe.mesh.specs import gather_axes, scatter_axes, split_by
-from jpipe.model.groups import Model
+from jpipe.mesh.specs import on_all_stages, spec_of
+from jpipe.mesh.splits import SMALLEST
+from jpipe.model.groups import WEIGHTS, Model, role_of
 from jpipe.partitioner.shardings import names_in
 from jpipe.schedules.placement import Placement
-from jpipe.types import Leaf, PyTree, Structure
+from jpipe.types import Leaf, PyTree, Shapes, Structure
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,12 @@ class Layout:
       treedefs: for each set, the structure of a layer's tree.
       users: for each set and instance, the indices of the layers that use it.
       mesh: the devices.
-      batch_axes: the mesh's data axes.
     """
 
     storage: Storage
     treedefs: tuple[Structure, ...]
     users: tuple[tuple[tuple[int, ...], ...], ...]
     mesh: Mesh
-    batch_axes: tuple[str, ...]
 
     @property
     def num_stages(self) -> int:
@@ -59,48 +60,24 @@ class Layout:
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
         """PartitionSpecs of the global arrays."""
-        return {name: PartitionSpec(AXIS, *buffer.spec) for name, buffer in self.storage.named_buffers}
+        first = lambda spec: None if on_all_stages(spec) else AXIS
+        return {name: PartitionSpec(first(known.spec), *known.spec) for name, known in self.storage.named_buffers}
 
     @cached_property
     def shapes(self) -> StageTree:
         """ShapeDtypeStructs of the global arrays, with their shardings."""
         sharding = lambda name: NamedSharding(self.mesh, self.specs[name])
-        whole = lambda name, a: jax.ShapeDtypeStruct((self.num_stages, *a.shape), a.dtype, sharding=sharding(name))
+        parts = lambda name: self.num_stages if self.specs[name][0] == AXIS else 1
+        whole = lambda name, a: jax.ShapeDtypeStruct((parts(name), *a.shape), a.dtype, sharding=sharding(name))
         return StageTree({name: whole(name, buffer) for name, buffer in self.storage.named_buffers}, self)
 
-    def zeros(
-        self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype, *, gathered: bool = False
-    ) -> Buffers:
-        """A device's own part of zero buffers, inside of a program on all devices.
+    def tree_shapes(self, record_type: int) -> Shapes:
+        """The tree of a layer whose variables are of this type, as shapes."""
+        return jax.tree.unflatten(self.treedefs[record_type], self.storage.record_types[record_type].leaves)
 
-        Args:
-          dtype_of: a buffer's dtype -> that of its array here.
-          gathered: with the shapes that `gathered` gives, else those at rest.
-        """
-        stays = lambda name: not gathered or name not in self.batch_axes
-        at = lambda spec: split_by(spec, stays)
-        shape = lambda buffer: NamedSharding(self.mesh, at(buffer.spec)).shard_shape(buffer.shape)
-        return {name: jnp.zeros(shape(buffer), dtype_of(buffer.dtype)) for name, buffer in self.storage.named_buffers}
-
-    def gathered(self, buffers: Buffers) -> Buffers:
-        """A device's buffers with the data axes gathered."""
-        return {n: gather_axes(buffers[n], known.spec, self.batch_axes) for n, known in self.storage.named_buffers}
-
-    def reduced(self, buffers: Buffers, over: Mapping[str, Sequence[str]]) -> Buffers:
-        """A device's buffers at rest, from its partial sums of them.
-
-        Args:
-          buffers: split only over those axes of their specs that they aren't partial along.
-          over: for each buffer the mesh axes that it is partial along.
-        """
-
-        def reduced(array: jax.Array, spec: PartitionSpec, over: Sequence[str]) -> jax.Array:
-            split = {name for entry in spec for name in names_in(entry)}
-            others = tuple(name for name in over if name not in split)
-            array = scatter_axes(array, spec, over)
-            return jax.lax.psum(array, others) if others else array
-
-        return {n: reduced(buffers[n], known.spec, over[n]) for n, known in self.storage.named_buffers}
+    def zeros(self) -> Buffers:
+        """A device's own part of zero buffers, inside of a program on all devices."""
+        return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
 
     def on_devices(self, tree: StageTree) -> StageTree:
         """A tree with those of its arrays that are on the host moved to where they belong."""
@@ -153,9 +130,9 @@ def make_layouts(
     bounds: Sequence[tuple[int, int]],
     placement: Placement,
     mesh: Mesh,
-    batch_axes: tuple[str, ...],
     *,
     apart: bool = False,
+    ends: str = "own",
 ) -> dict[str, Layout]:
     """The layout of each collection for a model cut into virtual stages.
 
@@ -166,27 +143,58 @@ def make_layouts(
       bounds: for each virtual stage, its first layer and one past its last.
       placement: on which stage each virtual stage is.
       mesh: with K devices along `stage`.
-      batch_axes: its data axes.
       apart: each leaf of a set of variables has a stacked buffer of its own, if it has one at all.
+      ends: which weights are split over all stages: none ("own"), those that only the first or only the last stage
+        holds ("spread"), or those that only the first and the last layer use ("shared").
     """
     stage_of = [placement.stage_of(s) for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
     sets = model.variable_sets
     groups = [model.groups[known.group] for known in sets]
     owners = [[stage_of[users[0]] for users in known.users] for known in sets]
+    if ends == "spread":
+        split = [{*own} in ({stage_of[0]}, {stage_of[-1]}) for own in owners]
+    else:
+        at_ends = lambda known: {i for users in known.users for i in users} <= {0, len(stage_of) - 1}
+        split = [ends == "shared" and at_ends(known) for known in sets]
     layouts = {}
     for name in ["params", *sorted({name for group in groups for name in group.variables} - {"params"})]:
         trees = [group.variables.get(name, {}) for group in groups]
         leaves = [jax.tree.leaves(tree) for tree in trees]
+        specs = [
+            [_spread(*pair, mesh, ends) for pair in zip(own, group.specs.get(name, []), strict=True)]
+            if end and role_of(name, group.rules) in WEIGHTS
+            else group.specs.get(name, [])
+            for end, own, group in zip(split, leaves, groups, strict=True)
+        ]
         storage = build_storage(
             leaves,
             owners,
             device_of=range(placement.num_stages),
-            specs=[group.specs.get(name, []) for group in groups],
+            specs=specs,
             tags=each_apart(leaves) if apart else None,
         )
         users = tuple(known.users for known in sets)
-        layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh, batch_axes)
+        layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)
     return layouts
+
+
+def _spread(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh, ends: str) -> PartitionSpec:
+    """A leaf's spec at rest, split over all stages too unless it is small, or has no dimension that K divides.
+
+    What all stages use together they take in runs, each of which other axes split: else their parts of a vocabulary
+    would be in many pieces once those axes are gathered.
+    """
+    if leaf.size < SMALLEST:
+        return spec
+    found = ScatteredLeaf(leaf, spec, mesh).sharding.spec
+    if ends == "spread":
+        return found
+    return spec_of([sorted(names_in(entry), key=lambda name: name != AXIS) for entry in found])
+
+
+def part_zeros(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, dtype: np.dtype) -> jax.Array:
+    """A device's own part of zeros of a shape."""
+    return jnp.zeros(NamedSharding(mesh, spec).shard_shape(shape), dtype)
 
 
 def drop_stage_axis(tree: PyTree) -> PyTree:

@@ -1,96 +1,35 @@
 """One record at a time, out of the buffers of all stages (`Records.take`) and into them (`Records.put`).
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part of the model
-and of one layer: a leaf that one stage has is *scattered*, split over `stage` along the first dimension that K divides.
-A leaf without such a dimension is on all stages.
+and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). Or all are made anew where they lie
+(`Records.updated`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.indexing import Index, look_up
+from jpipe.jax_tools.indexing import Index, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import AXIS
+from jpipe.mesh.axes import AXIS, stage_axes
 from jpipe.mesh.on_stages import on_stages
-from jpipe.partitioner.shardings import names_in
+from jpipe.mesh.specs import on_all_stages
+from jpipe.partitioner.shardings import Axis, Sharding, of_spec
 from jpipe.types import Leaf
 
 Arrays = dict[str, Buffers]
-"""Global arrays `[K, ...]` by collection and buffer."""
-
-
-@dataclass(frozen=True)
-class ScatteredLeaf:
-    """How a leaf of one stage is shared out among all stages.
-
-    Attributes:
-      leaf: its shape.
-      spec: how it is split over other mesh axes.
-      mesh: the devices.
-    """
-
-    leaf: jax.ShapeDtypeStruct
-    spec: PartitionSpec
-    mesh: Mesh
-
-    @property
-    def dimension(self) -> int | None:
-        """The dimension along which it is split over the stages, besides its other splits."""
-        parts, num_stages = NamedSharding(self.mesh, self.spec).shard_shape(self.leaf.shape), self.mesh.shape[AXIS]
-        return next((d for d, n in enumerate(parts) if n and n % num_stages == 0 and num_stages > 1), None)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """How what is shared out lies."""
-        entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
-        if self.dimension is not None:
-            entries[self.dimension].append(AXIS)
-        return NamedSharding(self.mesh, PartitionSpec(*map(tuple, entries)))
-
-    def scatter(self, leaf: jax.Array, mine: jax.Array | bool) -> jax.Array:
-        """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
-        if leaf.dtype == jnp.bool_:
-            return self.scatter(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
-        leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
-        if self.dimension is not None:
-            return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
-        return jax.lax.psum(leaf, AXIS)
-
-    def unscatter(self, part: jax.Array) -> jax.Array:
-        """The inverse of `scatter`: the leaf, as each stage has it, from a device's part."""
-        return part if self.dimension is None else jax.lax.all_gather(part, AXIS, axis=self.dimension, tiled=True)
-
-    def put(self, leaf: Leaf) -> jax.Array:
-        """The leaf shared out; of one that is on the host, or whole in this process, each device gets its part.
-
-        Raises:
-          ValueError: it is split over other devices, and this process has only a part.
-        """
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == self.sharding.device_set:
-            return jax.device_put(leaf, self.sharding)
-        if not is_whole(leaf):
-            raise ValueError(
-                f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other "
-                "than those of the pipeline's mesh; move it there first: jax.device_put(array, "
-                "NamedSharding(pipe.mesh, ...)), or jax.experimental.multihost_utils.process_allgather(array, "
-                "tiled=True)"
-            )
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])
-
-
-def is_whole(leaf: Leaf) -> bool:
-    """Whether this process can read all of a leaf."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+"""Global arrays `[K, ...]`, or one device's, by collection and buffer."""
+Leaves = dict[str, list[jax.Array]]
+"""The leaves of a record by tree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,19 +71,11 @@ class Records:
         return {name: [leaf.sharding.spec for leaf in own] for name, own in self.leaves(record_type).items()}
 
     @cached_property
-    def take(self) -> Callable[[Arrays, int, int], dict[str, list[jax.Array]]]:
+    def take(self) -> Callable[[Arrays, int, int], Leaves]:
         """`(arrays, record type, record) -> its leaves by tree`, scattered over all devices; compiled."""
 
-        def take(arrays: Arrays, record_type: int, record: Leaf) -> dict[str, list[jax.Array]]:
-            leaves = self.leaves(record_type)
-
-            def body(arrays: Arrays, record: Index) -> dict[str, list[jax.Array]]:
-                arrays, mine, found = drop_stage_axis(arrays), self._mine(record_type, record), {}
-                for name, own in leaves.items():
-                    read = self.layouts[name].storage.read(arrays[name], record_type, record)
-                    found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
-                return found
-
+        def take(arrays: Arrays, record_type: int, record: Leaf) -> Leaves:
+            body = lambda arrays, record: self._parts(drop_stage_axis(arrays), record_type, record)
             specs = (self.specs, PartitionSpec()), self._scattered_specs(record_type)
             return on_stages(body, self.layout.mesh, *specs)(arrays, record)
 
@@ -165,7 +96,74 @@ class Records:
 
     @cached_property
     def _put(self) -> Callable[..., Arrays]:
-        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled.
+        """`(arrays, record type, scattered leaves by tree, record) -> arrays` on all devices, compiled."""
+
+        def put(arrays: Arrays, record_type: int, parts: Leaves, record: Leaf) -> Arrays:
+            def body(arrays: Arrays, parts: Leaves, record: Index) -> Arrays:
+                return add_stage_axis(self._with_parts(drop_stage_axis(arrays), record_type, record, parts))
+
+            specs = {name: spec for name, spec in self._scattered_specs(record_type).items() if name in parts}
+            in_specs = (self.specs, specs, PartitionSpec())
+            return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
+
+        shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
+        return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
+
+    def updated(self, function: Callable[[int, Index, Leaves], Leaves], arrays: Arrays, given: Iterable[str]) -> Arrays:
+        """A device's arrays with what a function makes of each record, in a program on all stages.
+
+        Records that one stage has are made on its devices, by a loop; what lies on all stages they make together.
+
+        Args:
+          function: `(record type, the first layer that uses the record, its leaves by tree) -> new leaves by tree` of a
+            device's parts, which lie as `lying` says.
+          arrays: of one device, by tree.
+          given: the trees whose leaves it looks at.
+        """
+        given, users = list(given), self.layout.users
+        together = [v for v in range(len(users)) if self._is_spread(v)]
+
+        def read(v: int, record: Index, carry: Arrays) -> tuple[Index, Leaves]:
+            layer = take_row(jnp.asarray([own[0] for own in users[v]], jnp.int32), record)
+            return layer, {name: self.layouts[name].storage.read(carry[name], v, record) for name in given}
+
+        def visit(v: int, record: Index, found: tuple[Index, Leaves], carry: Arrays) -> Arrays:
+            made = function(v, *found).items()
+            return carry | {n: self.layouts[n].storage.write(carry[n], v, record, new) for n, new in made}
+
+        device = device_index(self.layout.mesh)
+        arrays = self.layout.storage.for_each_local(read, visit, device, arrays, without=together)
+        for v in together:
+            for record, (layer, *_) in enumerate(users[v]):
+                own = self._parts(arrays, v, record)
+                made = function(v, layer, {name: own.get(name, []) for name in given})
+                arrays = self._with_parts(arrays, v, record, made)
+        return arrays
+
+    def lying(self, record_type: int) -> tuple[tuple[Axis, ...], dict[str, list[Sharding]]]:
+        """What arrays are split over where `updated` makes a record of this type, and how its leaves lie by tree."""
+        mesh, together = self.layout.mesh, self._is_spread(record_type)
+        axes = stage_axes(mesh, ()) + (Axis((AXIS,), (mesh.shape[AXIS],)),) * together
+        spec = lambda leaf, spec: ScatteredLeaf(leaf, spec, mesh).sharding.spec if together else spec
+        types = {name: layout.storage.record_types[record_type] for name, layout in self.layouts.items()}
+        pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items()}
+        return axes, {name: [of_spec(spec(*pair), axes) for pair in own] for name, own in pairs.items()}
+
+    def _is_spread(self, record_type: int) -> bool:
+        """Whether any leaf of records of this type lies on all stages."""
+        known = [layout.storage.record_types[record_type] for layout in self.layouts.values()]
+        return any(on_all_stages(spec) for own in known for spec in own.specs)
+
+    def _parts(self, arrays: Arrays, record_type: int, record: Index) -> Leaves:
+        """A device's parts of a record's leaves, scattered over all devices, out of its own arrays."""
+        mine, found = self._mine(record_type, record), {}
+        for name, own in self.leaves(record_type).items():
+            read = self.layouts[name].storage.read(arrays[name], record_type, record)
+            found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
+        return found
+
+    def _with_parts(self, arrays: Arrays, record_type: int, record: Index, parts: Leaves) -> Arrays:
+        """A device's arrays with a record, of which it is given its parts.
 
         All devices run the same program, so each of them writes, also those that don't have the record. There something
         else lies in its place, and is written back (K = 4, a leaf w of record 2 of 3, which device 1 has):
@@ -175,27 +173,17 @@ class Records:
             after `unscatter`               w       w       w       w
             at the record's entry           a       b       c       d       (`storage.read`)
             written there                   a       w       c       d
+
+        Of a leaf that is split over all stages at rest, each writes its own part.
         """
-
-        def put(arrays: Arrays, record_type: int, parts: dict[str, list[jax.Array]], record: Leaf) -> Arrays:
-            leaves = self.leaves(record_type)
-
-            def body(arrays: Arrays, parts: dict[str, list[jax.Array]], record: Index) -> Arrays:
-                arrays, mine = drop_stage_axis(arrays), self._mine(record_type, record)
-                for name, own in parts.items():
-                    storage = self.layouts[name].storage
-                    whole = [known.unscatter(part) for known, part in zip(leaves[name], own, strict=True)]
-                    old = storage.read(arrays[name], record_type, record)
-                    new = [jnp.where(mine, a, b) for a, b in zip(whole, old, strict=True)]
-                    arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
-                return add_stage_axis(arrays)
-
-            specs = {name: spec for name, spec in self._scattered_specs(record_type).items() if name in parts}
-            in_specs = (self.specs, specs, PartitionSpec())
-            return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
-
-        shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
-        return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
+        mine, leaves = self._mine(record_type, record), self.leaves(record_type)
+        for name, own in parts.items():
+            storage = self.layouts[name].storage
+            old = storage.read(arrays[name], record_type, record)
+            known = zip(leaves.get(name, []), own, old, strict=True)
+            new = [jnp.where(leaf.lies_so or mine, leaf.unscatter(part), before) for leaf, part, before in known]
+            arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
+        return arrays
 
     def _mine(self, record_type: int, record: Index) -> jax.Array | bool:
         """Whether this device has the record."""

@@ -26,15 +26,16 @@ where a device's stride is what its own leaves need, so that the device with few
 
     float32_4x4, rows = (1, 2)      w0  w1  w2  --      w3  w4 | w3' w4'        strides (3, 2), size 4
 
-A *device* is an index k along `stage` here. Shapes are those of the whole stage; where other mesh axes split a buffer,
-`read`, `write` and `add` work on a device's part of it and give its part of each leaf.
+A leaf that is split over `stage` too lies on all devices, a part of it on each; it has its entry for itself. A *device*
+is an index k along `stage` here. Shapes are those of the whole stage; where other mesh axes split a buffer, `read`,
+`write` and `add` work on a device's part of it and give its part of each leaf.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -47,7 +48,8 @@ from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.indexing import Index, look_up, take_slice
 from jpipe.jax_tools.loops import each
 from jpipe.jax_tools.memory_order import Order
-from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer
+from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
+from jpipe.mesh.specs import on_all_stages
 from jpipe.types import Leaf as Leaf
 
 Buffers = dict[str, jax.Array]
@@ -125,11 +127,15 @@ class Storage:
           record: its index among the records of the type; may be traced.
           at: its row, in a storage with rows.
         """
+        count = len(self.record_types[record_type].leaves)
+        return [self.read_leaf(arrays, record_type, i, record, at) for i in range(count)]
+
+    def read_leaf(self, arrays: Buffers, record_type: int, leaf: int, record: Index, at: Row | None = None) -> Leaf:
+        """One leaf of a record, as `read`."""
         known = self.record_types[record_type]
-        return [
-            self.buffers[name].take(arrays[name], self._entry(known, i, record, at), known.leaves[i].shape)
-            for i, name in enumerate(known.buffers)
-        ]
+        name, entry, shape = known.buffers[leaf], self._entry(known, leaf, record, at), known.leaves[leaf].shape
+        found = self.buffers[name].take(arrays[name], entry, shape)
+        return found.transpose(np.argsort(self._turn(known, leaf)))
 
     def write(
         self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf], at: Row | None = None
@@ -138,35 +144,44 @@ class Storage:
 
         To be called on the device that has the record: on another it overwrites what lies there.
         """
-        known, arrays = self.record_types[record_type], dict(arrays)
-        for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
-            arrays[name] = self.buffers[name].put(arrays[name], self._entry(known, i, record, at), leaf)
+        for i, leaf in enumerate(leaves):
+            arrays = self.write_leaf(arrays, record_type, i, record, leaf, at)
         return arrays
 
-    def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf]) -> Buffers:
-        """As `write`, but floating-point `leaves` are added to the record's, in the arrays' dtype."""
+    def write_leaf(
+        self, arrays: Buffers, record_type: int, leaf: int, record: Index, value: Leaf, at: Row | None = None
+    ) -> Buffers:
+        """The arrays with one leaf of a record replaced, as `write`."""
+        known = self.record_types[record_type]
+        name, entry = known.buffers[leaf], self._entry(known, leaf, record, at)
+        return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(self._turn(known, leaf)))}
+
+    def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
+        """As `write`, but floating-point `leaves` are added to the record's, in the arrays' dtype. None adds none."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
-            change = self.buffers[name].add if is_float(leaf) else self.buffers[name].put
-            arrays[name] = change(arrays[name], self._entry(known, i, record, None), leaf)
+            if leaf is not None:
+                change = self.buffers[name].add if is_float(leaf) else self.buffers[name].put
+                lies = leaf.transpose(self._turn(known, i))
+                arrays[name] = change(arrays[name], self._entry(known, i, record, None), lies)
         return arrays
 
-    def on_host(self, name: str, device: int, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
+    def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
         """One buffer of one device, `[size, ...]`, in NumPy.
 
         Args:
           name: the buffer.
-          device: its index along `stage`.
+          device: its index along `stage`; None for a buffer that is split over it, whole.
           leaves: the leaves of each (record type, record); places of records that are missing hold zeros.
         """
         array = np.zeros(self.buffers[name].shape, self.buffers[name].dtype)
         flat, entry_size = array.reshape(-1), array[:1].size
         for (record_type, record), values in leaves.items():
             known = self.record_types[record_type]
-            for place, entries, leaf in zip(known.buffers, known.entries, values, strict=True):
-                if place == name and known.devices[record] == device:
-                    start, own = entries[record] * entry_size, np.asarray(leaf).reshape(-1)
-                    flat[start : start + own.size] = own
+            for i, (place, entries, leaf) in enumerate(zip(known.buffers, known.entries, values, strict=True)):
+                if place == name and device in (None, known.devices[record]):
+                    own = np.ravel(np.transpose(np.asarray(leaf), self._turn(known, i)))
+                    flat[entries[record] * entry_size :][: own.size] = own
         return array
 
     def for_each_local(
@@ -175,16 +190,21 @@ class Storage:
         body: Callable[[int, jax.Array, Read, Carry], Carry],
         device: Index,
         carry: Carry,
+        *,
+        without: Collection[int] = (),
     ) -> Carry:
         """`carry = body(type, record, read(type, record, carry), carry)` for all records of one device.
 
-        To be called inside of a program on the stages. `record` is traced, `read` may return any pytree. The body runs
-        for records that this device has, and for no others: device k takes the first `count[k]` entries of row k of a
-        table `[K, longest]`, which for type 0 of the picture above is [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
+        Those of the types `without` are left out. To be called inside of a program on the stages. `record` is traced,
+        `read` may return any pytree. The body runs for records that this device has, and for no others: device k takes
+        the first `count[k]` entries of row k of a table `[K, longest]`, which for type 0 of the picture above is
+        [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
         What `read` gives is tied to the trip before the body gets it (`jpipe.jax_tools.loops`): else a compiler may
         compute the body ahead of the loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):
+            if t in without:
+                continue
             own = [[j for j, owner in enumerate(known.devices) if owner == k] for k in range(self.num_devices)]
             longest = max(map(len, own))
             table = jnp.asarray([row + [0] * (longest - len(row)) for row in own], jnp.int32)
@@ -201,6 +221,12 @@ class Storage:
 
             carry = each(0, count, (), visit, carry, reads=reads)
         return carry
+
+    def _turn(self, known: RecordType, leaf: int) -> Order:
+        """The order in which a leaf's dimensions lie in its buffer."""
+        shape, buffer = known.leaves[leaf].shape, self.buffers[known.buffers[leaf]]
+        turned = isinstance(buffer, StackedBuffer) and buffer.type.shape != shape
+        return largest_first(shape) if turned else tuple(range(len(shape)))
 
     def _entry(self, known: RecordType, leaf: int, record: Index, at: Row | None) -> Index:
         entry = look_up(known.entries[leaf], record)
@@ -233,7 +259,8 @@ def build_storage(
       device_of: for each owner, the index of its device along `stage`; the largest is K - 1.
       specs: for each record type and leaf, the mesh axes it is split over.
       rows: for each device, how many rows it needs (default: one).
-      orders: for each record type and leaf, how it lies in memory (default: as the compiler likes).
+      orders: for each record type and leaf, how it lies in memory (default: as the compiler likes; and leaves that few
+        owners have lie turned where they are of one type then).
       tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
       waste: how much more memory stacked buffers may take than flat ones would, as a share.
     """
@@ -246,11 +273,11 @@ def build_storage(
     ]
     used = {leaf_type for group in types for leaf_type in group}
     assert len({leaf_type.name for leaf_type in used}) == len(used), "two types of leaves would share a buffer"
-    counts: dict[LeafType, np.ndarray] = {}
-    for group, own in zip(types, owners, strict=True):
-        for leaf_type in group:
-            counts[leaf_type] = counts.get(leaf_type, 0) + np.bincount(own, minlength=len(device_of))
-    needs = _Needs(counts, device_of, rows or (1,) * num_devices)
+    needs = _Needs(_counts(types, owners, len(device_of)), device_of, rows or (1,) * num_devices)
+    if orders is None:
+        turns = needs.turns()
+        types = [[turns.get(leaf_type, leaf_type) for leaf_type in group] for group in types]
+        needs = replace(needs, counts=_counts(types, owners, len(device_of)))
     stacked = needs.stacked(waste)
     buffers: dict[str, Buffer] = {
         leaf_type.name: StackedBuffer(leaf_type, needs.strides(count := needs.counts[leaf_type]), needs.size(count))
@@ -260,18 +287,32 @@ def build_storage(
         buffers[dtype] = FlatBuffer(jnp.dtype(dtype), needs.strides(count), needs.size(count))
 
     # Each owner's leaves are put down one after the other, as if it had its device to itself.
-    ends: Counter[tuple[str, int]] = Counter()  # by (buffer, owner), the first entry that is free
+    ends: Counter[tuple[str, int | None]] = Counter()  # by (buffer, owner), the first entry that is free
     record_types = []
     for group, spec, kinds, own in zip(leaves, specs, types, owners, strict=True):
         names = tuple(kind.name if kind in stacked else kind.dtype for kind in kinds)
         entries: list[list[int]] = [[] for _ in kinds]
         for owner in own:
             for name, kind, found in zip(names, kinds, entries, strict=True):
-                found.append(ends[name, owner])
-                ends[name, owner] += 1 if kind in stacked else kind.elements
+                place = name, None if on_all_stages(kind.spec) else owner
+                found.append(ends[place])
+                ends[place] += 1 if kind in stacked else kind.elements
         devices = tuple(device_of[k] for k in own)
         record_types.append(RecordType(tuple(group), tuple(spec), names, devices, tuple(map(tuple, entries))))
     return Storage(tuple(record_types), tuple(buffers.items()), num_devices)
+
+
+def _counts(
+    types: Sequence[Sequence[LeafType]], owners: Sequence[Sequence[int]], num_owners: int
+) -> dict[LeafType, np.ndarray]:
+    """For each type of leaf `[owners]`, how many each owner has; of one that lies on all stages, all of them."""
+    counts: dict[LeafType, np.ndarray] = {}
+    for group, own in zip(types, owners, strict=True):
+        for leaf_type in group:
+            everywhere = on_all_stages(leaf_type.spec)
+            more = np.full(num_owners, len(own)) if everywhere else np.bincount(own, minlength=num_owners)
+            counts[leaf_type] = counts.get(leaf_type, 0) + more
+    return counts
 
 
 def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
@@ -333,6 +374,16 @@ class _Needs:
         counts = self.counts[leaf_type]
         used = sum(n * self.rows[device] for n, device in zip(counts.tolist(), self.device_of, strict=True))
         return self.size(counts) * len(self.device_of) < 2 * used
+
+    def turns(self) -> dict[LeafType, LeafType]:
+        """The types that lie turned, so that several are of one type: where that takes less, or on all stages."""
+        alike: dict[LeafType, list[LeafType]] = {}
+        for known in self.counts:
+            if on_all_stages(known.spec) or not self.is_common(known):
+                alike.setdefault(known.turned, []).append(known)
+        size = lambda own: self.size(np.sum([self.counts[known] for known in own], axis=0))
+        gains = lambda own: on_all_stages(own[0].spec) or size(own) < sum(size([known]) for known in own)
+        return {known: turned for turned, own in alike.items() if len(own) > 1 and gains(own) for known in own}
 
     def stacked(self, waste: float) -> set[LeafType]:
         """The types of leaves that are stacked; the others lie flat.

@@ -47,7 +47,9 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
     return tuple(name for name in given if name in mesh.axis_names)
 
 
-def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True) -> tuple[Axis, ...]:
+def stage_axes(
+    mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly: bool = True, over_stages: bool = False
+) -> tuple[Axis, ...]:
     """The axes that a stage's arrays are split over: the data axes, and each of the others.
 
     Mesh axes of one device are left out. At rest, where no axis is told from another, there are no data axes.
@@ -56,9 +58,11 @@ def stage_axes(mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, jointly:
       mesh: all devices.
       batch_axes: its data axes.
       jointly: whether the data axes are one.
+      over_stages: `stage` is one of the others, the last.
     """
     longer = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
     data, others = longer(batch_axes), longer(n for n in mesh.axis_names if n not in (AXIS, *batch_axes))
     parts = [data] * bool(data) if jointly else [(name,) for name in data]
     first = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in parts]
+    others += longer([AXIS]) if over_stages else ()
     return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])

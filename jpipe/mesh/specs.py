@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jpipe.mesh.axes import AXIS
 from jpipe.partitioner.shardings import names_in
 
 
@@ -22,6 +23,16 @@ def spec_of(entries: Sequence[Sequence[str]]) -> PartitionSpec:
 def split_by(spec: PartitionSpec, over: Callable[[str], bool]) -> PartitionSpec:
     """A spec with only those mesh axes for which `over` is true."""
     return spec_of([list(filter(over, names_in(entry))) for entry in spec])
+
+
+def on_all_stages(spec: PartitionSpec) -> bool:
+    """Whether an array is split over `stage`, so that each stage has a part of it."""
+    return any(AXIS in names_in(entry) for entry in spec)
+
+
+def within_stage(spec: PartitionSpec) -> PartitionSpec:
+    """How an array is split over other mesh axes than `stage`."""
+    return split_by(spec, lambda name: name != AXIS)
 
 
 def gather_axes(part: jax.Array, spec: PartitionSpec, over: Collection[str]) -> jax.Array:

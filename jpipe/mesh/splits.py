@@ -35,12 +35,14 @@ class Splits:
       batch_axes: the mesh's data axes: a micro-batch `[b, ...]` is split over all of them jointly.
       shard_over: data axes that parameters are split over at rest, besides the axes that their metadata names.
       gather: parameters are gathered along data axes once a "step", or at each "use".
+      over_stages: all stages compute together, and their arrays may be split over `stage` too.
     """
 
     mesh: Mesh | AbstractMesh
     batch_axes: tuple[str, ...]
     shard_over: tuple[str, ...] = ()
     gather: str = "step"
+    over_stages: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -53,7 +55,8 @@ class Splits:
 
         The data axes are one, unless weights are gathered at each use: then some of them may split what layers take.
         """
-        return stage_axes(self.mesh, self.batch_axes, jointly=self.gather == "step")
+        jointly = self.gather == "step"
+        return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)
 
     def of_examples(self, size: int) -> Sharding:
         """How arrays `[size, ...]` of a micro-batch lie: a shard of the examples if the data axes divide `size`."""
@@ -68,7 +71,7 @@ class Splits:
 
         Split by `("fsdp", "model")` at rest, one dimension is in two runs then: `Shard(0, outer=2)` along `model`.
         """
-        axes = stage_axes(self.mesh, ())
+        axes = stage_axes(self.mesh, (), over_stages=self.over_stages)
         at_rest = {axis.names: along for axis, along in zip(axes, of_spec(spec, axes), strict=True)}
         return tuple(REPLICATED if axis.is_data else at_rest[axis.names] for axis in self.axes)
 
@@ -77,7 +80,7 @@ class Splits:
         name: str,
         variables: Mapping[str, Shapes],
         specs: Mapping[str, Sequence[PartitionSpec]],
-        weights: Collection[str] = ("params",),
+        weights: Collection[str],
     ) -> dict[str, list[PartitionSpec]]:
         """What each leaf of a layer's variables is split over at rest.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import Context, LayerError, describe, positional
+from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import GRADIENT, LayerGroup, same_shapes
 from jpipe.model.loss import TracedLoss
@@ -143,7 +144,9 @@ class LayerFunction:
         """How all that the layer works on lies on the devices of a stage, where arrays are split so."""
         group, axes = self.group, splits.axes
         # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
-        over_axes = lambda shardings: list(shardings) if axes else [()] * len(shardings)
+        # Along `stage`, where all stages compute it together, activations are whole.
+        more = (REPLICATED,) * splits.over_stages
+        over_axes = lambda shardings: [(*s, *more) for s in shardings] if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         at_work = lambda names: [splits.at_work(spec) for name in names for spec in group.specs[name]]
         variables, fixed = at_work(group.names), at_work(group.fixed_names)
@@ -160,6 +163,7 @@ class LayerFunction:
             arguments=[*variables, *key, *batch],
             activation=takes_at,
             outputs=None if self.loss is not None else gives_at,
+            sums=(lambda own: (*own[:-1], REPLICATED)) if splits.over_stages else as_it_lies,
             cotangents=sums if self.loss is not None else of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(s, axes) for s in params), *map(always, whole)],
         )
@@ -175,7 +179,8 @@ class LayerShardings:
       state: those of its state.
       arguments: those of all its `Arguments`.
       activation: what it takes.
-      outputs: how its outputs have to lie; None for sums of the loss, which may be left partial.
+      outputs: how its outputs have to lie; None for sums of the loss.
+      sums: how these have to lie: they may be left partial, but along `stage`.
       cotangents: of the outputs that have some (`LayerFunction.differentiated`).
       gradients: how the gradients of its parameters have to lie, what is overwritten, and the cotangents of the
         activation.
@@ -187,6 +192,7 @@ class LayerShardings:
     arguments: list[Sharding]
     activation: list[Sharding]
     outputs: list[Sharding] | None
+    sums: Wanted
     cotangents: list[Sharding]
     gradients: list[Wanted]
 
@@ -194,19 +200,21 @@ class LayerShardings:
         """How the leaves of `results` have to lie."""
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
-            return [*[as_it_lies] * len(results.outputs), *map(always, state)]
+            return [*[self.sums] * len(results.outputs), *map(always, state)]
         return list(map(always, [*self.outputs, *state]))
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
     """How the gradient of a parameter lies that lies so: as it, but partial where the sum can be taken once a step.
 
-    That is over axes that don't split it: always over data axes, over others if devices don't have all of it anyway.
+    That is over axes that don't split it: always over data axes, over others if devices don't have all of it anyway,
+    but never over `stage`, where only one stage holds it.
     """
 
     def wanted(own: Sharding) -> Sharding:
         is_late = [
-            p == REPLICATED and (a.is_data or o != REPLICATED) for p, o, a in zip(sharding, own, axes, strict=True)
+            p == REPLICATED and (a.is_data or (o != REPLICATED and a.names != (AXIS,)))
+            for p, o, a in zip(sharding, own, axes, strict=True)
         ]
         return tuple(PARTIAL if late else p for p, late in zip(sharding, is_late, strict=True))
 

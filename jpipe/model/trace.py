@@ -38,7 +38,7 @@ from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated,
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument
+from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
 from jpipe.types import Batch, PyTree, Shapes
 
 
@@ -307,6 +307,11 @@ def _fault(error: Exception) -> str:
             f"constrains an array to be split as it can't be. It raised {raised(error)}. Name as many axes as the "
             "array has dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions "
             "that Flax makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
+        )
+    if lacks_rngs(error):
+        return (
+            f"raised {raised(error)}. It was called with activations; a function that makes an nnx module is known by "
+            "its argument's name, which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)"
         )
     if lacks_an_argument(error):
         return (

@@ -20,10 +20,11 @@ from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_rou
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
+from jpipe.model.split_backward import split_in_two
 from jpipe.partitioner.choice import always, as_it_lies
-from jpipe.partitioner.flat_jaxpr import FlatEquation
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
 from jpipe.partitioner.shardings import Axis, Sharding, settled
+from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
 from jpipe.types import Leaf, PyTree
@@ -52,7 +53,7 @@ class TracedLayer:
       remake: variables -> those leaves of the vjp that are made again.
       backward: leaves of the vjp, cotangents of the outputs -> what `gradients` lists.
       results: the shapes of the results.
-      gradients: the shapes of (gradients, new values of what they overwrite, cotangents of the activation).
+      gradients: the shapes of what the backward gives.
       sources: where the backward finds each leaf of the vjp.
       stored: indices of the leaves of the vjp that are residuals.
     """
@@ -62,7 +63,7 @@ class TracedLayer:
     remake: ClosedJaxpr
     backward: ClosedJaxpr
     results: Results
-    gradients: tuple[list[Leaf], list[Leaf], list[Leaf]]
+    gradients: Gradients
     sources: tuple[_Source, ...]
     stored: list[int]
 
@@ -92,7 +93,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         # A vjp is a function and a pytree, so here it comes out with shapes as leaves, and the backward takes it.
         jaxpr, (results, vjp) = trace(with_vjp, function.arguments, activation)
         outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
-        backward, gradients = trace(lambda vjp, cotangents: vjp(cotangents), vjp, outputs)
+        backward, gradients = trace(lambda vjp, cotangents: Gradients(*vjp(cotangents)), vjp, outputs)
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
@@ -164,7 +165,7 @@ class DeviceForward:
     results: Results
     results_at: list[Sharding]
     residuals_at: tuple[int, ...]
-    unsplit: list[tuple[FlatEquation, float]]
+    unsplit: list[Unsplit]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
@@ -172,6 +173,43 @@ class DeviceForward:
         count = len(jax.tree.leaves(self.results))
         results = jax.tree.unflatten(jax.tree.structure(self.results), found[:count])
         return results, _chosen(found, self.residuals_at)
+
+
+class Gradients(NamedTuple):
+    """What a layer's backward gives.
+
+    Attributes:
+      params: the gradients of the parameters; in one part of a split backward, None for those of the other part.
+      overwritten: the new values of `LayerFunction.overwritten`.
+      cotangents: those of the activation's floats.
+    """
+
+    params: list[Leaf | None]
+    overwritten: list[Leaf]
+    cotangents: list[Leaf]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLayer:
+    """The two parts of a layer's backward, as one device runs them (`jpipe.model.split_backward`).
+
+    Attributes:
+      inputs: leaves of the vjp, cotangents -> (gradients, stash).
+      weights: those leaves of the vjp that `reads` lists, stash -> gradients of the parameters.
+      reads: indices of leaves of the vjp.
+      kept: indices of the residuals that `weights` needs.
+      stash: its shapes.
+      stash_at: indices of the stash among the results of `jaxpr`.
+      jaxpr: what `inputs` runs.
+    """
+
+    inputs: Callable[[list[Leaf], list[Leaf]], tuple[Gradients, list[Leaf]]]
+    weights: Callable[[list[Leaf], list[Leaf]], list[Leaf | None]]
+    reads: tuple[int, ...]
+    kept: tuple[int, ...]
+    stash: Structs
+    stash_at: range
+    jaxpr: ClosedJaxpr
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,27 +223,56 @@ class DeviceLayer:
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
+      split: the backward in two parts, if it is to run so.
       unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
 
     forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
-    transpose: Callable[[list[Leaf], list[Leaf]], tuple[list[Leaf], list[Leaf], list[Leaf]]]
+    transpose: Callable[[list[Leaf], list[Leaf]], Gradients]
     sources: tuple[_Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
-    unsplit: list[tuple[FlatEquation, float]]
+    split: SplitLayer | None
+    unsplit: list[Unsplit]
 
-    def backward(
+    @property
+    def waits(self) -> tuple[bool, ...]:
+        """For each residual whether it waits for the second part of the backward."""
+        return tuple(self.split is not None and i in self.split.kept for i in range(len(self.residuals)))
+
+    def backward(self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
+        """The whole backward."""
+        return self.transpose(self._leaves(arguments, residuals), cotangents)
+
+    def backward_inputs(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
-    ) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
-        """(gradients of the parameters, new values of `overwritten`, cotangents of the activation's floats)."""
+    ) -> tuple[Gradients, list[Leaf]]:
+        """(the early part of the backward, in which late gradients are None; the stash)."""
+        assert self.split is not None
+        return self.split.inputs(self._leaves(arguments, residuals), cotangents)
+
+    def backward_weights(self, arguments: Arguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
+        """The late gradients of the parameters, in which early ones are None.
+
+        Args:
+          arguments: as in the forward.
+          kept: the residuals that `split.kept` lists.
+          stash: as `backward_inputs` gives it.
+        """
+        assert self.split is not None
+        residuals = dict(zip(self.split.kept, kept, strict=True))
+        leaves = self._leaves(arguments, [residuals.get(i) for i in range(len(self.residuals))])
+        return self.split.weights([leaves[i] for i in self.split.reads], stash)
+
+    def _leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
+        """The leaves of the vjp."""
         found = {
             "argument": jax.tree.leaves(arguments),
             "made again": self.remake(arguments.variables),
             "residual": residuals,
         }
-        return self.transpose([found[source.where][source.number] for source in self.sources], cotangents)
+        return [found[source.where][source.number] for source in self.sources]
 
 
 def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForward:
@@ -214,8 +281,8 @@ def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForw
     return _partition_forward(jaxpr, results, [], function.shardings(splits), splits.axes)
 
 
-def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
-    """A traced layer as one of the devices of a stage runs it."""
+def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: bool = False) -> DeviceLayer:
+    """A traced layer as one of the devices of a stage runs it; `in_parts` if its backward may run so."""
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
     remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [settled] * len(layer.remake.out_avals))
@@ -233,7 +300,39 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE) -> DeviceLayer:
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
+        split=_split_layer(layer, backward.jaxpr) if in_parts else None,
         unsplit=remake.unsplit + backward.unsplit,
+    )
+
+
+def _split_layer(layer: TracedLayer, backward: ClosedJaxpr) -> SplitLayer:
+    """A layer's backward in two parts, from the whole of it as a device runs it."""
+    residuals = {i: source.number for i, source in enumerate(layer.sources) if source.where == "residual"}
+    num_params = len(layer.gradients.params)
+    others = range(num_params, len(jax.tree.leaves(layer.gradients)))
+    parts = split_in_two(backward, others, residuals, len(layer.sources))
+    count = len(parts.early)
+    stash = shapes_of(parts.inputs.jaxpr.outvars[count:])
+
+    def gradients_of(found: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
+        known = dict(zip(indices, found, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(layer.gradients), map(known.get, range(num_params + len(others))))
+
+    def inputs(leaves: list[Leaf], cotangents: list[Leaf]) -> tuple[Gradients, list[Leaf]]:
+        found = replay(parts.inputs, [0] * len(parts.inputs.out_avals))(leaves, cotangents)
+        return gradients_of(found[:count], parts.early), found[count:]
+
+    def weights(leaves: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
+        return gradients_of(replay(parts.weights, [0] * len(parts.late))(leaves, stash), parts.late).params
+
+    return SplitLayer(
+        inputs=inputs,
+        weights=weights,
+        reads=parts.reads,
+        kept=tuple(sorted({residuals[i] for i in parts.reads if i in residuals})),
+        stash=stash,
+        stash_at=range(count, count + len(stash)),
+        jaxpr=parts.inputs,
     )
 
 

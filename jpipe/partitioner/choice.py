@@ -11,10 +11,11 @@ their parts of the sequence:
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
 At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
-tried to sum once, before both. Costs are in bytes that a device sends; what it computes and writes
-counts too, as the bytes that could be sent meanwhile, or it would be cheapest to compute everything on every device.
-As rollouts see neither to the end nor what is chosen on the way, two plans are made, by other prices and other ways to
-look ahead, and the cheaper one is taken.
+tried to sum once, before both; and where entries are added to a whole constant, as to the zeros of a table's gradient,
+it is tried to split that. Costs are in bytes that a device sends; what it computes and writes counts too, as the bytes
+that could be sent meanwhile, or it would be cheapest to compute everything on every device. As rollouts see neither to
+the end nor what is chosen on the way, two plans are made, by other prices and other ways to look ahead, and the cheaper
+one is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from jpipe.partitioner.shardings import (
     replicated,
 )
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
-from jpipe.partitioner.way import NOTHING, Axes, Conversion, Cost, DevicePlan, PlannedEquation, Way
+from jpipe.partitioner.way import NOTHING, Axes, Conversion, Cost, DevicePlan, PlannedEquation, Way, added_to_whole
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -135,7 +136,7 @@ class Chooser:
         choosing = _Choosing(self, flat, arguments, settled)
         ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
         best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: price(self.prices, plan.cost))
-        for find in (_summed_wide, _summed_twice):
+        for find in (_summed_wide, _summed_twice, added_to_whole):
             for sums in find(best):
                 choosing = _Choosing(self, flat, arguments, settled | sums)
                 other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, sums, wanted))
@@ -253,7 +254,7 @@ class _Choosing:
     """A plan in the making.
 
     Attributes:
-      settled: values that are summed before any equation reads them, and how they lie then.
+      settled: values that are summed or split before any equation reads them, and how they lie then.
       forms: how the values lie that the equations so far have made.
     """
 
@@ -305,7 +306,7 @@ class _Choosing:
         return self.flat.equations[at].equation.primitive.name in self.chooser.handlers
 
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
-        """The conversions of an equation's operands that are to be sums before anything reads them, and their cost."""
+        """The conversions of an equation's operands that lie otherwise before anything reads them, and their cost."""
         values = [value for value in self.flat.equations[at].reads if value in self.settled]
         return self._convert(values, [self.settled[value] for value in values], forms)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jpipe.partitioner.rule import aval_of
-from jpipe.seam.inside import called_by
+from jpipe.seam.inside import called_by, replaced, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS
 from jpipe.types import Leaf
@@ -103,6 +103,26 @@ def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
     arguments = tuple(map(new, closed.jaxpr.invars))
     results = visit(closed, arguments, ())
     return FlatJaxpr(avals, constants, arguments, equations, results, is_body)
+
+
+def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr with the equations of those that it calls in their callers' places."""
+    flat = flatten(closed)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in flat.avals]
+    values = jax.make_jaxpr(lambda *x: x)(*shapes).jaxpr.invars
+    chosen = lambda numbers: [values[i] for i in numbers]
+    equations = [
+        replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
+        for equation, callers, reads, makes in flat.equations
+    ]
+    jaxpr = replaced(
+        closed.jaxpr,
+        invars=chosen(flat.arguments),
+        constvars=chosen(flat.constants),
+        eqns=equations,
+        outvars=chosen(flat.results),
+    )
+    return ClosedJaxpr(jaxpr, list(flat.constants.values()))
 
 
 def _without_mesh(constant: Leaf) -> Leaf:

@@ -77,7 +77,8 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
 
     def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
         device, length = axis.index(), size // axis.size
-        indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # bytes can't count a larger table
+        # Bytes can't count a larger table.
+        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
         wanted = indices[..., column]
         # What is outside of the whole table is looked up by the first device, outside of its part too.
         outside = (wanted < 0) | (wanted >= size)
@@ -99,7 +100,8 @@ def write_entries(
 ) -> RuleResult | None:
     """The rule of writes at indices, or of additions; operands: target, indices, updates.
 
-    By split updates if there are some, else by windows that are as large as the target.
+    By split updates if there are some, else by windows that are as large as the target. Where the split dimension of a
+    target is one that indices choose from, each device adds what belongs to its own part.
 
     Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
     """
@@ -119,5 +121,34 @@ def write_entries(
     order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
     found = by_labels(labels, [range(len(shape))], shardings, order)
     if found is None:
+        if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
+            wrap = lambda operation: _to_own_entries(equation, operation, axis, old.dim)
+            return RuleResult([old, REPLICATED, REPLICATED], [old], wrap)
         return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
     return RuleResult([PARTIAL, *found.operands[1:]], [PARTIAL]) if PARTIAL in found.results else found
+
+
+def dims_of_entries(equation: JaxprEqn) -> list[int]:
+    """The dimensions of a target of additions along which each index chooses one entry, and may choose none."""
+    d = equation.params["dimension_numbers"]
+    if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+        return []
+    return [dim for dim in d.scatter_dims_to_operand_dims if dim in d.inserted_window_dims]
+
+
+def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
+    """Additions to a device's own part of a target that is split along `dim`, which indices choose from.
+
+    Seen from its part, the entries of others lie outside, before it or behind it, where nothing is added. The axis
+    splits the whole target into runs of one length.
+    """
+    column = equation.params["dimension_numbers"].scatter_dims_to_operand_dims.index(dim)
+    length = operand_shape(equation)[dim] // axis.size
+
+    def add_own(target: jax.Array, indices: jax.Array, updates: jax.Array) -> list[jax.Array]:
+        indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
+        in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
+        start = (axis.index() * length).astype(indices.dtype)
+        return operation(target, jnp.where(in_column, indices - start, indices), updates)
+
+    return add_own

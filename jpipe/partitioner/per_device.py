@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jpipe.jax_tools.tracing import replay
 from jpipe.partitioner.choice import Chooser, Wanted, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.flat_jaxpr import FlatEquation, flatten
+from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import (
     Axis,
     Sharding,
@@ -32,7 +32,7 @@ from jpipe.partitioner.shardings import (
 )
 from jpipe.partitioner.sub_axes import together
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
-from jpipe.partitioner.way import Axes
+from jpipe.partitioner.way import Axes, Unsplit
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import PyTree
@@ -122,7 +122,7 @@ class PerDeviceJaxpr(NamedTuple):
 
     jaxpr: ClosedJaxpr
     shardings: list[Sharding]
-    unsplit: list[tuple[FlatEquation, float]]
+    unsplit: list[Unsplit]
 
 
 def jaxpr_per_device(

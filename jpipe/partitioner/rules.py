@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jpipe.partitioner.elementwise import elementwise
@@ -30,7 +32,7 @@ from jpipe.partitioner.rule import (
     result_shape,
     where_equal,
 )
-from jpipe.partitioner.shardings import REPLICATED, Axis, AxisSharding, Shape, Shard
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn
 from jpipe.seam.primitives import ELEMENTWISE
 
@@ -151,6 +153,29 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
     return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
 
 
+def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """Where the largest or the smallest is: over a dimension in one run of elements a device, each finds that of its.
+
+    Then it is the first of those that are the largest of all; the device that has it says where it is.
+    """
+    first, (dim,) = shardings[0], equation.params["axes"]
+    if first != Shard(dim):
+        return _reduce(equation, shardings, axis)
+    find, extreme = {"argmax": (lax.argmax, jnp.max), "argmin": (lax.argmin, jnp.min)}[equation.primitive.name]
+    of_all = lambda x: lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
+
+    def wrap(operation: Operation) -> Operation:
+        def on_device(x: jax.Array) -> list[jax.Array]:
+            (at,) = operation(x)
+            at = at + axis.index().astype(at.dtype) * x.shape[dim]
+            has_it = find(of_all(extreme(x, dim)), 0, at.dtype) == axis.index().astype(at.dtype)
+            return [jnp.where(has_it, at, jnp.zeros_like(at))]
+
+        return on_device
+
+    return RuleResult([first], [PARTIAL], wrap)
+
+
 def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """Bits for examples are made whole, so that they don't depend on the mesh, and each device takes its own."""
     shape = result_shape(equation)
@@ -174,7 +199,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "reduce_sum": _keeping(_without("axes", summed=True), linear=True),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), reduce_again),
-    **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _reduce),
+    **dict.fromkeys(("reduce_prod", "reduce_xor"), _reduce),
+    **dict.fromkeys(("argmax", "argmin"), find_again),
     **dict.fromkeys(("cumsum", "split"), _keeping(_other_than("axis"), linear=True)),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _keeping(_other_than("axis"))),
     "rev": _keeping(_other_than("dimensions"), linear=True),
@@ -235,6 +261,8 @@ def part_params(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence
     elif name == "gather":
         sizes = zip(params["slice_sizes"], operand_shape(equation), operands[0], strict=True)
         changed["slice_sizes"] = tuple(n if old == new or n == 1 else new for n, old, new in sizes)
+    elif name == "scatter-add" and params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+        changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP  # where the entries of other devices lie
     # What tells a compiler how to split results is of no use to a device.
     unsplit = dict.fromkeys({"sharding", "out_sharding"} & params.keys())
     return {**params, **unsplit, **changed}

@@ -20,8 +20,19 @@ import numpy as np
 
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
+from jpipe.partitioner.lookups import dims_of_entries
+from jpipe.partitioner.rule import operand_shape
 from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
+from jpipe.partitioner.shardings import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    Shard,
+    Sharding,
+    by_mesh_axis,
+    is_possible,
+    replicated,
+)
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
@@ -72,19 +83,35 @@ class PlannedEquation(NamedTuple):
     conversions: tuple[Conversion, ...]
     way: Way
 
-    def is_unsplit(self, axes: Axes) -> bool:
-        """Whether along some mesh axis all devices do the same, though an operand was split and had to be gathered.
+    def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
+        """The mesh axes along which all devices do the same, though an operand was split and had to be gathered.
 
         What has no rule counts also where an operand was a sum over devices.
         """
         has_rule = self.flat.equation.primitive.name in RULES
         was_apart = lambda now: isinstance(now, Shard) or (now == PARTIAL and not has_rule)
         lying = (*self.way.operands, *self.way.results)
-        return any(
-            all(sharding[i] == REPLICATED for sharding in lying for i in parts)
-            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions for i in parts)
+        return tuple(
+            name
             for parts in by_mesh_axis(axes)
+            if all(sharding[i] == REPLICATED for sharding in lying for i in parts)
+            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions for i in parts)
+            for name in axes[parts[0]].names
         )
+
+
+class Unsplit(NamedTuple):
+    """An equation that every device carries out whole, though an operand was split.
+
+    Attributes:
+      flat: the equation.
+      times: how often it runs.
+      along: the mesh axes along which all devices do the same.
+    """
+
+    flat: FlatEquation
+    times: float
+    along: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +137,12 @@ class DevicePlan:
     cost: Cost
 
     @property
-    def unsplit(self) -> list[tuple[FlatEquation, float]]:
-        """The equations that every device carries out whole though an operand was split, and how often each runs."""
+    def unsplit(self) -> list[Unsplit]:
+        """The equations that every device carries out whole though an operand was split."""
         inner = [pair for planned in self.equations for pair in planned.way.plans]
-        within = [(flat, count * times) for plan, times in inner for flat, count in plan.unsplit]
-        return within + [(planned.flat, 1.0) for planned in self.equations if planned.is_unsplit(self.axes)]
+        within = [one._replace(times=one.times * times) for plan, times in inner for one in plan.unsplit]
+        found = [Unsplit(planned.flat, 1.0, planned.unsplit_along(self.axes)) for planned in self.equations]
+        return within + [one for one in found if one.along]
 
     @property
     def sends(self) -> bool:
@@ -144,3 +172,16 @@ class DevicePlan:
                 results = way.run(*operands)
             at_hand.update(zip(zip(makes, way.results, strict=True), results, strict=True))
         return take(self.conversions, self.flat.results, self.results)
+
+
+def added_to_whole(plan: DevicePlan) -> list[dict[int, Sharding]]:
+    """The constants to which every device adds all entries, though each could have a part; and how they lie then."""
+    named = lambda name: [e for e in plan.equations if e.flat.equation.primitive.name == name]
+    constants = {e.flat.makes[0] for e in named("broadcast_in_dim") if not operand_shape(e.flat.equation)}
+    found: list[dict[int, Sharding]] = []
+    for flat, _, way in named("scatter-add"):
+        value, lying, shape = flat.reads[0], way.operands[0], operand_shape(flat.equation)
+        for i in [i for i, along in enumerate(lying) if along == REPLICATED and value in constants]:
+            split = [(*lying[:i], Shard(dim), *lying[i + 1 :]) for dim in dims_of_entries(flat.equation)]
+            found += [{value: own} for own in split if is_possible(shape, own, plan.axes)]
+    return found

@@ -1,7 +1,6 @@
 """What of a timeline has a colour, or a track, of its own."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from jpipe.schedules.simulate import Span, Timeline
 
@@ -13,7 +12,7 @@ def bars(timeline: Timeline) -> Iterator[Span]:
     """In the order of the spans; a backward with recomputation is two bars, first of the kind "R", then of "B"."""
     for stage, action, start, end, recompute in timeline.spans:
         if recompute:
-            yield Span(stage, replace(action, kind="R"), start, start + recompute)
+            yield Span(stage, action._replace(kind="R"), start, start + recompute)
         yield Span(stage, action, start + recompute, end)
 
 

@@ -90,7 +90,7 @@ def compare(
       unit: of the times, such as "ms".
       width: of the picture in inches; default: as its bars need. With 6 its texts can be read on a telephone.
       memory: whether what stages hold is drawn.
-      **times: `forward`, `backward` and `recompute` of `simulate`, for names and schedules.
+      **times: `forward`, `backward`, `weight`, `recompute` and `lockstep` of `simulate`, for names and schedules.
 
     Returns:
       The figure; its axes are bars and memory of each schedule in turn (bars alone where nothing trains).
@@ -112,7 +112,7 @@ def compare(
         if isinstance(item, str):
             if num_stages is None or num_microbatches is None:
                 raise ValueError(f"schedule {item!r} is a name: pass num_stages and num_microbatches too")
-            chunks = {"interleaved": num_chunks, "v": 2}.get(item, 1)
+            chunks = num_chunks if item == "interleaved" else 2 if "v" in item.split("-") else 1
             item = make_schedule(item, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=chunks)
         return simulate(item, **times)
 
@@ -180,7 +180,8 @@ def new_figure(path: Target, size: tuple[float, float]) -> Figure:
 
 def _width(timelines: Sequence[Timeline]) -> float:
     """Inches: bars as wide as two digits; at least half a page, and at most a screen (a page, for several)."""
-    narrowest = min(span.end - span.start for timeline in timelines for span in timeline.spans)
+    lengths = [span.end - span.start for timeline in timelines for span in timeline.spans]
+    narrowest = min(length for length in lengths if length > 0)  # a W may take no time
     longest = max(timeline.makespan for timeline in timelines)
     return 1.2 + min(8.0 if len(timelines) > 1 else 13.0, max(5.0, 0.11 * longest / narrowest))
 

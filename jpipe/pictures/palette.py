@@ -5,7 +5,7 @@ They differ in lightness too, so that they also do in print.
 
 RGB = tuple[float, float, float]
 
-NAMES = {"F": "forward", "R": "recomputation", "B": "backward", "W": "weight gradient"}
+NAMES = {"F": "forward", "R": "recomputation", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 """What is drawn in a colour of its own: kinds of action, "R" for what a backward computes anew, "W" for what is done to
 weights."""
 
@@ -13,6 +13,7 @@ COLOURS: dict[str, RGB] = {
     "F": (0.000, 0.447, 0.698),  # blue
     "R": (0.337, 0.706, 0.914),  # sky blue, hatched: the forward once more
     "B": (0.902, 0.624, 0.000),  # orange
+    "I": (0.600, 0.150, 0.000),  # vermillion, darker: its own is near to orange
     "W": (0.000, 0.620, 0.451),  # bluish green
 }
 BUBBLE: RGB = (0.90, 0.90, 0.90)

@@ -96,13 +96,20 @@ def _held(found: Holdings) -> list[str]:
 
 
 def _shared(plan: Plan, found: Holdings) -> list[str]:
-    """Which layers share what lies where."""
+    """Which layers stages share, and which of them share what lies where."""
     placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
-    return [
-        f"layers {', '.join(map(str, users))} share parameters, which lie on stage "
-        f"{placement.stage_of(int(np.searchsorted(starts, users[0], 'right')) - 1)} and count there alone"
-        for users in found.shared
-    ]
+    last, notes = plan.model.num_layers - 1, []
+    if plan.request.shares_ends:
+        notes.append(
+            f"ends='shared': all stages compute layers 0 and {last}; their parameters lie split over all, and count "
+            "with the stage that a layer is listed with"
+        )
+    for users in found.shared:
+        stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
+        is_end = plan.request.shares_ends and {*users} <= {0, last}
+        where = f"count on stage {stage} alone" if is_end else f"lie on stage {stage} and count there alone"
+        notes.append(f"layers {', '.join(map(str, users))} share parameters, which {where}")
+    return notes
 
 
 def _costs_in_words(request: Request) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from jpipe.memory.layout import Layout
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.specs import split_by
 from jpipe.planning.plan import Plan
 from jpipe.types import Leaf
 
@@ -47,8 +50,8 @@ def holdings(plan: Plan) -> Holdings:
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},
-        room={name: _amount(buffer for _, buffer in layout.storage.named_buffers) for name, layout in layouts.items()},
-        device={name: _amount(map(_part, layout.shapes.values())) for name, layout in layouts.items()},
+        room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
+        device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
         shared=tuple(known.users[0] for known in plan.traced.variable_sets if known.shared),
     )
 
@@ -63,10 +66,11 @@ def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
     return tuple(Amount(sum(a.elements for a in amounts), sum(a.bytes for a in amounts)) for amounts in by_stage)
 
 
-def _part(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A device's part of a global array."""
-    assert array.sharding is not None
-    return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:
+    """A device's parts of the global arrays, split over some mesh axes."""
+    for name, array in layout.shapes.items():
+        sharding = NamedSharding(layout.mesh, split_by(layout.specs[name], along))
+        yield jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:

@@ -16,8 +16,9 @@ import numpy as np
 
 from jpipe.layers.base import describe
 from jpipe.layers.shared import how_to_share
+from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.layout import Layout, make_layouts
-from jpipe.model.groups import Model, same_shapes, same_type, unrolled
+from jpipe.model.groups import WEIGHTS, Model, role_of, same_shapes, same_type, unrolled
 from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import check_collections
 from jpipe.model.traced_layer import TracedLayer
@@ -62,9 +63,17 @@ class Plan:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Where the variables lie, by collection."""
-        request, axes = self.request, self.request.splits.batch_axes
+        request, options = self.request, self.request.options
         cuts, placement = self.partition.bounds, request.schedule.placement
-        return make_layouts(self.model, cuts, placement, request.mesh, axes, apart=request.options.unroll)
+        return make_layouts(self.model, cuts, placement, request.mesh, apart=options.unroll, ends=options.ends)
+
+    @cached_property
+    def at_work(self) -> dict[str, WorkLayout]:
+        """Where they lie in a step, by collection."""
+        splits = self.request.splits
+        gathers = splits.batch_axes if splits.gather == "step" else ()
+        brings = self.request.options.ends == "spread"
+        return {name: WorkLayout(layout, gathers, brings) for name, layout in self.layouts.items()}
 
     @cached_property
     def stage_times(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -76,6 +85,8 @@ class Plan:
         """
         given = [(cost.forward, cost.backward) for cost in self.costs]
         given = given or [(cost / 3, 2 * cost / 3) for cost in self.partition.layer_costs]
+        if self.request.shares_ends:
+            given[0] = given[-1] = (0.0, 0.0)
         times = np.zeros((self.request.schedule.num_stages, 2))
         for s, (start, stop) in enumerate(self.partition.bounds):
             times[self.request.schedule.placement.stage_of(s)] += np.sum(given[start:stop], axis=0)
@@ -128,7 +139,7 @@ def make_plan(
       trace_layers: traces forward and backward of their groups, if they have to be measured.
 
     Raises:
-      ValueError: the request has a rule for a collection that no layer has.
+      ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
 
     Warns:
       UserWarning: the loss's weight depends on the model's outputs; a module looks tied and isn't; nothing is split
@@ -136,12 +147,16 @@ def make_plan(
         or it has a part whose FLOPs can't be counted.
     """
     check_collections(request.merge, model.groups)
+    if request.shares_ends:
+        _check_ends(model)
     loss.warn_of_moving_weight()
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
     costs = layer_costs(model, trace_layers(), measure.unit, request.mesh) if measure else []
     measured = [measure.of(cost) for cost in costs] if measure else None
+    if measured and request.shares_ends:
+        measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference
     cuts = _cut(request, measured or unmeasured_costs(request.balance, model.num_layers))
     if cuts.objective != "counts":  # where cuts are the user's own, costs are only shown
         if measure and measure.counts:
@@ -149,6 +164,17 @@ def make_plan(
         if math.fsum(cuts.layer_costs) >= (measure.negligible if measure else 0.0):
             _warn_of_heavy_layers(model, cuts)
     return Plan(request, model, loss, cuts, tuple(costs))
+
+
+def _check_ends(model: Model) -> None:
+    """Checks that ends that all stages are to compute together have no state, before any variable is made."""
+    for group in (model.groups[0], model.groups[model.last]):
+        changing = [name for name in group.variables if role_of(name, group.rules) not in WEIGHTS]
+        if changing:
+            raise ValueError(
+                f"ends='shared': layer {group.indices[0]} ({group.layer.name}) has {changing}, which would have to be "
+                "merged over stages; use ends='spread' or 'own'"
+            )
 
 
 def _cut(request: Request, costs: Sequence[float]) -> Partition:

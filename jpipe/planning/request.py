@@ -16,6 +16,9 @@ from jpipe.planning.balance import Balance
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch, PyTree
 
+ENDS = ("own", "spread", "shared")
+"""Where the weights of the first and the last layers lie, and who computes with them."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -24,6 +27,9 @@ class Options:
     Attributes:
       cast: what layers cast parameters to may be kept from the first use to the end of the "step", or is made at each
         "use".
+      ends: weights that only the first or only the last stage holds lie there, and all stages have room for them
+        ("own"), or are split over all stages at rest ("spread"). Or those of the first and the last layer alone are,
+        and all stages compute these layers together ("shared").
       unroll: each place of a layer on a virtual stage is compiled for itself, and has arrays of its own: variables then
         lie otherwise, and go to a pipeline without by `layer_variables` and `from_layer_variables`.
 
@@ -34,9 +40,12 @@ class Options:
 
     cast: str = "step"
     unroll: bool = False
+    ends: str = "own"
 
     def __post_init__(self) -> None:
         check_when("cast", self.cast)
+        if self.ends not in ENDS:
+            raise ValueError(f"ends={self.ends!r} is unknown; use one of {list(ENDS)}")
         if not isinstance(self.unroll, bool):
             raise TypeError(
                 f"unroll={self.unroll!r} is not a bool; True compiles a stage's layers one by one, False as a loop"
@@ -58,6 +67,10 @@ class Request:
       mesh: the devices, K of them along `stage`.
       splits: over which mesh axes besides `stage` weights and examples are split.
       options: how steps are carried out.
+
+    Raises:
+      ValueError: a split backward of which nothing is kept, an R where all is; shared ends with a schedule that doesn't
+        suit them.
     """
 
     layers: tuple[AnyLayer, ...]
@@ -71,7 +84,43 @@ class Request:
     splits: Splits
     options: Options
 
+    def __post_init__(self) -> None:
+        if self.schedule.splits and self.remat.keep_inputs:
+            raise ValueError(
+                f'schedule={self.schedule.name!r} splits backwards into I and W, and with remat="stage" or "full" both '
+                'would compute the forward again; use remat="none", "layer" or a policy, or a schedule without W'
+            )
+
+        if "R" in self.schedule.kinds and not self.remat.keep_inputs:
+            raise ValueError(
+                f"schedule={self.schedule.name!r} has actions R, and this remat leaves nothing to compute ahead of a "
+                'backward; use remat="stage" or "full", or a schedule without R'
+            )
+        if self.shares_ends:
+            _check_order(self.schedule)
+
+    @property
+    def shares_ends(self) -> bool:
+        """Whether all stages compute the first and the last layer together."""
+        return self.options.ends == "shared" and self.schedule.num_stages > 1
+
     @property
     def rules(self) -> dict[str, str]:
         """What becomes of collections other than parameters, by name."""
         return {**DEFAULT_RULES, **self.merge}
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Checks that the last virtual stage goes backwards right after each forward, for ends that all stages share."""
+    place, waiting = schedule.placement, None
+    for action in schedule.actions[place.stage_of(place.num_virtual_stages - 1)]:
+        if action.chunk == schedule.num_chunks - 1 and action.kind == "F":
+            if waiting is not None:
+                raise ValueError(
+                    f"ends='shared' takes schedules in which the last stage goes backwards right after each forward; "
+                    f"{schedule.name!r} has {action} before the backward of {waiting}: use schedule='1f1b', or "
+                    "ends='spread'"
+                )
+            waiting = action
+        elif action.chunk == schedule.num_chunks - 1 and action.kind in "BI":
+            waiting = None

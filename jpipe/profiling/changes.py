@@ -46,11 +46,11 @@ class MicrobatchSize:
     step: float
 
 
-def split_backward(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
+def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
     """The stages' times as measured, with recomputation apart from the rest of the backward."""
     again = np.asarray(measured.backward) * recomputed(planner, times)
     kept = np.asarray(measured.backward) - again
-    return StageTimes(measured.forward, tuple(kept.tolist()), tuple(again.tolist()))
+    return StageTimes(measured.forward, tuple(kept.tolist()), tuple(again.tolist()), measured.weight)
 
 
 def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:

@@ -11,12 +11,13 @@ import jax
 
 from jpipe.execution import programs
 from jpipe.execution.planner import Planner
-from jpipe.execution.unsplit import Unsplit, unsplit_in
+from jpipe.execution.unsplit import WholeOperation, unsplit_in
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.traffic import Sent, sent_in
 from jpipe.pictures.tables import Table
+from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.types import Batch
 
 MIB = 2**20
@@ -69,7 +70,7 @@ class Communication:
 
     title: str
     transfers: tuple[Transfer, ...]
-    whole: tuple[tuple[str, Unsplit], ...]
+    whole: tuple[tuple[str, WholeOperation], ...]
 
     def __repr__(self) -> str:
         return f"<Communication of {self.title}: {len(self.transfers)} transfers>"
@@ -111,7 +112,7 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
     micro = planner.for_training(batch)
     layers = planner.layers(micro, key_shape())
     step = planner.training_step(batch)
-    names = {f"{group.layer.name}.{g}": _in_words(group) for g, group in enumerate(step.model.groups)}
+    names = {f"{group.layer.name}.{g}": words_of(group) for g, group in enumerate(step.model.groups)}
     counts: Counter[Transfer] = Counter()
     for sent in sent_in(traced.jaxpr, planner.request.mesh.shape):
         loop = _loop_of(sent)
@@ -123,14 +124,14 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
     transfers = [replace(one, bytes=one.bytes * count, count=count) for one, count in counts.items()]
     of_layers = zip(step.model.traced_as, step.model.groups, strict=True)
     unsplit = [
-        (_in_words(group), one)
+        (words_of(group), one)
         for g, (as_traced, group) in enumerate(of_layers)
         for one in unsplit_in(layers[as_traced], step.layers[g])
     ]
     return Communication(title, tuple(sorted(transfers, key=lambda one: LOOPS.index(one.loop))), tuple(unsplit))
 
 
-def _in_words(group: LayerGroup) -> str:
+def words_of(group: LayerGroup) -> str:
     """The kind of layer and which ones, as "Block 1-8"."""
     first, last = group.indices[0], group.indices[-1]
     return f"{group.layer.name} {first}" + (f"-{last}" if last > first else "")
@@ -142,5 +143,5 @@ def _loop_of(sent: Sent) -> str:
         return STEP
     if AXIS in sent.axes:
         return TICK
-    action = next(scope for scope in sent.scope if scope in ("F", "B"))  # a user may call a scope in it "B" too
-    return BACKWARD if action == "B" else FORWARD
+    action = next(scope for scope in sent.scope if scope in ACTION_KINDS)  # a user may call a scope in it "B" too
+    return FORWARD if action == "F" else BACKWARD

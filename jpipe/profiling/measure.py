@@ -41,6 +41,7 @@ class Measured:
       update: the optimiser's update in it, compiled on its own.
       idle: loss and gradients without any action: transfers, and what is done once a step (set-up, reductions).
       setup: the latter alone, without a tick.
+      weight: `[K]`, of the part of the backward that W takes; empty where no backward is split.
       noise: by how much the step differs from round to round: the middle half of the rounds, over their median.
     """
 
@@ -51,6 +52,7 @@ class Measured:
     idle: float
     setup: float
     noise: float
+    weight: tuple[float, ...] = ()
 
 
 class Program:
@@ -74,7 +76,7 @@ class Program:
             self.batch, self._mesh = batches.on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, planner))
-            self._compiled = run.lower(*self._arguments, self.only("FB")).compile()
+            self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
             without = *self._arguments, batches.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
             self.set_up = partial(run.lower(*without).compile(), *without)
 
@@ -111,19 +113,21 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
     runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}
-    for kind, k in product("FB", range(num_stages)):
-        runs[f"{kind}{k}"] = partial(program.run, program.only(kind, k))
+    parts = ("F", "RBIW", *"W" * pipe.schedule.splits)
+    for kinds, k in product(parts, range(num_stages)):
+        runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
     seconds = _in_rounds(runs, rounds)
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     action = lambda name: max(SHORTEST, float(np.median(seconds[name] - seconds["idle"])) / num_microbatches)
     found = Measured(
         forward=tuple(action(f"F{k}") for k in range(num_stages)),
-        backward=tuple(action(f"B{k}") for k in range(num_stages)),
+        backward=tuple(action(f"RBIW{k}") for k in range(num_stages)),
         step=medians["step"],
         update=medians["update"],
         idle=medians["idle"],
         setup=min(medians["setup"], medians["idle"]),
         noise=noise_of(seconds["step"]),
+        weight=tuple(action(f"W{k}") for k in range(num_stages) if pipe.schedule.splits),
     )
     # All have to find the same.
     return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(found))))
@@ -154,7 +158,7 @@ def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[st
 
 def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, Callable[[], PyTree]]:
     """Runs of the whole step, and of the optimiser's update alone, each from the state that the last one left."""
-    (loss, updates, metrics), grads = program.run(program.only("FB"))
+    (loss, updates, metrics), grads = program.run(program.only("FRBIW"))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     update = jax.jit(apply_update, donate_argnums=0, out_shardings=(shardings, None))
     current = jax.tree.map(jnp.copy, state)

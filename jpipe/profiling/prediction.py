@@ -42,11 +42,13 @@ class StageTimes:
       forward: of the forward.
       backward: of the backward, but for what it computes anew.
       recompute: of what the backward computes anew (remat).
+      weight: of the part of the backward that W takes, where it is split; else empty.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     recompute: tuple[float, ...]
+    weight: tuple[float, ...] = ()
 
     @property
     def total(self) -> tuple[float, ...]:
@@ -59,8 +61,9 @@ class StageTimes:
         return self.each(lambda times: [float(np.mean(times))] * len(times))
 
     def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
-        """What a function makes of the times of forwards, of backwards and of recomputation."""
-        return StageTimes(*(tuple(function(times)) for times in (self.forward, self.backward, self.recompute)))
+        """What a function makes of the times of forwards, of backwards, of recomputation and of W."""
+        parts = (self.forward, self.backward, self.recompute, self.weight)
+        return StageTimes(*(tuple(function(times)) if times else () for times in parts))
 
     def scaled(self, factors: Sequence[float] | np.ndarray) -> StageTimes:
         """Times multiplied by a factor for each stage, `[K]`."""
@@ -69,7 +72,8 @@ class StageTimes:
     def timeline(self, schedule: Schedule) -> Timeline:
         """The schedule with these times, in milliseconds."""
         unit = self.scaled([MILLISECONDS] * len(self.forward))
-        return simulate(schedule, unit.forward, unit.backward, recompute=unit.recompute)
+        weight = (schedule.splits and unit.weight) or None
+        return simulate(schedule, unit.forward, unit.backward, weight=weight, recompute=unit.recompute)
 
     def makespan(self, schedule: Schedule) -> float:
         """Seconds that the schedule takes with these times."""

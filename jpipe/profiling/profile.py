@@ -15,7 +15,7 @@ from jpipe.pictures.tables import Table, folded
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
-from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, split_backward
+from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
 from jpipe.profiling.device_memory import Memory, memory_of
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.layer_times import measure_layers
@@ -162,7 +162,7 @@ def profile(
         others = other_schedules(planner, batch) if other_sizes else {}
         with task("timing layers alone"):
             times = measure_layers(planner, batch, list(others))
-        stages = split_backward(planner, times, measured)
+        stages = recomputation_apart(planner, times, measured)
         around = {"idle": measured.idle, "setup": measured.setup, "update": measured.update}
         model = fit(pipe.schedule, stages, **around, step=measured.step)
         sizes = microbatch_sizes(planner, batch, model, times, others)

@@ -1,5 +1,6 @@
 """Schedules as plain data: which stage does which action in which tick, how long that takes, and a picture of it.
 
-Files in order of their imports: placement, actions, timing, ticks, schedule, orders, simulate.
+Files in order of their imports: placement, actions, timing, ticks, csv_format, schedule, zero_bubble, published,
+orders, simulate.
 They may import one another in that order and NumPy; nothing else of jpipe, and no JAX (matplotlib only to plot).
 """

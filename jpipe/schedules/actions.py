@@ -5,7 +5,7 @@ K is the number of stages, M of micro-batches, V of chunks a stage.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jpipe.schedules.placement import Placement
 
@@ -17,7 +17,8 @@ class ActionKind:
     Attributes:
       flow: the direction in which results of this kind cross boundaries. +1: from each virtual stage to the one after
         it (activations). -1: to the one before it (cotangents). 0: they cross none.
-      after: the kinds that must have run before it on its own virtual stage, for the same micro-batch.
+      after: the kinds that must have run before it on its own virtual stage, for the same micro-batch, if they are
+        there at all.
     """
 
     flow: int
@@ -26,13 +27,30 @@ class ActionKind:
 
 ACTION_KINDS = {
     "F": ActionKind(flow=+1, after=""),
-    "B": ActionKind(flow=-1, after="F"),
+    "R": ActionKind(flow=0, after="F"),
+    "B": ActionKind(flow=-1, after="FR"),
+    "I": ActionKind(flow=-1, after="FR"),
+    "W": ActionKind(flow=0, after="I"),
 }
+"""F: the forward. Then either B, the whole backward, or it in two parts: I, the gradients of the inputs, for which the
+stage before waits, and W, the gradients of the weights, for which nobody does (arXiv 2401.10241). R is recomputation
+ahead of the cotangent (torchgpipe's early recomputation), which B otherwise does itself where remat needs it."""
+
+FLOWS = {+1: "F", -1: "BI"}
+"""By direction the kinds that send that way."""
 
 
-@dataclass(frozen=True)
-class Action:
-    """One piece of a stage's work: the forward "F" or backward "B" of one micro-batch through one chunk.
+def admitted(slot: str) -> str:
+    """The kinds that may run in a slot of that name: those that it names, and "I" where it names "B".
+
+    >>> admitted("F"), admitted("B"), admitted("FW")
+    ('F', 'BI', 'FW')
+    """
+    return slot if "I" in slot else slot.replace("B", "BI")
+
+
+class Action(NamedTuple):
+    """One piece of a stage's work (`ACTION_KINDS`) for one micro-batch through one chunk.
 
     >>> print(Action("F", 3), Action("B", 3, 1))
     F3 B3.1
@@ -55,7 +73,7 @@ class Orders:
 
     Attributes:
       actions: K orders, the actions of each stage from first to last.
-      slots: the slots of a tick, each named by the kinds of action that it admits.
+      slots: the slots of a tick, each named by the kinds of action that it admits (`admitted`).
       style: how virtual stages are dealt out to stages, "loop" or "v" (`jpipe.schedules.placement`).
     """
 
@@ -82,6 +100,16 @@ class Orders:
     def sizes(self) -> dict[str, int]:
         """K, M and V by their names."""
         return {name: getattr(self, name) for name in ("num_stages", "num_microbatches", "num_chunks")}
+
+    @cached_property
+    def placed(self) -> frozenset[Placed]:
+        """All actions, each with its stage."""
+        return frozenset((stage, action) for stage, order in enumerate(self.actions) for action in order)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that occur."""
+        return frozenset(action.kind for order in self.actions for action in order)
 
     @cached_property
     def placement(self) -> Placement:

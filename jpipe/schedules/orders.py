@@ -1,8 +1,8 @@
-"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved, V-shaped and forward-only.
+"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved, V-shaped, zero-bubble and forward-only.
 
 Each is a function of (K, M, V) that returns a `Schedule`, of one chunk if it knows no others. A new one is a function
-here and an entry in `SCHEDULES`, and touches nothing else. K is the number of stages, M of micro-batches, V of chunks
-a stage.
+here and an entry in `SCHEDULES`, and touches nothing else; those of papers are in `jpipe.schedules.published`. K is the
+number of stages, M of micro-batches, V of chunks a stage.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,9 @@ from itertools import pairwise
 from numbers import Integral
 
 from jpipe.schedules.actions import Action
+from jpipe.schedules.published import PUBLISHED
 from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.zero_bubble import zero_bubble
 
 
 def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -87,6 +89,22 @@ def v_shaped(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     return Schedule(orders, style="v", name="v")
 
 
+def without_bubble(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """1F1B, or interleaved, with weight gradients apart, most of which run in its bubble (`jpipe.zero_bubble`).
+
+    With several chunks at most k of them wait on stage k: more would only take memory, since a stage waits for its
+    neighbours after every slot.
+
+    >>> print(without_bubble(2, 4))
+    zero_bubble: K=2 stages, M=4 micro-batches, V=1 chunks; slots of a tick: FW, BW
+    tick    |0     |1     |2     |3     |4     |5     |
+    stage 0 |F0 .  |F1 .  |F2 B0 |F3 B1 |.  B2 |.  B3 |
+    stage 1 |.  .  |F0 I0 |F1 B1 |F2 B2 |F3 I3 |W0 W3 |
+    """
+    base = interleaved(num_stages, num_microbatches, num_chunks)
+    return zero_bubble(base, most_waiting=range(num_stages) if num_chunks > 1 else None).named("zero_bubble")
+
+
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1, style: str = "loop") -> Schedule:
     """Forward only, for inference and evaluation; nothing is kept for a backward. Virtual stages lie as `style` says.
 
@@ -157,6 +175,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "v": v_shaped,
+    "zero_bubble": without_bubble,
+    **PUBLISHED,
     "forward": forward_only,
 }
 
@@ -165,10 +185,12 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     """The schedule of that name; a `Schedule` of one's own is checked against the three numbers and returned.
 
     Args:
-      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "v", "forward"), or a `Schedule`.
+      name: one of `SCHEDULES` ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble", "zb-h1", "zb-h2", "zb-v",
+        "v-half", "v-min", "dualpipe-v", "forward"), or a `Schedule`.
       num_stages: K.
       num_microbatches: M.
-      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved" and "forward" only, 2 with "v".
+      num_chunks: V, the virtual stages of each stage; more than 1 with "interleaved", "zero_bubble" and "forward"
+        only, 2 with those that have a "v" in their names.
 
     Raises:
       TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
@@ -185,13 +207,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
         if size < 1:
             raise ValueError(f"{label}={size} must be 1 or more")
     if isinstance(name, Schedule):
-        for label, size in sizes.items():
-            if getattr(name, label) != size:
-                raise ValueError(
-                    f"{label}={size}, but the schedule {name.name!r} was made for {getattr(name, label)}; "
-                    f"use {label}={getattr(name, label)} or another schedule"
-                )
-        return name
+        return _checked(name, sizes)
     if not isinstance(name, str):
         raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {known}")
     if name not in SCHEDULES:
@@ -203,4 +219,15 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
             f"schedule={name!r} has {has} a stage, got num_chunks={num_chunks}; "
             f"use schedule='interleaved' or num_chunks={schedule.num_chunks}"
         )
+    return schedule
+
+
+def _checked(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
+    """A schedule of one's own, if it has these sizes."""
+    for label, size in sizes.items():
+        if schedule.sizes[label] != size:
+            raise ValueError(
+                f"{label}={size}, but the schedule {schedule.name!r} was made for {schedule.sizes[label]}; "
+                f"use {label}={schedule.sizes[label]} or another schedule"
+            )
     return schedule

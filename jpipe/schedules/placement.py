@@ -5,6 +5,7 @@ dealt out to the stages decides who sends to whom. It is known here and nowhere 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 Integer: TypeAlias = Any  # an int, or integers of NumPy or (traced) JAX: plain arithmetic works on all of them
@@ -68,6 +69,13 @@ class Placement:
         """
         receiver = virtual_stage + flow
         return receiver if 0 <= receiver < self.num_virtual_stages else None
+
+    @cached_property
+    def sources(self) -> dict[tuple[int, int, int], tuple[int, int]]:
+        """By flow, stage and chunk the stage and the chunk from which values come; none at the end of the chain."""
+        chain = [(s, flow, self.neighbour(s, -flow)) for flow in (+1, -1) for s in range(self.num_virtual_stages)]
+        at = lambda virtual_stage: (self.stage_of(virtual_stage), self.chunk_of(virtual_stage))
+        return {(flow, *at(s)): at(source) for s, flow, source in chain if source is not None}
 
     def _reflected(self, chunk: Integer, place: Integer) -> Integer:
         """A stage as its place in the chunk's run through the stages, and back: in a "v", odd chunks run backwards."""

@@ -10,12 +10,14 @@ K is the number of stages, M of micro-batches, V of chunks a stage.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 from typing import TypeAlias
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, admitted
+from jpipe.schedules.csv_format import read_csv, write_csv
 from jpipe.schedules.placement import STYLES
 from jpipe.schedules.ticks import TickTable, lower
 from jpipe.schedules.timing import slot_times
@@ -31,7 +33,7 @@ class Schedule(Orders):
       actions: K sequences, the ordered actions of each stage. An action is an `Action`, a tuple `("F", 0)` or
         `("F", 0, 1)`, or a string `"F0"` or `"F0.1"`: kind, micro-batch, chunk.
       slots: the slots of a tick, each named by the kinds that it admits. `("F", "B")`: a forward, then a backward.
-        `("FB",)`: either of them. `("F",)`: forward only.
+        `("FB",)`: either of them. `("F", "B", "W")`: where "B" is admitted, so is "I". `("F",)`: forward only.
       style: "loop": chunk v of stage k is virtual stage v*K + k. "v": chunk 1 of stage k is virtual stage 2K-1-k.
       name: for pictures and messages; two schedules that differ in name alone are equal.
 
@@ -65,17 +67,61 @@ class Schedule(Orders):
         super().__init__(orders, tuple(slots), style)
         object.__setattr__(self, "name", name)
         _check_slots(self)
-        for stage, order in enumerate(self.actions):
-            for action in order:
-                _check_action(self, stage, action)
+        _check_actions(self)
         _check_complete(self)
         _check_style(self)
         slot_times(self)  # raises where they deadlock
 
+    @classmethod
+    def from_csv(cls, text: str, *, slots: Sequence[str] | None = None, name: str = "csv") -> "Schedule":
+        """A schedule that PyTorch wrote (`torch.distributed.pipelining`, format "compute_only"), or `to_csv`.
+
+        Args:
+          text: a row for each stage, cells of virtual stage, kind and micro-batch, as `5F0`; empty where it idles.
+            Its actions "REDUCE_GRAD" are left out: jpipe reduces gradients at the end of a step.
+          slots: of a tick, which a CSV doesn't tell; None: one slot that admits all that there is.
+          name: for pictures and messages.
+
+        Raises:
+          TypeError, ValueError: it isn't that, or can't be executed; the message names the row and the cell, or stage
+            and action.
+
+        >>> print(Schedule.from_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1"))
+        csv: K=2 stages, M=2 micro-batches, V=1 chunks; slots of a tick: FB
+        tick    |0  |1  |2  |3  |4  |5  |
+        stage 0 |F0 |F1 |.  |B0 |.  |B1 |
+        stage 1 |.  |F0 |B0 |F1 |B1 |.  |
+        """
+        actions, style = read_csv(text)
+        kinds = {action.kind for order in actions for action in order}
+        every = "".join(kind for kind in ACTION_KINDS if kind in kinds)
+        return cls(actions, slots=(every,) if slots is None else slots, style=style, name=name)
+
+    def to_csv(self) -> str:
+        """Its orders as `from_csv` reads them, a column for each slot in time.
+
+        >>> print(Schedule([["F0", "B0"], ["F0", "B0"]], slots=("FB",)).to_csv())
+        0F0,,,0B0
+        ,1F0,1B0,
+        <BLANKLINE>
+        """
+        return write_csv(self)
+
+    def named(self, name: str) -> "Schedule":
+        """The same schedule by another name."""
+        renamed = copy(self)
+        object.__setattr__(renamed, "name", name)
+        return renamed
+
     @property
     def trains(self) -> bool:
         """Whether there are backward actions."""
-        return any(action.kind == "B" for action in self.actions[0])
+        return any(action.kind != "F" for action in self.actions[0])
+
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is in two parts, I and W."""
+        return "W" in self.kinds
 
     @cached_property
     def ticks(self) -> TickTable:
@@ -143,15 +189,17 @@ def _check_sequence(label: str, value: object, remedy: str) -> None:
 
 def _as_action(item: ActionLike, stage: int) -> Action:
     """The action that is spelled as an `Action`, a tuple or a string; `stage` is for the message."""
-    if isinstance(item, Action):
-        parts = (item.kind, item.microbatch, item.chunk)
-    elif isinstance(item, str):
+    if isinstance(item, Action) and (*map(type, item),) == (str, int, int):
+        return item
+    if isinstance(item, str):
         match = re.fullmatch(r"([A-Za-z]+)(-?\d+)(?:\.(\d+))?", item.strip())
         parts = (match[1], int(match[2]), int(match[3] or 0)) if match else ()
     else:
         parts = (*item, 0) if isinstance(item, tuple) and len(item) == 2 else item
     match parts:
-        case (str(kind), Integral() as microbatch, Integral() as chunk) if not isinstance(microbatch, bool):
+        case (str(kind), int() | Integral() as microbatch, int() | Integral() as chunk) if not isinstance(
+            microbatch, bool
+        ):
             return Action(kind, int(microbatch), int(chunk))
     raise TypeError(f'stage {stage} has the action {item!r}; use Action("F", 0), ("F", 0), ("F", 0, 1), "F0" or "F0.1"')
 
@@ -176,13 +224,18 @@ def _check_style(orders: Orders) -> None:
         raise ValueError(f'style="v" takes two chunks a stage, there and back; the actions have {orders.num_chunks}')
 
 
-def _check_action(orders: Orders, stage: int, action: Action) -> None:
-    where = f"action {action} on stage {stage}"
-    _check_kind(action.kind, where)
-    if not any(action.kind in kinds for kinds in orders.slots):
-        raise ValueError(f"{where}: no slot admits {action.kind}; add it to slots={orders.slots} or drop the action")
-    if action.microbatch < 0 or action.chunk < 0:
-        raise ValueError(f"{where} is out of range; micro-batches and chunks count from 0")
+def _check_actions(orders: Orders) -> None:
+    kinds = {*"".join(map(admitted, orders.slots))}
+    for stage, order in enumerate(orders.actions):
+        for action in order:
+            if action.kind in kinds and min(action.microbatch, action.chunk) >= 0:
+                continue
+            where = f"action {action} on stage {stage}"
+            _check_kind(action.kind, where)
+            if action.kind not in kinds:
+                remedy = f"add it to slots={orders.slots} or drop the action"
+                raise ValueError(f"{where}: no slot admits {action.kind}; {remedy}")
+            raise ValueError(f"{where} is out of range; micro-batches and chunks count from 0")
 
 
 def _check_kind(kind: str, where: str) -> None:
@@ -191,22 +244,38 @@ def _check_kind(kind: str, where: str) -> None:
 
 
 def _check_complete(orders: Orders) -> None:
-    """Every kind that occurs or is needed must be on every stage once, for each micro-batch and chunk."""
+    """On every stage, each micro-batch and chunk must have one F and, unless nothing trains, a B or an I and a W.
+
+    An R may be there.
+    """
     placed = [(stage, action) for stage, order in enumerate(orders.actions) for action in order]
     if not placed:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
     where, last = max(placed, key=lambda pair: pair[1].microbatch)
-    used = {action.kind for _, action in placed}
-    required = {"F"} | used | {before for kind in used for before in ACTION_KINDS[kind].after}
+    used = orders.kinds
+    splits = not used.isdisjoint("IW")
     pairs = [(m, v) for m in range(orders.num_microbatches) for v in range(orders.num_chunks)]
+    is_usual = "".join(kind for kind in ACTION_KINDS if kind in used) in ("F", "FB", "FIW")
+    alike = {Action(kind, m, v) for kind in used for m, v in pairs} if is_usual else set()
     for stage, order in enumerate(orders.actions):
+        if len(order) == len(alike) and {*order} == alike:  # the usual case, and quick
+            continue
         counts = Counter(order)
-        for action in (Action(kind, m, v) for kind in ACTION_KINDS if kind in required for m, v in pairs):
-            if counts[action] > 1:
-                raise ValueError(f"stage {stage} has {action} {counts[action]} times; keep one of them")
-            if not counts[action]:
+        twice = next((action for action in counts if counts[action] > 1), None)
+        if twice is not None:
+            raise ValueError(f"stage {stage} has {twice} {counts[twice]} times; keep one of them")
+        for m, v in pairs:
+            parts = [action for kind in ("IW" if splits else "") if (action := Action(kind, m, v)) in counts]
+            if parts and (whole := Action("B", m, v)) in counts:
                 raise ValueError(
-                    f"stage {stage} lacks {action}: {action.kind} of every micro-batch and chunk must be on every "
+                    f"stage {stage} has {whole} and {parts[0]}: the backward of a micro-batch and chunk is either "
+                    "whole, B, or in two parts, I and W; drop one of them"
+                )
+            backward = "" if used == {"F"} else "IW" if parts or "B" not in used else "B"
+            lacks = next((a for kind in "F" + backward if (a := Action(kind, m, v)) not in counts), None)
+            if lacks is not None:
+                raise ValueError(
+                    f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
                     f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
-                    f"and {orders.num_chunks} chunks; add {action} to stage {stage} or drop it from the others"
+                    f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
                 )

@@ -4,6 +4,7 @@ It reads the same tick table as the executor, so it times what will run, and not
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import crosses_beside
+from jpipe.schedules.timing import needs, slot_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,25 +96,36 @@ class Timeline:
         return (sum(self.busy) + passes * (len(self.busy) - 1) * self.transfer) / self.makespan
 
     @cached_property
+    def of_stages(self) -> tuple[tuple[Span, ...], ...]:
+        """K times the spans of a stage, in its order."""
+        own: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
+        for span in self.spans:
+            own[span.stage].append(span)
+        return tuple(map(tuple, own))
+
+    @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
         """K numbers, the most (micro-batch, chunk) pairs that a stage holds at once (see `in_flight`)."""
         return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
 
-    def in_flight(self, stage: int) -> list[tuple[float, int]]:
+    def in_flight(self, stage: int, start: str = "F", end: str = "BW") -> list[tuple[float, int]]:
         """What a stage holds over time: each time from which it is another number, and the number, from (0.0, n) on.
 
-        It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B; none in a
-        forward-only schedule, which keeps nothing for a backward.
+        It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B, or of their W
+        where the backward is split; none in a forward-only schedule, which keeps nothing for a backward. With `start`
+        and `end` it counts those between other kinds: `("F", "BI")`, `("F", "BIW")` and `("I", "W")` are the rows
+        "residual", "kept" and "stash" of `jpipe.schedules.ticks`.
 
         >>> from jpipe.schedules.orders import make_schedule
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
         [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
         """
-        changes = {0.0: 0}
-        for span in self.spans if self.schedule.trains else ():
-            if span.stage == stage and span.action.kind in "FB":
-                time, change = (span.start, 1) if span.action.kind == "F" else (span.end, -1)
-                changes[time] = changes.get(time, 0) + change
+        own = self.of_stages[stage]
+        since = {span.action[1:]: span.start for span in own if span.action.kind in start}
+        until = {span.action[1:]: span.end for span in own if span.action.kind in end and span.action[1:] in since}
+        changes = Counter({0.0: 0})
+        changes.update(since[pair] for pair in until)
+        changes.subtract(until.values())
         times = [time for time in sorted(changes) if changes[time] or time == 0.0]
         return list(zip(times, accumulate(changes[time] for time in times), strict=True))
 
@@ -156,16 +169,19 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     transfer: float = 0.0,
     *,
+    weight: float | Sequence[float] | None = None,
     recompute: float | Sequence[float] = 0.0,
+    lockstep: bool = True,
 ) -> Timeline:
-    """Times a schedule as the executor runs it, in lockstep.
+    """Times a schedule as the executor runs it, in lockstep; or as it would run if stages waited for nothing else.
 
     A stage runs its slots in order; an idle slot takes no time. After a slot come the `ppermute`s of the kinds that it
     admits, on all stages and in all ticks, so a stage starts its next slot when the slot just past has ended on itself,
-    on the stage before (if that slot admits F) and on the stage after (if it admits B). The last stage counts as the
-    one before the first where V > 1. What is sent is there `transfer` later. It crosses while the receiver works in its
-    next slot and is waited for after it; or before that slot, where it admits the same kind (`ticks.crosses_beside`).
-    A sender does not wait for its receiver, and what a stage sends to itself (K=1) takes no time.
+    on the stage before (if that slot admits F) and on the stage after (if it admits B or I). The last stage counts as
+    the one before the first where V > 1. What is sent is there `transfer` later. It crosses while the receiver works in
+    its next slot and is waited for after it; or before that slot, where it admits the same kind
+    (`ticks.crosses_beside`). A sender does not wait for its receiver, and what a stage sends to itself (K=1) takes no
+    time.
 
     Without transfer times GPipe takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
 
@@ -174,49 +190,115 @@ def simulate(
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
       backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
-      transfer: time of a hop, from the end of a slot until what was sent in it is there.
+      transfer: time of a hop, from the end of a slot (or action, without lockstep) until what it sent is there.
+      weight: the same as `backward` for that part of it which W takes where the backward is split, and I doesn't;
+        default: half of it.
       recompute: the same as `forward` for what a backward action computes anew before that (remat); 0 if nothing, or
-        not apart.
+        not apart. An R takes it from the B or I of its micro-batch.
+      lockstep: False starts each action as soon as the one before it on its stage has ended and what it needs has
+        arrived, whatever the slots: a schedule as systems run it whose stages are programs of their own.
 
     Raises:
       TypeError: the schedule is not a `Schedule`, or a time is not a number.
-      ValueError: a time is not positive (`transfer`, `recompute`: negative) or not finite, or there are not K of them.
+      ValueError: a time is not positive (`transfer`, `weight`, `recompute`: negative) or not finite, there are not K of
+        them, or `weight` is more than `backward`.
 
     >>> from jpipe.schedules.orders import make_schedule
     >>> timeline = simulate(make_schedule("1f1b", num_stages=4, num_microbatches=8))
     >>> timeline.makespan, timeline.peak_in_flight, round(timeline.bubble_fraction, 3)
     (33.0, (7, 5, 3, 1), 0.273)
+    >>> simulate(make_schedule("zero_bubble", num_stages=4, num_microbatches=8), weight=1.0).makespan
+    27.0
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
-    anew = _stage_times("recompute", recompute, schedule.num_stages, may_be_zero=True) / schedule.num_chunks
-    times = {
-        "F": _stage_times("forward", forward, schedule.num_stages) / schedule.num_chunks,
-        "B": anew + _stage_times("backward", backward, schedule.num_stages) / schedule.num_chunks,
-    }
     if isinstance(transfer, bool) or not isinstance(transfer, Real):
         raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
     if not 0 <= (hop := float(transfer)) < np.inf:
         raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
+    work = Work.of(schedule, forward, backward, weight, recompute)
+    spans = in_lockstep(schedule, work, hop) if lockstep else _asynchronously(schedule, work, hop)
+    return Timeline(
+        schedule=schedule,
+        spans=spans,
+        makespan=max(span.end for span in spans),
+        busy=tuple(sum(sum(work.takes(k, action)) for action in order) for k, order in enumerate(schedule.actions)),
+        transfer=hop,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What actions take.
+
+    Attributes:
+      times: by kind and stage, without what B and I compute anew.
+      anew: by stage, what they do.
+      ahead: those R that do it for them, each with its stage.
+    """
+
+    times: dict[str, list[float]]
+    anew: list[float]
+    ahead: frozenset[Placed] = frozenset()
+
+    @staticmethod
+    def of(
+        schedule: Schedule,
+        forward: float | Sequence[float],
+        backward: float | Sequence[float],
+        weight: float | Sequence[float] | None,
+        recompute: float | Sequence[float],
+    ) -> "Work":
+        """From the times of whole stages, as `simulate` is given them."""
+
+        def of_chunks(label: str, time: float | Sequence[float], *, may_be_zero: bool = False) -> np.ndarray:
+            return _stage_times(label, time, schedule.num_stages, may_be_zero=may_be_zero) / schedule.num_chunks
+
+        anew, both = of_chunks("recompute", recompute, may_be_zero=True), of_chunks("backward", backward)
+        part = both / 2 if weight is None else of_chunks("weight", weight, may_be_zero=True)
+        if (part > both).any():
+            raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
+        times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
+        ahead = frozenset(placed for placed in schedule.placed if placed[1].kind == "R")
+        return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist(), ahead)
+
+    def takes(self, stage: int, action: Action) -> tuple[float, float]:
+        """What an action computes anew, and what it takes without that."""
+        anew = 0.0
+        if action.kind in "BI" and not (self.ahead and (stage, action._replace(kind="R")) in self.ahead):
+            anew = self.anew[stage]
+        return anew, self.times[action.kind][stage]
+
+
+def in_lockstep(schedule: Schedule, work: Work, hop: float = 0.0) -> tuple[Span, ...]:
+    """Follows the slots; see `simulate`, which takes no times of I and W that are more than B's."""
     spans: list[Span] = []
+    crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
     arriving = np.zeros(schedule.num_stages)  # when what crosses beside a slot is there
     for index, actions in _slots(schedule):
+        ends = clocks.tolist()
         for stage, action in actions:
-            start = float(clocks[stage])
-            clocks[stage] += times[action.kind][stage]
-            recomputed = float(anew[stage]) if action.kind == "B" else 0.0
-            spans.append(Span(stage, action, start, float(clocks[stage]), recomputed))
+            start, (anew, own) = ends[stage], work.takes(stage, action)
+            ends[stage] += anew + own
+            spans.append(Span(stage, action, start, ends[stage], anew))
         crossed = arriving
-        clocks, arriving = _after_hops(schedule, index, clocks, hop)
+        clocks, arriving = _after_hops(crossings[index], np.array(ends), hop)
         clocks = np.maximum(clocks, crossed)
-    return Timeline(
-        schedule=schedule,
-        spans=tuple(spans),
-        makespan=max(span.end for span in spans),
-        busy=tuple(float(sum(times[action.kind][k] for action in order)) for k, order in enumerate(schedule.actions)),
-        transfer=hop,
-    )
+    return tuple(spans)
+
+
+def _asynchronously(schedule: Schedule, work: Work, hop: float) -> tuple[Span, ...]:
+    """Follows the dependencies alone, in the order of the slots, in which what an action needs comes before it."""
+    spans: list[Span] = []
+    ends: dict[Placed, float] = {}
+    clocks = [0.0] * schedule.num_stages
+    for stage, action in slot_times(schedule):
+        arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
+        start, (anew, own) = max([clocks[stage], *arrivals]), work.takes(stage, action)
+        ends[stage, action] = clocks[stage] = start + anew + own
+        spans.append(Span(stage, action, start, clocks[stage], anew))
+    return tuple(spans)
 
 
 def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
@@ -229,12 +311,30 @@ def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
             yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-def _after_hops(schedule: Schedule, index: int, ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+class _Crossing(NamedTuple):
+    """What crosses boundaries after a slot, along one route: from stages to others, beside the next slot or before."""
+
+    senders: np.ndarray
+    receivers: np.ndarray
+    beside: bool
+
+
+def _crossings(schedule: Schedule, index: int) -> list[_Crossing]:
+    """What is sent after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
+    flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
+    return [
+        _Crossing(*np.array(route).T, beside=crosses_beside(schedule.slots, flow, index))
+        for flow in flows
+        for route in schedule.placement.routes(flow)
+    ]
+
+
+def _after_hops(crossings: list[_Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
-      schedule: its slots, and who sends to whom.
-      index: which slot of its tick it is. Every stage sends at its end, whatever it did in it: hops are collective.
+      crossings: of the slot. All are carried out in every tick; one that were left out where no stage sends would have
+        to be left out here.
       ends: when each stage ended the slot, `[K]`.
       hop: how long what was sent is under way.
 
@@ -242,13 +342,11 @@ def _after_hops(schedule: Schedule, index: int, ends: np.ndarray, hop: float) ->
       That, and when each stage has what crosses to it beside its next slot, `[K]`.
     """
     starts, arriving = ends.copy(), np.zeros_like(ends)
-    for kind in schedule.slots[index]:
-        beside = crosses_beside(schedule.slots, kind, index)
-        for sender, receiver in schedule.placement.hops(ACTION_KINDS[kind].flow):
-            starts[receiver] = max(starts[receiver], ends[sender])
-            if sender != receiver:
-                waits = arriving if beside else starts
-                waits[receiver] = max(waits[receiver], ends[sender] + hop)
+    for senders, receivers, beside in crossings:
+        starts[receivers] = np.maximum(starts[receivers], ends[senders])
+        waits = arriving if beside else starts
+        there = ends[senders] + np.where(senders == receivers, 0.0, hop)
+        waits[receivers] = np.maximum(waits[receivers], there)
     return starts, arriving
 
 

@@ -8,14 +8,23 @@ held is what the orders need and no more.
 Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
 """
 
+import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, Placed
-from jpipe.schedules.timing import boundary_source, slot_times
+from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Orders, admitted
+from jpipe.schedules.timing import slot_times
+
+KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
+"""What actions keep in rows for later ones of their own stage: by the column that names the rows, the kind of action
+that writes one, and the kinds that read it, of which the last to run frees it. "kept" only if a backward is split."""
+
+ROWS = (*KEEPS,)
+"""The columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +32,19 @@ class SlotTable:
     """What every stage does in one slot of each tick. Arrays are read-only int32 `[T, K]`.
 
     Attributes:
-      kinds: the kinds that this slot admits.
+      kinds: the kinds that ever run in this slot.
       kind: 0 where the stage idles, else 1 + `kinds.index(kind of the action)`.
       microbatch: the action's micro-batch; 0 where idle.
       chunk: the action's chunk; 0 where idle.
       activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
-        `keep_inputs` for B too; -1 where there is none (first virtual stage, idle).
-      cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B; -1 where there is none
-        (last virtual stage, F, idle).
-      residual: row of the residual buffer that F writes and B reads; -1 where idle, and in forward-only schedules.
+        `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle).
+      cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
+        none (last virtual stage, other kinds, idle).
+      anew: 1 where the action computes a forward anew: with `keep_inputs` R, and those B for which no R did; else 0.
+      residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
+        where idle, and in forward-only schedules.
+      kept: row of those residuals that F writes and W (or B) reads last; -1 everywhere in a schedule without W.
+      stash: row of what I writes for W; -1 for other kinds.
       activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes what
         arrives over its boundary at the end of this slot, after the slot's action has read its own row. What an action
         sends arrives at the end of the next slot where `crosses_beside` says so, else at the end of its own. Where
@@ -46,7 +59,10 @@ class SlotTable:
     chunk: np.ndarray
     activation: np.ndarray
     cotangent: np.ndarray
+    anew: np.ndarray
     residual: np.ndarray
+    kept: np.ndarray
+    stash: np.ndarray
     activation_in: tuple[np.ndarray, ...]
     cotangent_in: tuple[np.ndarray, ...]
 
@@ -58,13 +74,13 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      residual_rows: K numbers, the rows of the residual buffer that each stage needs, which is the most (micro-batch,
-        chunk) pairs between their F and their B.
+      rows: for each of `ROWS` K numbers, the rows that each stage needs, which is the most (micro-batch, chunk) pairs
+        between the action that writes a row and the last one that reads it.
     """
 
     slots: tuple[SlotTable, ...]
     num_ticks: int
-    residual_rows: tuple[int, ...]
+    rows: dict[str, tuple[int, ...]]
 
     def rows_written(self, name: str) -> int:
         """How many rows the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
@@ -72,14 +88,54 @@ class TickTable:
         return 1 + max((int(column.max()) for column in arrivals), default=-1)
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value kept on a stage, which has its row to itself from slot time `first` to its last use, both included."""
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """Values kept on stages, each of which has its row to itself from slot time `first` to its last use, both included.
 
-    stage: int
-    first: int
-    uses: tuple[int, ...]  # slot times of the actions that need to know its row, in order
-    sender: int = -1  # the stage that a boundary value comes from
+    Integer arrays of the n values.
+
+    Attributes:
+      stage: which keeps it, `[n]`.
+      first: `[n]`.
+      uses: slot times of the actions that need to know its row, `[n, u]`; -1 for none. The first is never none.
+      sender: the stage that a boundary value comes from, `[n]`; -1 for those that a stage keeps for itself.
+    """
+
+    stage: np.ndarray
+    first: np.ndarray
+    uses: np.ndarray
+    sender: np.ndarray
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """`[n]`."""
+        return self.uses.max(axis=1)
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """The lowest that is free on its stage, `[n]`.
+
+        Taken in the order in which values become live, this needs as many rows as are live at once, and no more.
+        """
+        rows = np.zeros_like(self.stage)
+        taken: dict[int, list[tuple[int, int]]] = {}  # by stage a heap of rows, each after the last use of its value
+        freed: dict[int, list[int]] = {}  # by stage a heap of rows
+        order = np.lexsort((self.uses[:, 0], self.first))
+        columns = (order, self.stage[order], self.first[order], self.last[order])
+        for i, stage, first, last in zip(*(column.tolist() for column in columns), strict=True):
+            live, free = taken.setdefault(stage, []), freed.setdefault(stage, [])
+            while live and live[0][0] < first:
+                heapq.heappush(free, heapq.heappop(live)[1])
+            rows[i] = row = heapq.heappop(free) if free else len(live)
+            heapq.heappush(live, (last, row))
+        return rows
+
+    def column(self, shape: tuple[int, int]) -> np.ndarray:
+        """The row for each slot time and stage that uses one, `[T * width, K]`; -1 elsewhere."""
+        column = np.full(shape, -1, np.int32)
+        for uses in self.uses.T:
+            column[uses[uses >= 0], self.stage[uses >= 0]] = self.row[uses >= 0]
+        return column
 
 
 def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
@@ -87,32 +143,39 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
 
     Args:
       orders: a `Schedule`, or orders that are known not to deadlock.
-      keep_inputs: keep an activation that crossed a boundary until the B of its micro-batch and chunk has read it again
-        (for remat); otherwise until its F has. Without effect in a forward-only schedule.
+      keep_inputs: keep an activation that crossed a boundary, in place of residuals, until the R of its micro-batch and
+        chunk has read it again, or its B if there is no R (for remat); otherwise until its F has. Without effect in a
+        forward-only schedule.
 
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.
     """
-    times = slot_times(orders)
-    width = len(orders.slots)
-    num_ticks = max(times.values()) // width + 1
+    at, width = _times_by_kind(orders), len(orders.slots)
+    num_ticks = max(int(times.max()) for times in at.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
+    occurs = {kind: {*np.unique(times[times >= 0] % width).tolist()} for kind, times in at.items()}
+    used = ["".join(kind for kind in admitted(slot) if i in occurs[kind]) for i, slot in enumerate(orders.slots)]
     columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
-    for (stage, action), tau in times.items():
-        columns["kind"][tau, stage] = 1 + orders.slots[tau % width].index(action.kind)
-        columns["microbatch"][tau, stage] = action.microbatch
-        columns["chunk"][tau, stage] = action.chunk
+    for kind, times in at.items():
+        stages, microbatches, chunks = np.nonzero(times >= 0)
+        taus = times[stages, microbatches, chunks]
+        columns["kind"][taus, stages] = np.array([1 + kinds.find(kind) for kinds in used])[taus % width]
+        columns["microbatch"][taus, stages] = microbatches
+        columns["chunk"][taus, stages] = chunks
+    backward = np.maximum(at["B"], at["I"])
+    anew = np.where((at["R"] >= 0) | (not keep_inputs), at["R"], backward)
+    columns["anew"] = np.zeros(shape, np.int32)
+    stages, microbatches, chunks = np.nonzero(anew >= 0)
+    columns["anew"][anew[stages, microbatches, chunks], stages] = 1
     arrivals: dict[str, list[np.ndarray]] = {}  # a boundary value arrives in the slot before it is live
-    for name, flow, values in (
-        ("activation", +1, _boundary_values(orders, times, "F", "FB" if keep_inputs else "F")),
-        ("cotangent", -1, _boundary_values(orders, times, "B", "B")),
-        ("residual", 0, _residuals(times)),  # F itself writes them
-    ):
-        allocated = _allocate(values)
-        columns[name] = _column(shape, ((tau, value.stage, row) for value, row in allocated for tau in value.uses))
-        if flow:
-            routes = orders.placement.routes(flow)
-            arrivals[name] = [_arrivals(allocated, route, shape, width) for route in routes]
+    for name, flow in (("activation", +1), ("cotangent", -1)):
+        values = _boundary_values(orders, at, flow, [anew] if keep_inputs and flow > 0 else [])
+        columns[name] = values.column(shape)
+        arrivals[name] = _arrivals(values, orders.placement.routes(flow), shape, width)
+    for name, (writer, readers) in KEEPS.items():
+        unused = name == "kept" and not occurs["W"]
+        written = anew if keep_inputs and writer == "F" else at[writer]
+        columns[name] = _kept(written, [at[kind] for kind in ("" if unused else readers)]).column(shape)
     for column in [*columns.values(), *itertools.chain(*arrivals.values())]:
         column.flags.writeable = False
     slots = (
@@ -122,95 +185,87 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
             activation_in=tuple(column[i::width] for column in arrivals["activation"]),
             cotangent_in=tuple(column[i::width] for column in arrivals["cotangent"]),
         )
-        for i, kinds in enumerate(orders.slots)
+        for i, kinds in enumerate(used)
     )
-    rows = tuple((1 + columns["residual"].max(axis=0)).tolist())
-    return TickTable(slots=tuple(slots), num_ticks=num_ticks, residual_rows=rows)
+    rows = {name: tuple((1 + columns[name].max(axis=0)).tolist()) for name in ROWS}
+    return TickTable(slots=tuple(slots), num_ticks=num_ticks, rows=rows)
 
 
-def _boundary_values(orders: Orders, times: dict[Placed, int], kind: str, readers: str) -> list[_Value]:
-    """The values that actions of `kind` receive over boundaries, each kept until the last of `readers` has read it.
+def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
+    """By kind the slot times of stages' actions on micro-batches and chunks, `[K, M, V]`; -1 where there is none."""
+    at = {kind: np.full(tuple(orders.sizes.values()), -1) for kind in ACTION_KINDS}
+    for (stage, (kind, microbatch, chunk)), tau in slot_times(orders).items():
+        at[kind][stage, microbatch, chunk] = tau
+    return at
+
+
+def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray]) -> _Values:
+    """The values of a flow that actions receive over boundaries, kept for those at the times in `later` too.
 
     One that arrives at the end of slot time tau is live from tau + 1 on. For a slot's action reads before arrivals are
     written, so the row of a value read for the last time may take the arrival of the same slot.
     """
-    values, slots = [], orders.slots
-    for stage, action in times:
-        source = boundary_source(orders.placement, stage, action)
-        if action.kind == kind and source is not None:
-            arrives = times[source] + crosses_beside(slots, kind, times[source] % len(slots))
-            values.append(_Value(stage, arrives + 1, _uses(times, stage, action, readers), source[0]))
-    return values
+    width = len(orders.slots)
+    beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
+    either = np.max([at[kind] for kind in FLOWS[flow]], axis=0)  # there is one of them at most
+    sources = [(to, source) for (way, *to), source in orders.placement.sources.items() if way == flow]
+    parts = [np.zeros((0, 4 + len(later)), int)]
+    for (stage, chunk), (sender, sent_by) in sources:
+        sent, used = either[sender, :, sent_by], either[stage, :, chunk]
+        first = sent + beside[sent % width] + 1
+        fixed = (np.full_like(sent, stage), first, np.full_like(sent, sender), used)
+        parts.append(np.stack([*fixed, *(times[stage, :, chunk] for times in later)], axis=1)[used >= 0])
+    stages, firsts, senders, *uses = np.concatenate(parts).T
+    return _Values(stages, firsts, np.stack(uses, axis=1), senders)
 
 
-def crosses_beside(slots: Sequence[str], kind: str, slot: int) -> bool:
-    """Whether what actions of `kind` send crosses its boundary while the next slot runs, not before it.
+def crosses_beside(slots: Sequence[str], flow: int, slot: int) -> bool:
+    """Whether what actions send along `flow` crosses its boundary while the next slot runs, not before it.
 
-    It may where the next slot admits no action of the same kind, the only ones that could need it at once.
+    It may where the next slot admits no action that receives from there, the only ones that could need it at once.
 
     Args:
-      slots: the kinds that each slot of a tick admits.
-      kind: the kind of the actions that send.
+      slots: the slots of a tick, by the kinds that each admits.
+      flow: +1 for activations, -1 for cotangents.
       slot: the index of the slot in which they run.
     """
-    return kind not in slots[(slot + 1) % len(slots)]
+    return not set(FLOWS[flow]) & set(admitted(slots[(slot + 1) % len(slots)]))
 
 
-def _residuals(times: dict[Placed, int]) -> list[_Value]:
-    """What the forwards keep for the backwards: live from the slot of F to the last one that reads it."""
-    values = (
-        _Value(stage, tau, _uses(times, stage, action, ACTION_KINDS))
-        for (stage, action), tau in times.items()
-        if action.kind == "F"
-    )
-    return [value for value in values if len(value.uses) > 1]
-
-
-def _uses(times: dict[Placed, int], stage: int, action: Action, kinds: Iterable[str]) -> tuple[int, ...]:
-    """Slot times, in order, of the actions of these kinds on the same micro-batch and virtual stage."""
-    same = ((stage, Action(kind, action.microbatch, action.chunk)) for kind in kinds)
-    return tuple(sorted(times[placed] for placed in same if placed in times))
-
-
-def _allocate(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
-    """Gives each value the lowest row that is free on its stage.
-
-    Taken in the order in which values become live, this needs as many rows as are live at once, and no more.
-    """
-    allocated = []
-    until: dict[int, list[int]] = {}  # by stage: the last slot time for which each row is taken
-    for value in sorted(values, key=lambda value: value.first):
-        rows = until.setdefault(value.stage, [])
-        row = next((row for row, last in enumerate(rows) if last < value.first), len(rows))
-        rows[row : row + 1] = [value.uses[-1]]
-        allocated.append((value, row))
-    return allocated
+def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
+    """What actions keep for later ones of their stage, by their times: live until the last of `readers` has read it."""
+    uses = np.stack([written, *readers], axis=-1)
+    read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
+    stages = np.nonzero(read)[0]
+    return _Values(stages, written[read], uses[read], np.full_like(stages, -1))
 
 
 def _arrivals(
-    allocated: list[tuple[_Value, int]], route: list[tuple[int, int]], shape: tuple[int, int], width: int
-) -> np.ndarray:
-    """The row into which each stage writes what arrives by a route, at each slot time: `[T * width, K]`.
+    values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int
+) -> list[np.ndarray]:
+    """By route the row into which each stage writes what arrives, at each slot time: `[T * width, K]`.
 
     Where nothing arrives, it is the lowest row that holds nothing live, nor gets what arrives by another route; or -1
-    in a slot in which nothing ever arrives.
+    in a slot in which nothing ever arrives, or things by two routes.
     """
-    comes = lambda value: (value.sender, value.stage) in route
-    rows = _column(shape, ((value.first - 1, value.stage, row) for value, row in allocated if comes(value)))
-    taken = np.zeros((*shape, 1 + max((row for _, row in allocated), default=-1) + 1), bool)  # the last row is spare
-    for value, row in allocated:
-        taken[value.first - (not comes(value)) : value.uses[-1], value.stage, row] = True
-    free = np.argmin(taken, axis=-1).astype(np.int32)
+    columns = []
+    for route in routes:
+        comes = np.zeros((shape[1], shape[1]), bool)
+        comes[tuple(np.array(route, int).reshape(-1, 2).T)] = True
+        here = comes[values.sender, values.stage]
+        rows = np.full(shape, -1, np.int32)
+        rows[values.first[here] - 1, values.stage[here]] = values.row[here]
+        columns.append(rows)
+    free = np.zeros(shape, np.int32)
+    for stage in set(values.stage.tolist()):
+        own = values.stage == stage
+        taken = np.zeros((values.row[own].max() + 2, shape[0]), bool)  # the last row is spare
+        spans = values.row[own], values.first[own] - 1, values.last[own]
+        for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
+            taken[row, first:last] = True
+        free[:, stage] = np.argmin(taken, axis=0)
     for i in range(width):
-        slot = rows[i::width]
-        if (slot >= 0).any():
-            slot[:] = np.where(slot >= 0, slot, free[i::width])
-    return rows
-
-
-def _column(shape: tuple[int, int], entries: Iterable[tuple[int, int, int]]) -> np.ndarray:
-    """-1 everywhere but in the entries, each a slot time, a stage and a row."""
-    column = np.full(shape, -1, np.int32)
-    for tau, stage, row in entries:
-        column[tau, stage] = row
-    return column
+        slots = [rows[i::width] for rows in columns if (rows[i::width] >= 0).any()]
+        if len(slots) == 1:
+            slots[0][:] = np.where(slots[0] >= 0, slots[0], free[i::width])
+    return columns

@@ -7,55 +7,82 @@ stage therefore costs a tick, while on the last stage the backward follows its o
 A *slot time* counts slots from the start: slot time tau is slot `tau % len(slots)` of tick `tau // len(slots)`.
 """
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, Placed
-from jpipe.schedules.placement import Placement
+import functools
+import itertools
+
+from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Action, Orders, Placed, admitted
 
 
-def boundary_source(placement: Placement, stage: int, action: Action) -> Placed | None:
-    """The stage and action whose result `action` on `stage` receives over a boundary; None at the end of the chain."""
-    flow = ACTION_KINDS[action.kind].flow
-    source = placement.neighbour(placement.virtual_stage(stage, action.chunk), -flow)  # the sender lies upstream
-    if flow == 0 or source is None:
+def boundary_source(orders: Orders, stage: int, action: Action) -> Placed | None:
+    """The stage and action whose result `action` on `stage` receives over a boundary; None at the end of the chain.
+
+    What a stage's backward receives comes from the B or the I of the virtual stage after it, whichever there is.
+    """
+    kind, microbatch, chunk = action
+    flow = ACTION_KINDS[kind].flow
+    source = orders.placement.sources.get((flow, stage, chunk))
+    if source is None:
         return None
-    return placement.stage_of(source), Action(action.kind, action.microbatch, placement.chunk_of(source))
+    sent = "".join(other for other in FLOWS[flow] if other in orders.kinds)
+    if len(sent) > 1 and (source[0], Action("B", microbatch, source[1])) not in orders.placed:
+        sent = "I"
+    return source[0], Action(sent[0], microbatch, source[1])
 
 
-def needs(placement: Placement, stage: int, action: Action) -> list[Placed]:
+def needs(orders: Orders, stage: int, action: Action) -> list[Placed]:
     """All that must have run in an earlier slot: first on `action`'s own virtual stage, then over the boundary."""
-    own = [(stage, Action(kind, action.microbatch, action.chunk)) for kind in ACTION_KINDS[action.kind].after]
-    source = boundary_source(placement, stage, action)
+    kind, microbatch, chunk = action
+    kinds = orders.kinds
+    own = [(stage, Action(before, microbatch, chunk)) for before in ACTION_KINDS[kind].after if before in kinds]
+    if "R" in kinds:
+        own = [one for one in own if one in orders.placed]
+    source = boundary_source(orders, stage, action)
     return own if source is None else [*own, source]
 
 
 def slot_times(orders: Orders) -> dict[Placed, int]:
-    """The slot time of every action of every stage, as early as can be.
+    """The slot time of every action of every stage, as early as can be, in their order.
 
     Raises:
       ValueError: the orders deadlock; the message names an action, what it waits for, and the remedy.
     """
+    known = vars(orders)  # as `functools.cached_property` does: lowering, printing and simulating need them too
+    if "slot_times" not in known:
+        known["slot_times"] = _slot_times(orders)
+    return known["slot_times"]
+
+
+def _slot_times(orders: Orders) -> dict[Placed, int]:
     times: dict[Placed, int] = {}
     waiting = [list(reversed(order)) for order in orders.actions]  # a stage's next action is its list's last
-    tau = idle = 0
-    while any(waiting):
-        admitted = orders.slots[tau % len(orders.slots)]
-        ready = [
-            (stage, rest[-1])
-            for stage, rest in enumerate(waiting)
-            if rest
-            and rest[-1].kind in admitted
-            and all(need in times for need in needs(orders.placement, stage, rest[-1]))
-        ]
-        for stage, action in ready:
-            times[stage, action] = tau
-            waiting[stage].pop()
-        idle = 0 if ready else idle + 1
-        if idle == len(orders.slots):  # every slot was tried in vain, so nothing will ever change
-            raise ValueError(_deadlock(orders.placement, times, waiting))
-        tau += 1
-    return times
+    before = [-1] * orders.num_stages  # the slot time of its last one
+    waiters: dict[Placed, list[int]] = {}  # by what they wait for, the stages that do
+    ready = list(range(orders.num_stages))
+    while ready:
+        stage = ready.pop()
+        rest = waiting[stage]
+        while rest:
+            wanted = needs(orders, stage, rest[-1])
+            known = [times.get(need, -1) for need in wanted]
+            if -1 in known:
+                waiters.setdefault(wanted[known.index(-1)], []).append(stage)
+                break
+            placed = stage, rest.pop()
+            after = max([before[stage], *known])
+            before[stage] = times[placed] = after + _wait(orders.slots, placed[1].kind, after % len(orders.slots))
+            ready += waiters.pop(placed, ())
+    if any(waiting):
+        raise ValueError(_deadlock(orders, times, waiting))
+    return dict(sorted(times.items(), key=lambda entry: (entry[1], entry[0][0])))
 
 
-def _deadlock(placement: Placement, times: dict[Placed, int], waiting: list[list[Action]]) -> str:
+@functools.cache
+def _wait(slots: tuple[str, ...], kind: str, slot: int) -> int:
+    """How many slots after this one of a tick the next one is that admits a kind."""
+    return next(wait for wait in itertools.count(1) if kind in admitted(slots[(slot + wait) % len(slots)]))
+
+
+def _deadlock(orders: Orders, times: dict[Placed, int], waiting: list[list[Action]]) -> str:
     """The message for orders that deadlock.
 
     Every stage with actions left waits for an action that has not run, of some stage. Going from stage to stage along
@@ -63,13 +90,13 @@ def _deadlock(placement: Placement, times: dict[Placed, int], waiting: list[list
     alone have no cycle. So one waits for an action that comes later in its stage's order, and the message names it.
 
     Args:
-      placement: where the virtual stages lie.
+      orders: each stage's.
       times: the slot times of the actions that have run.
       waiting: for each stage the actions that have not, the next one last.
     """
 
     def wanted(stage: int) -> Placed:
-        return next(need for need in needs(placement, stage, waiting[stage][-1]) if need not in times)
+        return next(need for need in needs(orders, stage, waiting[stage][-1]) if need not in times)
 
     stage = next(stage for stage, rest in enumerate(waiting) if rest)
     seen: list[int] = []

@@ -107,6 +107,14 @@ def scopes_of(equation: JaxprEqn) -> tuple[str, ...]:
     return tuple(filter(None, str(equation.source_info.name_stack).split("/")))
 
 
+def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
+    """An equation with the names of its callers' scopes before its own; as `scope_of`."""
+    stack = equation.source_info.name_stack
+    for caller in reversed(callers):
+        stack = caller.source_info.name_stack + stack
+    return replaced(equation, source_info=equation.source_info.replace(name_stack=stack))
+
+
 def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
     """The context in which all that is traced comes from the user's line that an equation, or else its caller, has.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -92,7 +92,32 @@ def lacks_an_argument(error: Exception) -> bool:
     By its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error of
     a layer that takes more than the one before it gives lacks a hint.
     """
-    words = {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"}
+    return _says(
+        error,
+        {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"},
+    )
+
+
+def lacks_rngs(error: Exception) -> bool:
+    """Whether Flax raised this because a module of nnx got an activation for its random numbers.
+
+    By its message; the function that makes the module is one like any other. Without it the error of a factory whose
+    argument has another name than `rngs` lacks a hint.
+    """
+    return _says(error, {AttributeError: "Tracer has no attribute params", TypeError: "rngs must be a Rngs"})
+
+
+def found_no_room(error: Exception) -> bool:
+    """Whether a compiler raised this because a device has too little memory for a program.
+
+    By its message; JAX has one kind of error for all that compilers refuse. Without it a forecast of a step that
+    doesn't fit is the compiler's error.
+    """
+    return _says(error, {jax.errors.JaxRuntimeError: "RESOURCE_EXHAUSTED"})
+
+
+def _says(error: Exception, words: Mapping[type[Exception], str]) -> bool:
+    """Whether an error is of one of these types, and says that word."""
     return any(isinstance(error, kind) and word in str(error) for kind, word in words.items())
 
 

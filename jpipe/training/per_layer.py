@@ -15,22 +15,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.tracing import no_mesh, replay
-from jpipe.memory.layout import Layout, StageTree, add_stage_axis, device_index, drop_stage_axis
+from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
+from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage
-from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import of_spec, replicated
+from jpipe.partitioner.shardings import replicated
 from jpipe.training.optimizers import check_is_optimizer
 from jpipe.training.probing import not_tried
-from jpipe.types import Leaf, PyTree, Shapes
+from jpipe.types import PyTree, Shapes
 
 Trees = dict[str, PyTree]
 """One layer's trees by name: its `params`, an optimiser's `state` for it."""
-Leaves = dict[str, list[Leaf]]
-"""A device's parts of their leaves."""
 OnTrees = Callable[[Trees, PyTree], Trees]
 """`(one layer's trees, what is the same for all layers) -> its new trees`."""
 Layouts = dict[str, Layout]
@@ -95,30 +92,22 @@ def _for_each_layer(
       extra: what it is given besides, the same for all layers and on all devices.
       results: names of trees that it returns; those that aren't given begin as zeros.
     """
-    first, *_ = layouts.values()
+    records = Records(layouts)
 
-    def body(arrays: dict[str, Buffers], extra: PyTree) -> tuple[Buffers, ...]:
-        given, device = drop_stage_axis(arrays), device_index(first.mesh)
-
-        def read(v: int, record: Index, carry: dict[str, Buffers]) -> Leaves:
-            return {name: layouts[name].storage.read(carry[name], v, record) for name in given}
-
-        def visit(v: int, record: Index, own: Leaves, carry: dict[str, Buffers]) -> dict[str, Buffers]:
-            done = _on_device(function, v, own, layouts, extra)
-            return carry | {n: layouts[n].storage.write(carry[n], v, record, leaves) for n, leaves in done.items()}
-
+    def body(arrays: Arrays, extra: PyTree) -> tuple[Buffers, ...]:
+        given = drop_stage_axis(arrays)
         carry = {name: layouts[name].zeros() for name in results if name not in given} | given
-        done = first.storage.for_each_local(read, visit, device, carry)
+        done = records.updated(lambda v, _, own: _on_device(function, v, own, records, extra), carry, given)
         return add_stage_axis(tuple(done[name] for name in results))
 
-    specs = {name: layout.specs for name, layout in layouts.items()}
+    specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
-    run = on_stages(body, first.mesh, in_specs, tuple(specs[name] for name in results))
+    run = on_stages(body, records.layout.mesh, in_specs, tuple(specs[name] for name in results))
     found = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
     return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, found, strict=True))
 
 
-def _on_device(function: OnTrees, v: int, own: Leaves, layouts: Layouts, extra: PyTree) -> Leaves:
+def _on_device(function: OnTrees, v: int, own: Leaves, records: Records, extra: PyTree) -> Leaves:
     """What a device does of `function` for one layer.
 
     The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the
@@ -129,16 +118,15 @@ def _on_device(function: OnTrees, v: int, own: Leaves, layouts: Layouts, extra: 
       function: `(trees by name, extra) -> trees by name`.
       v: the index of the layer's set of variables.
       own: the device's parts of the leaves of these trees.
-      layouts: the layout of each tree, of those returned too.
+      records: of all trees, of those returned too.
       extra: what all devices have.
 
     Returns:
       The device's parts of the leaves of what `function` returns.
     """
-    mesh = next(iter(layouts.values())).mesh
-    axes, known = stage_axes(mesh, ()), {name: layout.storage.record_types[v] for name, layout in layouts.items()}
-    at = lambda names: [of_spec(spec, axes) for name in sorted(names) for spec in known[name].specs]
-    whole = {name: jax.tree.unflatten(layouts[name].treedefs[v], known[name].leaves) for name in own}
+    axes, lying = records.lying(v)
+    at = lambda names: [sharding for name in sorted(names) for sharding in lying[name]]
+    whole = {name: records.layouts[name].tree_shapes(v) for name in own}
     with no_mesh():
         jaxpr, found = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
     given = at(own) + [replicated(axes)] * len(jax.tree.leaves(extra))

@@ -18,6 +18,7 @@ import numpy as np
 from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
@@ -25,9 +26,9 @@ from jpipe.pictures.summary import summarize
 from jpipe.planning.holdings import holdings
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch
 
-KNOWN = ("naive", "gpipe", "1f1b", "interleaved")
+KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 """The schedules that the page makes itself, for any number of micro-batches."""
 
 
@@ -53,10 +54,12 @@ class Rows:
     """A buffer of residuals with a row for each micro-batch in flight.
 
     Attributes:
+      kind: which rows (`ticks.ROWS`).
       bytes: of an entry.
       strides: `[K]`, the entries of a row.
     """
 
+    kind: str
     bytes: int
     strides: tuple[int, ...]
 
@@ -164,7 +167,11 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         gradients=gradients,
         other=other,
         optimizer=None,
-        residuals=tuple(Rows(_entry(buffer), buffer.strides) for _, buffer in step.residuals.named_buffers),
+        residuals=tuple(
+            Rows(name, _entry(buffer), buffer.strides)
+            for name, storage in step.kept.storages.items()
+            for _, buffer in storage.named_buffers
+        ),
         activation=_crossing(step.activations),
         cotangent=_crossing(step.cotangents),
     )
@@ -179,25 +186,21 @@ def _is_known(schedule: Schedule) -> bool:
 def _variables(step: Step) -> tuple[Held, Held, Held]:
     """What devices hold of parameters, of their gradients' sums, and of everything else that is laid out so."""
     found, layouts, schedule = holdings(step.plan), step.plan.layouts, step.schedule
-    gathers = step.plan.request.splits.gather == "step"
 
     def held(name: str) -> Held:
         own, device, part = np.zeros(schedule.num_stages), found.device[name].bytes, found.room[name].bytes
         for virtual_stage, amount in enumerate(found.own[name]):
             own[schedule.placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
-        return Held(tuple(own.tolist()), device)
+        return Held(tuple(np.minimum(own, device).tolist()), device)  # less where others hold a part of its own
 
-    at_work = partial(layouts["params"].zeros, gathered=gathers)
-    parameters, copies = held("params"), _bytes(jax.eval_shape(at_work))
-    others = [held(name) for name in layouts if name != "params"]
-    others += [parameters.scaled(copies)] if copies != parameters.room else []
+    zeros = step.plan.at_work["params"].zeros
+    at_rest, at_work = jax.eval_shape(layouts["params"].zeros), jax.eval_shape(zeros)
+    copies = bytes_of([a for name, a in at_work.items() if at_rest.get(name) != a])
+    parameters, others = held("params"), [held(name) for name in layouts if name != "params"]
+    others += [parameters.scaled(copies)] * (copies > 0)
     own = np.sum([(0.0,) * schedule.num_stages, *(each.own for each in others)], axis=0)
     other = Held(tuple(own.tolist()), sum(each.room for each in others))
-    return parameters, parameters.scaled(_bytes(jax.eval_shape(partial(at_work, accumulator_dtype)))), other
-
-
-def _bytes(tree: PyTree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return parameters, parameters.scaled(bytes_of(jax.eval_shape(partial(zeros, accumulator_dtype)))), other
 
 
 def _entry(buffer: Buffer) -> int:

@@ -123,11 +123,12 @@ def test_goes_on_bit_for_bit_under_the_same_layout(run):
     "case",
     [
         "interleaved with data",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("one stage", "explicit, weights split")),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("one stage", "explicit, weights split", "ends spread")),
     ],
 )
-def test_goes_on_with_the_same_losses_under_another_layout(run, make_mesh, case):
+def test_goes_on_with_the_same_losses_under_another_layout(run, make_mesh, case, monkeypatch):
     directory, losses, then, _ = run
+    monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)
     options = {
         "interleaved with data": {
             "k": 2,
@@ -137,6 +138,12 @@ def test_goes_on_with_the_same_losses_under_another_layout(run, make_mesh, case)
             "mesh": make_mesh((2, 2), ("stage", "data")),
         },
         "one stage": {"k": 1, "unroll": True},
+        "ends spread": {
+            "k": 2,
+            "ends": "spread",
+            "shard_over": ("data",),
+            "mesh": make_mesh((2, 2), ("stage", "data")),
+        },
         "explicit, weights split": {
             "k": 2,
             "schedule": "gpipe",

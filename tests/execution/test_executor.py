@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jpipe
-from jpipe.execution.executor import _arriving, _is_active
+from jpipe.execution.executor import _is_active
 from jpipe.schedules.ticks import lower
 
 
@@ -17,16 +17,26 @@ def test_what_arrives_in_which_slot():
     """As `_run_ticks` draws it: activations arrive in the slot for B, cotangents in that for F."""
     forward, backward = table_of("1f1b", num_stages=2, num_microbatches=3).slots
     assert (tuple(forward.kinds), tuple(backward.kinds)) == (("F",), ("B",))
-    assert [_arriving(slot, kind) for kind in "FB" for slot in (forward, backward)] == [[], [0], [0], []]
+    arrives = lambda columns: [bool((column >= 0).any()) for column in columns]
+    assert [arrives(slot.activation_in) for slot in (forward, backward)] == [[False], [True]]
+    assert [arrives(slot.cotangent_in) for slot in (forward, backward)] == [[True], [False]]
 
 
 def test_one_stage_is_always_at_work():
     slots = table_of("gpipe", num_stages=1, num_microbatches=2).slots
-    assert not any(_arriving(slot, kind) for slot in slots for kind in slot.kinds)
+    assert all((column < 0).all() for slot in slots for column in slot.activation_in + slot.cotangent_in)
     only_forward = table_of("forward", num_stages=1, num_microbatches=2).slots[0]
     now = type("Now", (), {"kind": jnp.int32(0)})
     assert _is_active(only_forward, "F", now, known=True) is True
     assert not _is_active(only_forward, "F", now, known=False), "another table may be at work"
+
+
+def test_of_two_routes_each_is_written_where_something_arrives():
+    table = table_of("v", num_stages=3, num_microbatches=6, num_chunks=2)
+    there, back = table.slots[1].activation_in
+    # Stage 1 hears of a micro-batch on its way there, and from tick 3 on of one on its way back every other tick.
+    assert [tick for tick in range(table.num_ticks) if back[tick, 1] >= 0] == [3, 5, 7, 9, 11, 13]
+    assert [tick for tick in range(table.num_ticks) if there[tick, 1] >= 0] == [0, 1, 2, 6, 8, 10]
 
 
 @pytest.mark.parametrize(("num_stages", "permutes"), [(1, 0), (2, 2)])

@@ -29,13 +29,13 @@ def test_gradients_of_one_buffer_are_alike():
     sums = make_gradient_sums(SimpleNamespace(groups=groups), layers, storage, (DATA, CONTEXT))
     (first,), second, (third,) = (known.buffers for known in storage.record_types)
     assert second == (first,)
-    assert sums.lying == {first: apart, third: split}
+    assert sums.partial == {first: (True, True), third: (True, False)}
     assert sums.partial_along == {first: ("data", "fsdp", "context"), third: ("data", "fsdp")}
 
 
 def test_without_layers_nothing_is_summed():
     sums = make_gradient_sums(SimpleNamespace(groups=[]), [], build_storage([], [], device_of=[0]), ())
-    assert sums.lying == sums.partial_along == {}
+    assert sums.partial == sums.partial_along == {}
 
 
 class Dense(nn.Module):

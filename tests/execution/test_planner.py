@@ -56,10 +56,10 @@ def test_what_training_and_evaluation_run():
     planner.plan_for(BATCH)
     training = planner.training_step(BATCH)
     assert training.described() == "3 groups of layers, 1f1b, K=2, M=2"
-    assert training.residuals.named_buffers and len(training.layers) == 3
+    assert training.kept.storages["residual"].named_buffers and len(training.layers) == 3
     evaluation = planner.evaluation_step(halved(BATCH), with_loss=True)
     assert evaluation.described() == "3 groups of layers, forward, K=2, M=2"
-    assert not evaluation.residuals.named_buffers and evaluation.layers == ()
+    assert not evaluation.kept.storages["residual"].named_buffers and evaluation.layers == ()
     assert len(evaluation.outputs) == 2, "the loss's sum, and its weight's"
     bare = planner.evaluation_step(BATCH["inputs"], with_loss=False, bare=True)
     assert [leaf.shape for leaf in bare.outputs] == [(4, 4)]

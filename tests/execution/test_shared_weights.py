@@ -23,7 +23,8 @@ def step():
     storage = build_storage([[SHAPE], [SHAPE]], [[0, 1, 2], [OWNER]], device_of=range(NUM_STAGES))
     sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
     model = SimpleNamespace(variable_sets=sets)
-    return SimpleNamespace(storages={"params": storage}, model=model, collections=lambda *roles: ["params"])
+    named = {"params": storage}
+    return SimpleNamespace(storages=named, model=model, shared_sets=frozenset(), collections=lambda *roles: ["params"])
 
 
 def on_each_stage(run):

@@ -44,7 +44,7 @@ def test_a_training_step(steps, remat, rows):
     assert len(step.functions) == len(step.forwards) == len(step.layers) == len(step.mergings) == 3
     kept = [forward is layer.forward for forward, layer in zip(step.forwards, step.layers, strict=True)]
     assert kept == [remat != "full"] * 3, "where inputs are kept, a forward action makes no residuals"
-    (buffer,) = {buffer.strides: buffer for buffer in step.residuals.buffers.values()}.values()
+    (buffer,) = {buffer.strides: buffer for buffer in step.kept.storages["residual"].buffers.values()}.values()
     sizes = [stride * count for stride, count in zip(buffer.strides, rows, strict=True)]
     assert buffer.size == max(sizes)
 
@@ -53,7 +53,7 @@ def test_forward_only(steps):
     pipe, variables = pipeline()
     jax.eval_shape(pipe.apply, variables, BATCH)
     (step,) = steps
-    assert (step.layers, step.residuals.named_buffers, step.mergings) == ((), (), ())
+    assert (step.layers, step.kept.storages["residual"].named_buffers, step.mergings) == ((), (), ())
     assert not any(function.train for function in step.functions)
     assert [leaf.shape for leaf in step.outputs] == [(2, 4)]
     assert set(step.storages) == {"params"}

@@ -416,8 +416,30 @@ def one_slot(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
     return jpipe.Schedule(order, slots=("FB",), name="one slot")
 
 
-def names(*, chunks: int | None = None, train: bool | None = None) -> list[str]:
-    """The schedules that have names: all, or those that may have so many chunks a stage, or that train (or don't)."""
+def ahead(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
+    """1F1B whose stages recompute ahead where they have no forward left while later ones still do.
+
+    stage 0 |F0 .  |F1 .  |F2 .  |F3 .  |F4 B0 |F5 B1 |R4 B2 |R5 B3 |.  B4 |.  B5 |
+    stage 1 |.  .  |F0 .  |F1 .  |F2 B0 |F3 B1 |F4 B2 |F5 B3 |R5 B4 |.  B5 |.  .  |
+    stage 2 |.  .  |.  .  |F0 B0 |F1 B1 |F2 B2 |F3 B3 |F4 B4 |F5 B5 |.  .  |.  .  |
+    """
+    base = jpipe.make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches)
+    orders = [[*order] for order in base.actions]
+    for stage, order in enumerate(orders):
+        early = num_stages - 1 - stage
+        for m in range(max(early, num_microbatches - early), num_microbatches):
+            order.insert(order.index(jpipe.Action("B", m - early)), jpipe.Action("R", m))
+    return jpipe.Schedule(orders, slots=("FR", "B"), name="ahead")
+
+
+ORDERS_OF_OUR_OWN = {"one slot": one_slot, "ahead": ahead}
+
+
+def names(*, chunks: int | None = None, train: bool | None = None, split: bool | None = False) -> list[str]:
+    """The schedules that have names: all, or those that may have so many chunks a stage, or that train (or don't).
+
+    None of both kinds; `split`: whether backwards are in two parts.
+    """
 
     def has_chunks(name: str) -> bool:
         try:
@@ -426,8 +448,8 @@ def names(*, chunks: int | None = None, train: bool | None = None) -> list[str]:
             return False
         return True
 
-    trains = lambda name: SCHEDULES[name](1, 1, 2).trains
-    return [n for n in SCHEDULES if (chunks is None or has_chunks(n)) and train in (None, trains(n))]
+    made = {name: SCHEDULES[name](1, 1, 2) for name in SCHEDULES if chunks is None or has_chunks(name)}
+    return [name for name, made in made.items() if train in (None, made.trains) and split in (None, made.splits)]
 
 
 def one_slot_from_k(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
@@ -443,8 +465,8 @@ def one_slot_from_k(num_stages: int, num_microbatches: int) -> jpipe.Schedule:
 
 
 def pipeline(model: Model, schedule: str, K: int, M: int, V: int = 1, **options: Any) -> jpipe.Pipeline:
-    """A pipeline of a model; `schedule` is a name, or "one slot"."""
-    order = one_slot(K, M) if schedule == "one slot" else schedule
+    """A pipeline of a model; `schedule` is a name, or one of `ORDERS_OF_OUR_OWN`."""
+    order = ORDERS_OF_OUR_OWN[schedule](K, M) if schedule in ORDERS_OF_OUR_OWN else schedule
     sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": V}
     return jpipe.Pipeline(model.layers, model.loss_fn, **sizes, schedule=order, **options)
 

@@ -67,7 +67,7 @@ def test_layer_variables_are_never_all_on_one_device(placed):
     """Leaves that can be split over the stages are."""
     _, pipe, variables = placed
     trees = pipe.layer_variables(variables)
-    split = [leaf for leaf in jax.tree.leaves(trees) if leaf.shape[0] % 4 == 0]
+    split = [leaf for leaf in jax.tree.leaves(trees) if any(n % 4 == 0 for n in leaf.shape)]
     assert split
     for leaf in split:
-        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {leaf.shape[0] // 4}
+        assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // 4}

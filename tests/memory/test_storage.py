@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jpipe.memory.storage
 from cases import assert_equal
@@ -166,3 +167,23 @@ def test_look_up():
     assert look_up([5, 5], jnp.int32(0)) == 5
     assert isinstance(look_up([5, 5], jnp.int32(0)), int)
     assert int(jax.jit(lambda i: look_up(np.asarray([3, 4]).tolist(), i))(1)) == 4
+
+
+def test_a_table_and_its_transpose_share_an_array():
+    """Of two stages the first has a table and the last a head; of what every stage has nothing is turned."""
+    leaves = [[leaf(7, 3), leaf(2, 6)], [leaf(3, 7)], [leaf(6, 2)]]
+    storage = build_storage(leaves, [[0], [3], [0, 1, 2, 3]], device_of=range(4))
+    assert shapes(storage) == {"float32_2x6": (1, 2, 6), "float32_6x2": (1, 6, 2), "float32_7x3": (1, 7, 3)}
+    head = jnp.arange(21.0).reshape(3, 7)
+    buffers = storage.add(storage.write(zeros(storage), 1, 0, [head]), 1, 0, [head])
+    assert_equal(buffers["float32_7x3"][0], 2 * head.T)
+    assert_equal(storage.read(buffers, 1, 0), [2 * head])
+    assert_equal(storage.on_host("float32_7x3", 3, {(1, 0): [head]})[0], np.asarray(head.T))
+    assert_equal(storage.on_host("float32_7x3", 0, {(1, 0): [head]})[0], np.zeros((7, 3), np.float32))
+
+
+def test_what_lies_on_all_devices_has_its_entry_for_itself():
+    spread = [[PartitionSpec("stage")], [PartitionSpec("stage")]]
+    storage = build_storage([[leaf(4, 3)], [leaf(4, 3)]], [[0], [1, 1]], device_of=range(2), specs=spread)
+    assert shapes(storage) == {"float32_4x3_stage": (3, 4, 3)}
+    assert [known.entries for known in storage.record_types] == [((0,),), ((1, 2),)]

@@ -23,7 +23,8 @@ def mesh(make_mesh):
 
 def at_rest(splits, leaf, *spec, collection="params"):
     """The PartitionSpec of one leaf, as a tuple."""
-    (found,) = splits.at_rest("layer", {collection: {"leaf": leaf}}, {collection: [PartitionSpec(*spec)]})[collection]
+    variables, specs = {collection: {"leaf": leaf}}, {collection: [PartitionSpec(*spec)]}
+    (found,) = splits.at_rest("layer", variables, specs, ["params"])[collection]
     return tuple(found)
 
 

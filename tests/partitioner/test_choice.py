@@ -207,3 +207,30 @@ def test_what_was_gathered_for_one_product_is_there_for_the_next(examples):
     plan = plan_of(projected, [along, COLUMNS, COLUMNS, COLUMNS], x, w, w, w, wanted=lambda own: own)
     bytes_of = {1: 1024 * 1024 * 2 * 2, 2: 1024 * 1024 * 2 * 4, 4: 3 * 1024 * 1024 * 2}  # of x, or of all weights
     assert sum(count for *_, count in sent(plan)) <= (P - 1) / P * bytes_of[examples]
+
+
+def zeros_in(plan):
+    """How what starts as zeros, and has entries added, lies for that."""
+    return [e.way.operands[0] for e in plan.equations if e.flat.equation.primitive.name == "scatter-add"]
+
+
+def test_gradients_of_split_logits_are_added_to_a_devices_own_part():
+    """Though whole zeros cost no bytes: each device would write and read those of all words."""
+
+    def gradients(logits, ids):
+        chosen = lambda x: jnp.take_along_axis(x, ids.astype(jnp.int32)[:, None], -1).sum()
+        return jax.grad(lambda x: jax.nn.logsumexp(x, -1).sum() - chosen(x))(logits)
+
+    plan = plan_of(gradients, [COLUMNS, WHOLE], (64, 4096), (64,), wanted=lambda own: own)
+    assert zeros_in(plan) == [COLUMNS] and plan.results == (COLUMNS,)
+
+
+def table_gradient(ids, cotangents):
+    rows = jnp.zeros((4096, 64), jnp.bfloat16).at[ids.astype(jnp.int32)].add(cotangents)
+    return rows.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("wanted", [ROWS, WHOLE])
+def test_gradients_of_a_table_are_added_to_what_is_wanted(wanted):
+    plan = plan_of(table_gradient, [WHOLE, WHOLE], (32,), (32, 64), wanted=lambda _: wanted)
+    assert zeros_in(plan) == [wanted] and sent(plan) == []

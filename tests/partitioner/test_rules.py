@@ -88,6 +88,13 @@ def not_a_number(x):
     return (x / 0.0 * 0.0).max(0) + jnp.where(x > 1, jnp.nan, x).max(0)
 
 
+def extremes(x, n):
+    """With ties, and with what is not a number."""
+    unknown = jnp.where(x > 1, jnp.nan, x)
+    found = [f(a, i) for f in (jnp.argmax, jnp.argmin) for i in (0, 1) for a in (x, n, unknown, n > 1, -jnp.inf * n**2)]
+    return (*found, jnp.argmax(x.reshape(2, 2, 8).swapaxes(0, 1).reshape(-1)), jnp.argmax(n))
+
+
 CASES = {
     "writes": case(written, array(4, 6, 8), array(4, 6, 8, seed=1)),
     "sorts": case(sorts, array(4, 6, 8)),
@@ -103,6 +110,7 @@ CASES = {
     "not a number": case(
         lambda x: (x / 0.0 * 0.0).max(0) + jnp.where(x > 1, jnp.nan, x).max(0), array(4, 6), gradients=False
     ),
+    "where the extremes are": case(extremes, array(4, 8), integers(3, 4, 8), gradients=False),
     "triangular": case(lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + 9 * jnp.eye(4)), array(2, 4, 6)),  # no rule
     "nothing": case(lambda x: (x[:, :0].reshape(4, -1), x.sum(0)), array(4, 6), gradients=False),
 }

@@ -65,7 +65,7 @@ def drawn_memory(axes, timeline, scale) -> list[tuple[list[float], list[float]]]
 def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
     expected: dict[str, list] = {"bubble": [(k, 0.0, timeline.makespan) for k in range(timeline.schedule.num_stages)]}
     for span in timeline.spans:
-        kind = {"F": "forward", "B": "backward"}[span.action.kind]
+        kind = palette.NAMES[span.action.kind]
         bar = (span.stage, span.start + span.recompute, span.end)
         expected.setdefault(f"{kind} {span.action.chunk}", []).append(bar)
         if span.recompute:
@@ -86,7 +86,7 @@ def check_drawn(gantt, memory, timeline: Timeline, scale: float) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
-@pytest.mark.parametrize("size", SIZES[:4], ids=str)
+@pytest.mark.parametrize("size", [*SIZES[:4], ("zero_bubble", 4, 8), ("dualpipe-v", 3, 6, 2)], ids=str)
 def test_plot_shows_the_timeline(size, recompute):
     timeline = make(*size, recompute=recompute)
     gantt = timeline.plot()
@@ -95,10 +95,9 @@ def test_plot_shows_the_timeline(size, recompute):
     check_drawn(*axes, timeline, max(timeline.peak_in_flight) / timeline.schedule.num_chunks)
     assert gantt.get_xlim() == axes[1].get_xlim() == (0, timeline.makespan)
     labels = [text.get_text() for text in gantt.figure.legends[0].get_texts()]
+    kinds = timeline.schedule.kinds | {"R"} if recompute else timeline.schedule.kinds
     assert [label.partition(" (")[0] for label in labels] == [
-        "forward",
-        *(["recomputation"] if recompute else []),
-        "backward",
+        *(word for kind, word in palette.NAMES.items() if kind in kinds),
         "bubble: stage waits",
         "micro-batches in flight",
     ]

@@ -85,3 +85,16 @@ def test_the_part_that_a_device_holds():
     held, whole = 2 * (16 * 64 + 64), 2 * 65 * 64
     assert f"each device holds {held:,} parameters (8.5 KiB, its part of {whole:,}): of each type" in words
     assert "bubble: 33.3% if layers take equally long; 33.3% if stages take equally long" in words
+
+
+def test_ends_that_all_stages_compute_are_told():
+    """They were told to lie on stage 0."""
+    table = jpipe.Shared(nn.Embed(128, 8))
+    layers = [table, nn.Dense(8), nn.Dense(8), table.using("attend")]
+    for ends, lies in (("shared", "count on stage 0 alone"), ("own", "lie on stage 0 and count there alone")):
+        pipe = jpipe.Pipeline(
+            layers, lambda y, _: jax.nn.logsumexp(y, -1).mean(), num_stages=2, num_microbatches=2, ends=ends
+        )
+        pipe.abstract_state({"inputs": np.ones((4,), np.int32)}, tx=optax.sgd(0.1))
+        assert f"layers 0, 3 share parameters, which {lies}" in str(pipe)
+        assert ("ends='shared': all stages compute layers 0 and 3" in str(pipe)) == (ends == "shared")

@@ -10,7 +10,7 @@ def test_kinds_depend_on_known_ones_and_flow_one_way_or_none():
     for name, kind in ACTION_KINDS.items():
         assert kind.flow in (-1, 0, 1)
         assert set(kind.after) <= set(ACTION_KINDS) - {name}
-    assert list(ACTION_KINDS) == ["F", "B"]
+    assert list(ACTION_KINDS) == ["F", "R", "B", "I", "W"]
 
 
 @pytest.mark.parametrize(("chunk", "text"), [(0, "F3"), (2, "F3.2")])

@@ -4,17 +4,22 @@ import itertools
 import re
 from dataclasses import replace
 from fractions import Fraction
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import names, one_slot_from_k
+from any_schedule import schedules
+from cases import ahead, names, one_slot_from_k
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.simulate import simulate
+from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.schedules.ticks import KEEPS
+from jpipe.schedules.timing import needs
+from jpipe.schedules.zero_bubble import zero_bubble
 
-CHUNKED = names(chunks=2)
+CHUNKED = names(chunks=2, split=None)
 TIMES = st.integers(1, 9).map(float)  # whole numbers, so that sums are exact
 
 
@@ -83,15 +88,16 @@ def test_gpipe_with_unequal_stages(times, num_microbatches):
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(names()),
+    st.sampled_from(names(split=None)),
     st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
     st.integers(1, 5),
+    st.booleans(),
 )
-def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches):
+def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbatches, lockstep):
     f, b = map(list, zip(*times, strict=True))
     num_chunks = 2 if name in CHUNKED else 1
     schedule = make(name, len(f), num_microbatches, num_chunks)
-    timeline, placement = simulate(schedule, f, b), schedule.placement
+    timeline = simulate(schedule, f, b, lockstep=lockstep)
     end = {(span.stage, span.action): span.end for span in timeline.spans}
     for stage, order in enumerate(schedule.actions):
         spans = [span for span in timeline.spans if span.stage == stage]
@@ -99,11 +105,7 @@ def test_spans_keep_their_order_and_their_dependencies(name, times, num_microbat
         for before, span in itertools.pairwise(spans):
             assert before.end <= span.start
         for span in spans:
-            virtual_stage = placement.virtual_stage(stage, span.action.chunk)
-            sender = placement.neighbour(virtual_stage, -1 if span.action.kind == "F" else +1)
-            if sender is not None:
-                source = replace(span.action, chunk=placement.chunk_of(sender))
-                assert end[placement.stage_of(sender), source] <= span.start
+            assert all(end[need] <= span.start for need in needs(schedule, stage, span.action))
     assert timeline.makespan == max(end.values())
 
 
@@ -203,6 +205,12 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
         ({"forward": [1.0, float("nan")]}, ValueError, "must be positive and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
         ({"recompute": -1.0}, ValueError, "recompute=-1.0 must be at least 0 and finite"),
+        (
+            {"weight": [0.5, 3.0]},
+            ValueError,
+            "weight=[0.5, 3.0] must be no more than backward=2.0, of which it is a part",
+        ),
+        ({"weight": -1}, ValueError, "weight=-1 must be at least 0 and finite"),
         ({"transfer": -1}, ValueError, "transfer=-1 must be finite and not negative"),
         ({"transfer": float("inf")}, ValueError, "transfer=inf must be finite"),
         ({"transfer": [1.0, 2.0]}, TypeError, "transfer=[1.0, 2.0] must be a number, the time of one hop"),
@@ -219,23 +227,23 @@ def test_only_a_schedule_is_simulated():
         simulate("gpipe")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", names(train=True))
+@pytest.mark.parametrize("name", names(train=True, split=None))
 def test_recomputation_is_time_of_the_backward(name):
     schedule = make(name, 4, 8, 2 if name in CHUNKED else 1)
     apart, together = (
         simulate(schedule, 1.0, 2.0, recompute=[1.0, 2.0, 0.0, 1.0]),
-        simulate(schedule, 1.0, [3, 4, 2, 3]),
+        simulate(schedule, 1.0, [3, 4, 2, 3], weight=1.0),
     )
     assert [span[:4] for span in apart.spans] == [span[:4] for span in together.spans]
     assert replace(apart, spans=()) == replace(together, spans=())
     for span in apart.spans:
-        expected = [1.0, 2.0, 0.0, 1.0][span.stage] / schedule.num_chunks if span.action.kind == "B" else 0.0
+        expected = [1.0, 2.0, 0.0, 1.0][span.stage] / schedule.num_chunks if span.action.kind in "BI" else 0.0
         assert span.recompute == expected
 
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(names()),
+    st.sampled_from(names(split=None)),
     st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
     st.integers(1, 6),
 )
@@ -248,14 +256,10 @@ def test_in_flight_is_what_peak_in_flight_is_the_most_of(name, times, num_microb
         assert steps[0][0] == 0.0 and steps[-1][1] == 0
         for (before, count), (after, other) in itertools.pairwise(steps):
             assert before < after and count != other
-        for time, count in steps:  # between the start of its F and the end of its B
-            started, ended = (
-                sum(s.stage == stage and s.action.kind == kind and moment <= time for s, moment in moments)
-                for kind, moments in (
-                    ("F", [(s, s.start) for s in timeline.spans]),
-                    ("B", [(s, s.end) for s in timeline.spans]),
-                )
-            )
+        own = timeline.of_stages[stage]
+        for time, count in steps:  # between the start of its F and the end of its B, or its W
+            started = sum(span.action.kind == "F" and span.start <= time for span in own)
+            ended = sum(span.action.kind in "BW" and span.end <= time for span in own)
             assert name == "forward" or count == started - ended
 
 
@@ -269,3 +273,155 @@ def test_a_timeline_in_short():
     for num_stages, num_microbatches in ((4, 8), (64, 512)):
         timeline = simulate(make_schedule("1f1b", num_stages=num_stages, num_microbatches=num_microbatches))
         assert repr(timeline) == f"<Timeline {timeline}>" and len(repr(timeline)) <= 120
+
+
+def bubble(timeline: Timeline) -> float:
+    """The time in which the stage that works longest idles."""
+    return timeline.makespan - max(timeline.busy)
+
+
+def bubble_between_steps(timeline: Timeline) -> float:
+    """The most that a stage idles from its own first action to its own last, as if steps didn't end together."""
+    return max(own[-1].end - own[0].start - busy for own, busy in zip(timeline.of_stages, timeline.busy, strict=True))
+
+
+@pytest.mark.parametrize(("name", "num_chunks", "most"), [("1f1b", 1, 7.0), ("interleaved", 2, 7.0)])
+def test_zero_bubble_idles_less(name, num_chunks, most):
+    """At F = I = W = 1 it was 21 and 10.5."""
+    assert bubble(simulate(make(name, 8, 32, num_chunks))) == 21.0 / num_chunks
+    assert bubble(simulate(make("zero_bubble", 8, 32, num_chunks))) <= most
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 1.0, 0.5), (1.0, 1.0, 0.0)])
+def test_bubble_of_zero_bubble(num_stages, f, i, w):
+    """In closed form where W takes no longer than F and I, as does every matrix product's."""
+    K = num_stages
+    times = {"forward": f, "backward": i + w, "weight": w}
+    for M in {K, K + 1, 2 * K - 1, 2 * K, 3 * K}:
+        one = make("1f1b", K, M)
+        assert bubble(simulate(one, **times)) == pytest.approx((K - 1) * (f + i + w))
+        found = [bubble(simulate(zero_bubble(one), transfer=hop, **times)) for hop in (0.0, 0.1)]
+        if M >= 2 * K - 2:
+            assert found == pytest.approx([(K - 1) * (f + i - w + 2 * hop) for hop in (0.0, 0.1)])
+        assert found[0] <= (K - 1) * (f + i)
+        if M >= 2 * K - 1:
+            lean = zero_bubble(one, most_waiting=range(K))
+            assert bubble(simulate(lean, **times)) == pytest.approx((K - 1) * (f + i))
+        if M >= 2 * K and M % K == 0:
+            for V in (2, 3):
+                chunked = make("interleaved", K, M, V)
+                assert bubble(simulate(zero_bubble(chunked), **times)) == pytest.approx(
+                    ((K - 1) * (f + i) + w * (K > 1)) / V
+                )
+                assert bubble(simulate(make("zero_bubble", K, M, V), **times)) == pytest.approx((K - 1) * (f + i) / V)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_zero_bubble_never_idles_longer_than_what_it_is_made_of(weight):
+    for K, M, V in itertools.product((1, 2, 4), (1, 3, 4, 7, 12), (1, 2, 3)):
+        base = make("interleaved", K, M, V)
+        for most in (None, range(K), 0) if V == 1 or M >= K else ():
+            split = simulate(zero_bubble(base, most_waiting=most), weight=weight)
+            assert split.makespan <= simulate(base).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "equal", "unequal", "memory"),
+    [
+        ("zb-h1", (7, 7), (10.5, 10.5), 8),
+        ("zb-h2", (7, 0), (7, 5.25), 15),
+        ("zb-v", (3.5, 0), (4.375, 3.5), 8),
+        ("v-half", (13, 13), (16.125, 16.125), 5),
+        ("v-min", (13.5, 13.5), (38.625, 38.625), 4),
+        ("dualpipe-v", (3.5, 3.5), (5.625, 5.625), 8.5),
+    ],
+)
+def test_published_orders_have_their_published_figures(name, equal, unequal, memory):
+    """K=8, M=32, asynchronously: bubbles at F:I:W = 1:1:1 and 1:1.25:0.75, of a step and between steps; memory."""
+    schedule = make(name, 8, 32, 1 if name in ("zb-h1", "zb-h2") else 2)
+    for weight, expected in ((1.0, equal), (0.75, unequal)):
+        timeline = simulate(schedule, 1.0, 2.0, weight=weight, lockstep=False)
+        assert (bubble(timeline), bubble_between_steps(timeline)) == pytest.approx(expected)
+        assert max(timeline.peak_in_flight) / schedule.num_chunks == memory
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize(("i", "w"), [(1.0, 1.0), (1.25, 0.75), (2.0, 0.5)])
+def test_published_formulas(num_stages, i, w):
+    """arXiv 2401.10241, table 1, and 2405.15362; memory of stage k in those of F until I and of I until W."""
+    K, M = num_stages, 3 * num_stages
+    at = lambda name, V=1: simulate(make(name, K, M, V), 1.0, i + w, weight=w, lockstep=False)
+    assert bubble(at("zb-h1")) == pytest.approx((K - 1) * (1 + i - w))
+    assert bubble_between_steps(at("zb-h2")) == pytest.approx((K - 1) * (1 + i - 2 * w))
+    assert at("zb-h1").peak_in_flight == (K,) * K
+    assert at("zb-h2").peak_in_flight == (2 * K - 1,) * K
+    assert set(at("zb-v", 2).peak_in_flight) == {2 * K}
+    assert max(at("v-half", 2).peak_in_flight) == 2 * ((K + 2) // 2)
+    assert max(at("v-min", 2).peak_in_flight) == 2 * ((K + 4) // 3)
+    assert set(at("dualpipe-v", 2).peak_in_flight) == {2 * K + 1}
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_one_mixed_slot_costs_as_much_as_the_longest_of_its_kinds(num_stages):
+    """In lockstep orders of unit times have their published bubble where F = I = W, and a larger one elsewhere."""
+    for name, V in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2)):
+        schedule = make(name, num_stages, 4 * num_stages, V)
+        free, bound = (simulate(schedule, lockstep=lockstep) for lockstep in (False, True))
+        assert free.makespan == bound.makespan
+        free, bound = (simulate(schedule, 1.0, 2.0, weight=0.5, lockstep=lockstep) for lockstep in (False, True))
+        assert free.makespan < bound.makespan
+        aligned = simulate(make("zero_bubble", num_stages, 4 * num_stages), 1.0, 2.0, weight=0.5)
+        assert aligned.makespan < bound.makespan
+
+
+@settings(max_examples=50)
+@given(schedules(), st.booleans(), st.integers(0, 4).map(lambda n: n / 2))
+def test_what_is_in_flight_has_its_rows(schedule, lockstep, transfer):
+    timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5, lockstep=lockstep)
+    for name, kinds in KEEPS.items():
+        peaks = [max(n for _, n in timeline.in_flight(stage, *kinds)) for stage in range(schedule.num_stages)]
+        if name != "kept" or schedule.splits:
+            assert tuple(peaks) == schedule.ticks.rows[name]
+        if name == "kept":
+            assert tuple(peaks) == timeline.peak_in_flight
+
+
+@settings(max_examples=50)
+@given(schedules(), st.integers(0, 4).map(lambda n: n / 2))
+def test_without_lockstep_actions_start_when_what_they_need_is_there(schedule, transfer):
+    timeline = simulate(schedule, 1.0, 3.0, transfer, weight=1.0, recompute=0.5, lockstep=False)
+    end = {(span.stage, span.action): span.end for span in timeline.spans}
+    for stage, own in enumerate(timeline.of_stages):
+        for before, span in itertools.pairwise([None, *own]):
+            arrived = [end[need] + transfer * (need[0] != stage) for need in needs(schedule, stage, span.action)]
+            assert span.start == max([0.0 if before is None else before.end, *arrived])
+    if transfer == 0:
+        assert timeline.makespan <= simulate(schedule, 1.0, 3.0, weight=1.0, recompute=0.5).makespan
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 8), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("recompute", [0.5, 1.0, 1.5])
+def test_recomputation_ahead_hides_one_for_each_stage_but_the_last(num_stages, num_microbatches, recompute):
+    """And costs the memory of as many micro-batches' residuals, for which "v" need not recompute at all."""
+    K, M, times = num_stages, num_microbatches, {"backward": 2.0, "recompute": recompute}
+    plain, early = make("1f1b", K, M), ahead(K, M)
+    saved = simulate(plain, **times).makespan - simulate(early, **times).makespan
+    assert saved == pytest.approx((K - 1) * min(1.0, recompute))
+    free = simulate(early, **times, lockstep=False)
+    assert simulate(plain, **times, lockstep=False).makespan - free.makespan == pytest.approx((K - 1) * recompute)
+    assert [max(n for _, n in free.in_flight(k, "R", "B")) for k in range(K)] == list(reversed(range(K)))
+    without = simulate(make("v", K, M, 2), backward=2.0)
+    assert max(without.peak_in_flight) == 2 * min(K, M) and without.makespan <= free.makespan
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", *[pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zero_bubble")]]
+)
+def test_a_large_schedule_is_lowered_and_simulated_in_seconds(name):
+    """Of 64 stages and 2,048 micro-batches, in five seconds of a processor."""
+    schedule = make(name, 64, 2048)
+    before = process_time()
+    assert schedule.ticks.num_ticks >= 2048
+    assert simulate(schedule).makespan > 3 * 2048
+    assert process_time() - before < 5.0

@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from any_schedule import schedules
 from cases import names
-from jpipe.schedules.actions import ACTION_KINDS, Action, ActionKind
+from jpipe.schedules.actions import Action, admitted
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.ticks import SlotTable, TickTable, lower
+from jpipe.schedules.ticks import KEEPS, SlotTable, TickTable, lower
 from jpipe.schedules.timing import slot_times
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
 GARBAGE: Tag = ("garbage", -1, -1)
-BOUNDARIES = {"activation": "F", "cotangent": "B"}
+BOUNDARIES = {"activation": "F", "cotangent": "BI"}
 
 
 def named(num_chunks: int) -> list[Schedule]:
     """Every schedule that has a name and these chunks, with several stages and micro-batches."""
     return [
         make_schedule(name, num_stages=k, num_microbatches=m, num_chunks=num_chunks)
-        for name in names(chunks=num_chunks)
+        for name in names(chunks=num_chunks, split=None)
         for k in (1, 2, 3, 4)
         for m in (1, 3, 4, 6)
     ]
@@ -34,9 +34,10 @@ def named(num_chunks: int) -> list[Schedule]:
 def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     """Runs the table on buffers of tags, asserting every read, every arrival and every -1."""
     written = {name: [table.rows_written(name)] * schedule.num_stages for name in BOUNDARIES}
-    rows_of = written | {"residual": table.residual_rows}
+    rows_of = written | table.rows
     buffers = {name: [[EMPTY] * rows for rows in rows_of[name]] for name in rows_of}
     ran: list[list[Action]] = [[] for _ in schedule.actions]
+    last = {name: last_readers(schedule, *kinds) for name, kinds in KEEPS.items()}
     crossing: dict[tuple[str, int, int], Tag] = {}  # sent in the slot before, and not needed by any action of this one
     for tick, (i, slot) in itertools.product(range(table.num_ticks), enumerate(table.slots)):
         sent: dict[tuple[str, int, int], Tag] = {}
@@ -45,19 +46,28 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
             expected = {"activation": EMPTY, "cotangent": EMPTY}
             if action is not None:
                 ran[stage].append(action)
-                expected |= _expected_reads(schedule, stage, action, keep_inputs=keep_inputs)
+                anew = computes_anew(schedule, stage, action, keep_inputs=keep_inputs)
+                assert slot.anew[tick, stage] == anew
+                expected |= _expected_reads(schedule, stage, action, anew=anew and keep_inputs)
                 sent |= _sends(schedule, stage, action)
             for name, value in expected.items():
                 assert _read(buffers[name][stage], getattr(slot, name)[tick, stage]) == value
-            _play_residual(buffers["residual"][stage], slot.residual[tick, stage], action, schedule.trains)
-        beside = {kind for kind in "FB" if kind not in table.slots[(i + 1) % len(table.slots)].kinds}
+            for name, (writer, readers) in KEEPS.items():
+                if name != "kept" or schedule.splits:
+                    writes = anew if action and keep_inputs and writer == "F" else action and action.kind == writer
+                    row = getattr(slot, name)[tick, stage]
+                    _play_kept(buffers[name][stage], row, action, last[name][stage], readers, writes=bool(writes))
+        following = admitted(schedule.slots[(i + 1) % len(table.slots)])
+        beside = {kind for kinds in BOUNDARIES.values() for kind in kinds if not {*kinds} & {*following}}
         arrived = crossing | {key: tag for key, tag in sent.items() if key[0] not in beside}
         crossing = {key: tag for key, tag in sent.items() if key[0] in beside}
-        for stage, (name, kind) in itertools.product(range(schedule.num_stages), BOUNDARIES.items()):
-            routes = schedule.placement.routes(+1 if kind == "F" else -1)
+        for stage, (name, kinds) in itertools.product(range(schedule.num_stages), BOUNDARIES.items()):
+            routes = schedule.placement.routes(+1 if kinds == "F" else -1)
             for route, column in zip(routes, getattr(slot, f"{name}_in"), strict=True):
                 senders, row = [a for a, b in route if b == stage], column[tick, stage]
-                tags = [arrived.pop((kind, a, stage)) for a in senders if (kind, a, stage) in arrived]
+                keys = [(kind, a, stage) for kind in kinds for a in senders if (kind, a, stage) in arrived]
+                tags = [arrived.pop(key) for key in keys]
+                assert len(tags) <= 1
                 assert row >= 0 or not tags
                 if row >= 0:  # where nothing arrives, what is written must be read by nobody
                     buffers[name][stage][row] = tags[0] if tags else GARBAGE
@@ -66,14 +76,22 @@ def play(schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> None:
     assert tuple(map(tuple, ran)) == schedule.actions
 
 
-def _expected_reads(schedule: Schedule, stage: int, action: Action, *, keep_inputs: bool) -> dict[str, Tag]:
+def computes_anew(schedule: Schedule, stage: int, action: Action, *, keep_inputs: bool) -> bool:
+    """Whether an action computes the forward of its micro-batch once more: R, or a backward for which no R did."""
+    ahead = (stage, action._replace(kind="R")) in schedule.placed
+    return action.kind == "R" or (keep_inputs and action.kind in "BI" and not ahead)
+
+
+def _expected_reads(schedule: Schedule, stage: int, action: Action, *, anew: bool) -> dict[str, Tag]:
     """What an action must find in its rows, by buffer: what its neighbours in the chain of virtual stages sent."""
     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
     reads: dict[str, Tag] = {}
-    if virtual_stage > 0 and (action.kind == "F" or keep_inputs):
+    if virtual_stage > 0 and (action.kind == "F" or anew):
         reads["activation"] = ("F", action.microbatch, virtual_stage - 1)
-    if virtual_stage < schedule.placement.num_virtual_stages - 1 and action.kind == "B":
-        reads["cotangent"] = ("B", action.microbatch, virtual_stage + 1)
+    if virtual_stage < schedule.placement.num_virtual_stages - 1 and action.kind in "BI":
+        sender = schedule.placement.stage_of(virtual_stage + 1)
+        sent = Action("B", action.microbatch, schedule.placement.chunk_of(virtual_stage + 1))
+        reads["cotangent"] = ("B" if (sender, sent) in schedule.placed else "I", action.microbatch, virtual_stage + 1)
     return reads
 
 
@@ -81,7 +99,7 @@ def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, in
     """What a stage sends, by kind, itself and the receiving stage."""
     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
     receiver = schedule.placement.neighbour(virtual_stage, +1 if action.kind == "F" else -1)
-    if receiver is None:
+    if receiver is None or action.kind in "RW":
         return {}
     key = action.kind, stage, schedule.placement.stage_of(receiver)
     return {key: (action.kind, action.microbatch, virtual_stage)}
@@ -100,35 +118,57 @@ def _read(buffer: list[Tag], row: int) -> Tag:
     return EMPTY if row < 0 else buffer[row]
 
 
-def _play_residual(buffer: list[Tag], row: int, action: Action | None, trains: bool) -> None:
-    """F writes the row, the B of the same micro-batch and chunk reads and empties it."""
-    if action is None or not trains:
+def _play_kept(
+    buffer: list[Tag], row: int, action: Action | None, last: set[Action], readers: str, *, writes: bool
+) -> None:
+    """What writes fills the row; readers of the same micro-batch and chunk find that, and the last one empties it."""
+    if action is None or not {action._replace(kind=kind) for kind in readers} & last:
         assert row == -1
-    elif action.kind == "F":
-        assert buffer[row] == EMPTY  # B empties it, so nothing live is overwritten
-        buffer[row] = ("R", action.microbatch, action.chunk)
-    else:
-        assert buffer[row] == ("R", action.microbatch, action.chunk)
-        buffer[row] = EMPTY
+        return
+    tag = ("kept", action.microbatch, action.chunk)
+    if writes:
+        assert buffer[row] == EMPTY  # it was emptied, so nothing live is overwritten
+        buffer[row] = tag
+    if action.kind in readers:
+        assert buffer[row] == tag
+        if action in last:
+            buffer[row] = EMPTY
+    assert writes or action.kind in readers or row == -1
+
+
+def last_readers(schedule: Schedule, writer: str, readers: str) -> list[set[Action]]:
+    """By stage the actions that are the last to read what a writer of their micro-batch and chunk wrote."""
+    found: list[set[Action]] = []
+    for order in schedule.actions:
+        last = {action[1:]: action for action in order if action.kind in readers}
+        found.append({action for action in last.values() if action._replace(kind=writer) in order})
+    return found
 
 
 def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, ...]]:
     """The most values that are live at once on each stage, counted slot time by slot time."""
     times, placement = slot_times(schedule), schedule.placement
-    live: dict[str, list[list[range]]] = {
-        name: [[] for _ in schedule.actions] for name in ("activation", "cotangent", "residual")
-    }
+    live: dict[str, list[list[range]]] = {name: [[] for _ in schedule.actions] for name in (*BOUNDARIES, *KEEPS)}
     for (stage, action), tau in times.items():
         virtual_stage = placement.virtual_stage(stage, action.chunk)
-        backward = times.get((stage, Action("B", action.microbatch, action.chunk)), tau)
-        for name, kind, sender in (("activation", "F", virtual_stage - 1), ("cotangent", "B", virtual_stage + 1)):
-            source = (placement.stage_of(sender), Action(kind, action.microbatch, placement.chunk_of(sender)))
-            if action.kind == kind and source in times:
-                last = backward if kind == "F" and keep_inputs else tau
-                beside = kind not in schedule.slots[(times[source] + 1) % len(schedule.slots)]
-                live[name][stage].append(range(times[source] + 1 + beside, last + 1))
-        if action.kind == "F" and backward > tau:
-            live["residual"][stage].append(range(tau, backward + 1))
+        until = lambda kinds: max([times.get((stage, action._replace(kind=k)), tau) for k in kinds])  # noqa: B023
+        for name, sender in (("activation", virtual_stage - 1), ("cotangent", virtual_stage + 1)):
+            kinds = BOUNDARIES[name]
+            parts = [Action(kind, action.microbatch, placement.chunk_of(sender)) for kind in kinds]
+            sent = [
+                times[placement.stage_of(sender), part] for part in parts if (placement.stage_of(sender), part) in times
+            ]
+            if action.kind in kinds and sent:
+                again = "R" if (stage, action._replace(kind="R")) in times else "BI"
+                last = until(again) if kinds == "F" and keep_inputs else tau
+                beside = not {*kinds} & {*admitted(schedule.slots[(sent[0] + 1) % len(schedule.slots)])}
+                live[name][stage].append(range(sent[0] + 1 + beside, last + 1))
+        for name, (writer, readers) in KEEPS.items():
+            writes = action.kind == writer and until(readers) > tau
+            if keep_inputs and writer == "F":
+                writes = computes_anew(schedule, stage, action, keep_inputs=True)
+            if writes and (name != "kept" or schedule.splits):
+                live[name][stage].append(range(tau, until(readers) + 1))
     last = max(times.values())
     return {
         name: tuple(max(sum(tau in span for span in spans) for tau in range(last + 1)) for spans in stages)
@@ -147,7 +187,7 @@ def check(schedule: Schedule, *, keep_inputs: bool) -> None:
     play(schedule, table, keep_inputs=keep_inputs)
     rows = most_live(schedule, keep_inputs=keep_inputs)
     assert {name: rows_of(table, name) for name in rows} == rows
-    assert table.residual_rows == rows["residual"]
+    assert table.rows == {name: rows[name] for name in KEEPS}
 
 
 @given(schedules(), st.booleans())
@@ -201,7 +241,7 @@ def test_table_of_1f1b_with_two_stages_and_three_microbatches():
     for name, columns in by_stage.items():
         column = getattr(backward, name)
         assert tuple(map(list, (column[0] if isinstance(column, tuple) else column).T)) == columns, name
-    assert (*(rows_of(table, name) for name in BOUNDARIES), table.residual_rows) == ((0, 1), (1, 0), (3, 1))
+    assert (*(rows_of(table, name) for name in BOUNDARIES), table.rows["residual"]) == ((0, 1), (1, 0), (3, 1))
 
 
 def test_kept_inputs_are_there_for_the_backward():
@@ -225,7 +265,7 @@ def test_arrays_are_read_only_int32_of_ticks_by_stages():
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (4, 8), (4, 2), (3, 7)])
 def test_rows_in_flight(num_stages, num_microbatches):
     def residual_rows(name: str) -> tuple[int, ...]:
-        return lower(make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches)).residual_rows
+        return lower(make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches)).rows["residual"]
 
     stages = range(num_stages)
     assert residual_rows("naive") == (1,) * num_stages
@@ -236,18 +276,14 @@ def test_rows_in_flight(num_stages, num_microbatches):
 
 def test_forward_only_keeps_no_cotangents():
     table = make_schedule("forward", num_stages=3, num_microbatches=6, num_chunks=2).ticks
-    assert (*(rows_of(table, name) for name in BOUNDARIES), table.residual_rows) == ((1,) * 3, (0,) * 3, (0,) * 3)
+    assert (*(rows_of(table, name) for name in BOUNDARIES), table.rows["residual"]) == ((1,) * 3, (0,) * 3, (0,) * 3)
 
 
-def test_a_new_kind_is_lowered_by_its_line_in_the_table_of_kinds(monkeypatch):
-    """Weight gradients apart from B: only the executor lacks them, and residuals then live until W."""
-    monkeypatch.setitem(ACTION_KINDS, "W", ActionKind(flow=0, after="B"))
-    orders = [["F0", "F1", "B0", "W0", "B1", "W1"], ["F0", "B0", "F1", "W0", "B1", "W1"]]
+def test_what_a_split_backward_keeps_has_rows_of_its_own():
+    orders = [["F0", "F1", "I0", "W0", "I1", "W1"], ["F0", "I0", "F1", "W0", "I1", "W1"]]
     schedule = Schedule(orders, slots=("FBW",))
     assert str(schedule).splitlines()[2:] == [
-        "stage 0 |F0 |F1 |.  |B0 |W0 |.  |B1 |W1 |",
-        "stage 1 |.  |F0 |B0 |F1 |W0 |B1 |W1 |.  |",
+        "stage 0 |F0 |F1 |.  |I0 |W0 |.  |I1 |W1 |",
+        "stage 1 |.  |F0 |I0 |F1 |W0 |I1 |W1 |.  |",
     ]
-    assert lower(schedule).residual_rows == (2, 2)
-    with pytest.raises(ValueError, match="stage 0 waits forever at W0: it needs B0 of stage 0"):
-        Schedule([["F0", "W0", "B0"]], slots=("FBW",))
+    assert lower(schedule).rows == {"residual": (2, 1), "kept": (2, 2), "stash": (1, 1)}

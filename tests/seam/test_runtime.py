@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -132,6 +133,14 @@ def test_a_call_that_lacks_an_argument():
     assert not runtime.lacks_an_argument(ValueError("missing 1 required positional argument: 'b'"))
 
 
+@pytest.mark.parametrize("module", [nnx.Dropout, lambda a, rngs: nnx.Linear(4, 4, rngs=rngs)])
+def test_a_module_that_gets_an_array_for_its_random_numbers(module):
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        jax.make_jaxpr(lambda x: module(0.5, rngs=x))(np.ones(3, np.float32))
+    assert runtime.lacks_rngs(caught.value), f"Flax says otherwise that it needs nnx.Rngs: {caught.value}"
+    assert not runtime.lacks_rngs(AttributeError("'Block' object has no attribute 'params'"))
+
+
 def test_what_may_pass(tmp_path):
     """The words are gRPC's, which tensorstore puts in front; a file that isn't there is no such fault."""
     tensorstore = pytest.importorskip("tensorstore")
@@ -140,3 +149,9 @@ def test_what_may_pass(tmp_path):
         tensorstore.open({"driver": "zarr", "kvstore": {"driver": "file", "path": str(tmp_path)}}).result()
     assert str(caught.value).startswith("NOT_FOUND"), f"tensorstore names no status any more: {caught.value}"
     assert not runtime.may_pass(str(caught.value))
+
+
+def test_a_device_without_room():
+    refused = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.")
+    assert runtime.found_no_room(refused)
+    assert not runtime.found_no_room(jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such thing"))

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from cases import ahead
 from jpipe.memory.storage import build_storage
 from jpipe.planning.partition import partition
 from jpipe.schedules.orders import make_schedule
@@ -27,7 +28,7 @@ from jpipe.view.page import NO_FACTS, PAGE, show
 from jpipe.view.page import Page as Written
 from view_chromium import Page, chromium, find
 
-NAMES = ("naive", "gpipe", "1f1b", "interleaved")
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 CLOSE = 1e-9
 
 
@@ -94,6 +95,11 @@ def address(page: Page) -> str:
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
+def chunks_of(name: str, num_chunks: int) -> int:
+    """The chunks of a stage, if the slider has that many."""
+    return {"v": 2, "interleaved": num_chunks, "zero_bubble": num_chunks}.get(name, 1)
+
+
 @functools.cache
 def schedule_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     return make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
@@ -106,8 +112,8 @@ def random_settings(count: int, *, shapes: int, most: tuple[int, int, int], seed
     def shape() -> dict[str, Any]:
         name = rng.choice(NAMES)
         K, M, V = (rng.randint(1, size) for size in most)
-        V = V if name == "interleaved" else 1
-        return {"schedule": name, "num_stages": K, "num_microbatches": M, "num_chunks": V}
+        sizes = {"num_stages": K, "num_microbatches": M, "num_chunks": chunks_of(name, V)}
+        return {"schedule": name, **sizes}
 
     drawn = [shape() for _ in range(shapes)]
 
@@ -163,7 +169,7 @@ def test_settings_up_to_the_ends_of_the_sliders_have_the_numbers_of_simulate(pag
 @pytest.mark.parametrize("name", NAMES)
 def test_bars_are_the_spans_of_simulate(page, name):
     """Every bar, in order: stage, kind, micro-batch, chunk, start and end; and what every stage holds over time."""
-    schedule = schedule_of(name, 3, 5, 2 if name == "interleaved" else 1)
+    schedule = schedule_of(name, 3, 5, chunks_of(name, 2))
     setting = {"num_stages": 3, "num_microbatches": 5, "num_chunks": schedule.num_chunks, "schedule": name}
     times = {"forward": [1.5, 1.0, 2.0], "backward": [3.0, 2.0, 2.5], "transfer": 0.75}
     found = page.get(f"jpipe.simulate({json.dumps(setting | times)})")
@@ -183,7 +189,7 @@ def test_what_waits_has_the_rows_of_the_tick_table(page, keep_inputs):
     """Rows that any device writes, and the most that a stage's own values are in."""
     rng = random.Random(5)
     shapes = [(name, rng.randint(1, 6), rng.randint(1, 12), rng.randint(1, 3)) for name in NAMES for _ in range(8)]
-    shapes = [(name, K, M, V if name == "interleaved" else 1) for name, K, M, V in shapes]
+    shapes = [(name, K, M, chunks_of(name, V)) for name, K, M, V in shapes]
     for shape in shapes:
         table = lower(schedule_of(*shape), keep_inputs=keep_inputs)
         for name in ("activation", "cotangent"):
@@ -207,12 +213,13 @@ def test_cards_show_simulate_and_the_speed_up_over_one_device(page):
         page.get(f"location.hash = {json.dumps(setting)}")
         page.wait(f"jpipe.state().ratio === {ratio} && jpipe.state().transfer === {transfer}")
         forward = [slowness if k == slow else 1.0 for k in range(K)]
-        backward = [time * (ratio + again[remat]) for time in forward]
+        backward = [time * ratio for time in forward]
         one = simulate(schedule_of("naive", 1, M, 1), sum(forward), sum(time * ratio for time in forward)).makespan
         peaks = []
         for name, suffix in zip(names, ("", "-beside"), strict=True):
-            chunks = V if name == "interleaved" else 1
-            timeline = simulate(schedule_of(name, K, M, chunks), forward, backward, transfer)
+            chunks = chunks_of(name, V)
+            recompute = [time * again[remat] for time in forward]
+            timeline = simulate(schedule_of(name, K, M, chunks), forward, backward, transfer, recompute=recompute)
             expected = {
                 "makespan": timeline.makespan,
                 "bubble": timeline.bubble_fraction,
@@ -339,7 +346,7 @@ def test_parts_of_the_memory_add_up(tab, optimiser, precision, remat):
     schedule, n, unit = schedule_of("interleaved", 4, 16, 2), 64 / 16, 2097e3 * width
     chunks = np.reshape(partition([1.0] * 50, 4, num_chunks=2).counts, (2, 4))
     has = 5300e6 * (0.96 / 50 * chunks.sum(axis=0) + [0.02, 0, 0, 0.02])
-    room = 5300e6 * (0.96 / 50 * chunks.sum(axis=0).max() + 2 * 0.02)
+    room = 5300e6 * (0.96 / 50 * chunks.sum(axis=0).max() + 0.02)
     keeps = remat in ("stage", "full")
     table, rows = lower(schedule, keep_inputs=keeps), 1 if keeps else np.asarray(simulate(schedule).peak_in_flight)
     values = {"none": 12, "layer": 1, "stage": 12, "full": 1}[remat]
@@ -512,14 +519,14 @@ SETTINGS = (
     [
         ("#K=99", "K-wrong", "K=99 is impossible here; use 1 to 32 (stages, one device each); 32 is shown"),
         ("#K=four", "K-wrong", "K=four is not a number; use 1 to 32; 4 is shown"),
-        ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved; "
-         "1f1b is shown"),
+        ("#schedule=2f2b", "schedule-wrong", "schedule=2f2b is unknown; use one of naive, gpipe, 1f1b, interleaved, v, "
+         "zero_bubble; 1f1b is shown"),
         ("#schedule=toString", "schedule-wrong", "schedule=toString is unknown; use one of naive, gpipe, 1f1b, "
-         "interleaved; 1f1b is shown"),
+         "interleaved, v, zero_bubble; 1f1b is shown"),
         ("#toString=4", "address-wrong", "The address has toString=4, which is no setting; there are view (time, "
          f"memory), {SETTINGS}."),
-        ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1 to 2 (chunks of layers a stage, if interleaved); "
-         "2 is shown"),
+        ("#L=16&K=8&V=3", "V-wrong", "V=3 is impossible here; use 1 to 2 (chunks of layers a stage, if interleaved or "
+         "zero_bubble); 2 is shown"),
         ("#K=3&slow=3&slowness=2", "slow-wrong", "slow=3 is impossible here; use 0 to 2 (which one, from 0); "
          "2 is shown"),
         ("#N=128&M=7", "M-wrong", "M=7 does not divide the batch N=128; use 1, 2, 4, 8, 16, 32, 64, 128; 4 is shown"),
@@ -542,6 +549,7 @@ LOOKS = [
     "#view=memory&schedule=gpipe&remat=stage",
     "#K=32&M=128&schedule=interleaved&V=2",
     "#view=memory&K=32&M=128&device=3",
+    "#schedule=zero_bubble&beside=v&V=1&remat=layer",
 ]
 
 
@@ -672,7 +680,7 @@ FACTS = PipelineFacts(
     gradients=Held((3e9, 5e9), 6e9),
     other=Held((1e6, 2e6), 2e6),
     optimizer=Held((1e9, 2e9), 2.5e9),
-    residuals=(Rows(10**8, (3, 2)), Rows(10**6, (1, 5))),
+    residuals=(Rows("residual", 10**8, (3, 2)), Rows("residual", 10**6, (1, 5))),
     activation=10**7,
     cotangent=2 * 10**7,
 )
@@ -744,6 +752,36 @@ def test_a_schedule_of_ones_own_has_the_numbers_of_simulate(tab, tmp_path, slots
     table = lower(schedule, keep_inputs=True)
     assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
     assert tab.get("jpipe.values('M')") == [3] and text(tab, "formula-bubble").startswith("They don't hold here")
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "dualpipe-v"])
+def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
+    """Its backwards are in two parts, some or all, and each kind of row is as often there as stages hold it."""
+    num_chunks = 1 if name == "zb-h1" else 2
+    schedule = make_schedule(name, num_stages=2, num_microbatches=5, num_chunks=num_chunks)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    residuals = tuple(Rows(kind, 10**6, (1, 1)) for kind in ("residual", "kept", "stash"))
+    options = {"schedule": name, "orders": orders, "slots": schedule.slots, "style": schedule.style}
+    own_page(tab, tmp_path, **options, num_chunks=num_chunks, num_microbatches=5, residuals=residuals)
+    timeline = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5])
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
+    assert found == [1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
+
+
+def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
+    schedule = ahead(2, 6)
+    orders = [[str(action) for action in order] for order in schedule.actions]
+    options = {"schedule": schedule.name, "orders": orders, "slots": schedule.slots, "keeps_inputs": True}
+    own_page(tab, tmp_path, **options, num_microbatches=6, residuals=(Rows("residual", 10**6, (1, 1)),))
+    timeline, table = simulate(schedule, [2, 3], [4, 4.5], recompute=[1, 1.5]), lower(schedule, keep_inputs=True)
+    assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
+    assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
+    found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
+    assert found == [1e6 * rows for rows in table.rows["residual"]] == [2e6, 1e6]
+    rows = [tab.get(f"jpipe.waiting('own', 2, 6, 1, '{name}', true).rows") for name in ("activation", "cotangent")]
+    assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 8])

@@ -1,0 +1,221 @@
+"""Table 1 of the GPipe paper on its own hardware: the largest models that the TPU compiler accepts.
+
+Transformer-L (width 2048, feed-forward 8192, 32 heads, sequence 1024, batch 32) on TPU v3, whose cores have 16 GB, and
+AmoebaNet-D (224x224 images, batch 128) on TPU v2 with 8 GB, both with RMSProp: 12 bytes a parameter with its gradient.
+Beside them what the paper found, and what 12 bytes a parameter alone would let in. Needs `pip install libtpu`, and no
+TPU; no parameter is made.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from common import (
+    Size,
+    batch_shapes,
+    console,
+    lowered_step,
+    mib,
+    on_cpu,
+    show,
+    stage_mesh,
+    tpu_devices,
+    transformer_pipeline,
+)
+
+import jpipe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from models import amoebanet
+
+BYTES_A_PARAMETER = 12
+"""Itself, its gradient and RMSProp's second moment, in float32."""
+
+MICROBATCHES = 32
+_SHARED = {"ends": "shared", "remat": "full", "cast": "use"}
+_SIZE = {"balance": "size", "remat": "full", "cast": "use"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """K stages on cores of a TPU, and the paper's largest model there.
+
+    Attributes:
+      topology: the TPU, such as "v3:2x2" for eight cores.
+      memory: bytes of a core.
+      num_stages: K.
+      paper: layers of Transformer-L, or filters of AmoebaNet-D.
+      options: of `jpipe.Pipeline`.
+      layers: of AmoebaNet-D; 0 for Transformer-L, whose layers are counted.
+    """
+
+    topology: str
+    memory: int
+    num_stages: int
+    paper: int
+    options: dict[str, Any]
+    layers: int = 0
+
+    @property
+    def step(self) -> int:
+        """Of what is counted: a layer more on each stage, or 32 filters."""
+        return 32 if self.layers else self.num_stages
+
+    def pipeline(self, count: int) -> tuple[jpipe.Pipeline, Any]:
+        """The model of that many layers or filters, and its batch."""
+        mesh = stage_mesh(tpu_devices(self.topology), self.num_stages)
+        if not self.layers:
+            size = Size(count, 2048, 32, 1024, 32000, 32 // MICROBATCHES, "bfloat16")
+            pipe = transformer_pipeline(size, self.num_stages, MICROBATCHES, mesh=mesh, **self.options)
+            return pipe, batch_shapes(size, MICROBATCHES)
+        layers = amoebanet.amoebanet(self.layers, count, dtype="bfloat16")
+        shapes = {"num_stages": self.num_stages, "num_microbatches": MICROBATCHES}
+        pipe = jpipe.Pipeline(layers, amoebanet.loss_fn, mesh=mesh, **shapes, **self.options)
+        images = jax.ShapeDtypeStruct((128, 224, 224, 3), "float32")
+        return pipe, {"inputs": images, "targets": jax.ShapeDtypeStruct((128,), "int32")}
+
+    def limit(self, parameters: int) -> int:
+        """Layers or filters by 12 bytes a parameter alone, where the paper's largest has so many parameters."""
+        room = self.memory * self.num_stages / BYTES_A_PARAMETER
+        if self.layers:
+            return int(self.paper * math.sqrt(room / parameters)) // 8 * 8
+        block = Size(1, 2048, 32, 1024, 0, 1).parameters - Size(0, 2048, 32, 1024, 0, 1).parameters
+        return self.paper + math.floor((room - parameters) / block)
+
+
+TABLE = {
+    "transformer-l": [
+        Place("v3:1x1", 16 * 2**30, 1, 13, {"remat": "layer", "cast": "use"}),
+        Place("v3:2x2", 16 * 2**30, 8, 103, _SHARED),
+        Place("v3:4x4", 16 * 2**30, 32, 415, _SHARED),
+        Place("v3:8x8", 16 * 2**30, 128, 1663, _SHARED),
+    ],
+    "amoebanet-d": [
+        Place("v2:1x1", 8 * 2**30, 1, 416, _SIZE, 18),
+        Place("v2:1x1", 8 * 2**30, 2, 544, _SIZE, 18),
+        Place("v2:2x2", 8 * 2**30, 4, 544, _SIZE, 36),
+        Place("v2:2x2", 8 * 2**30, 8, 512, _SIZE, 72),
+    ],
+}
+"""The paper's columns. With "full" a stage keeps its own input of a micro-batch, and not every layer's."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A step that was compiled.
+
+    Attributes:
+      arguments: bytes a core of parameters, moments and the batch.
+      temporaries: bytes a core of gradients, of what waits for its backward, and of what is being computed.
+      parameters: of the whole model.
+      seconds: to trace and to compile.
+    """
+
+    arguments: int
+    temporaries: int
+    parameters: int
+    seconds: float
+
+
+def compiled(place: Place, count: int) -> Fit | None:
+    """The step of that many layers or filters; None where the compiler says that it doesn't fit."""
+    begin = time.perf_counter()
+    pipe, batch = place.pipeline(count)
+    lowered = lowered_step(pipe, optax.rmsprop(1e-3), batch)
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    seconds = time.perf_counter() - begin
+    return Fit(memory.argument_size_in_bytes, memory.temp_size_in_bytes, num_parameters(pipe), seconds)
+
+
+def num_parameters(pipe: jpipe.Pipeline) -> int:
+    """Of all layers, each once."""
+    model = pipe.plan.model
+    size = lambda group: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(group.variables.get("params", {})))
+    return sum(size(model.groups[known.group]) * len(known.users) for known in model.variable_sets)
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from `low` to `high` that fits, by bisection; `low - 1` if none does.
+
+    >>> largest(lambda n: n <= 26, 13, 28)
+    26
+    """
+    low -= 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def search(place: Place, parameters: int) -> dict[int, Fit]:
+    """All that fitted, from the paper's count to the limit of 12 bytes a parameter alone; the last is the largest."""
+    found: dict[int, Fit] = {}
+
+    def fits(steps: int) -> bool:
+        fit = compiled(place, steps * place.step)
+        console.print(f"K={place.num_stages}, {steps * place.step}: {fit or 'does not fit'}", highlight=False)
+        if fit:
+            found[steps * place.step] = fit
+        return fit is not None
+
+    largest(fits, place.paper // place.step, place.limit(parameters) // place.step)
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=TABLE)
+    parser.add_argument("--stages", type=int, nargs="+", help="K (default: the paper's)")
+    parser.add_argument("--count", type=int, help="layers, or filters of AmoebaNet-D: these alone, nothing searched")
+    options = parser.parse_args()
+    on_cpu()
+    rows = []
+    for place in TABLE[options.what]:
+        if options.stages and place.num_stages not in options.stages:
+            continue
+        pipe, batch = place.pipeline(place.paper)
+        pipe.abstract_state(batch, optax.rmsprop(1e-3))
+        paper = num_parameters(pipe)
+        found = {options.count: compiled(place, options.count)} if options.count else search(place, paper)
+        rows.append(row(place, paper, found))
+    columns = (
+        "K",
+        "paper",
+        "parameters",
+        "here",
+        "parameters",
+        "times",
+        "arguments",
+        "temporaries",
+        "by 12 bytes",
+        "s",
+    )
+    counted = "layers" if options.what == "transformer-l" else "filters"
+    caption = f"jax {jax.__version__}, {counted}; MiB a core, the compiler's; M={MICROBATCHES}, bfloat16 activations"
+    show(f"The largest {options.what}", columns, rows, caption)
+
+
+def row(place: Place, paper: int, found: dict[int, Fit | None]) -> tuple[Any, ...]:
+    """A line of the table."""
+    count, fit = list(found.items())[-1] if found else (0, None)
+    start = (f"{place.num_stages}", place.paper, f"{paper / 1e9:.3f}B")
+    if fit is None:
+        return (*start, "-", "-", "-", "-", "-", place.limit(paper), "-")
+    ours = (count, f"{fit.parameters / 1e9:.3f}B", f"{fit.parameters / paper:.2f}")
+    return (*start, *ours, mib(fit.arguments), mib(fit.temporaries), place.limit(paper), f"{fit.seconds:.0f}")
+
+
+if __name__ == "__main__":
+    main()

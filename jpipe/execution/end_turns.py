@@ -1,0 +1,58 @@
+"""What all stages do together for one micro-batch, where they share the ends (`jpipe.execution.shared_ends`).
+
+All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, Turn
+from jpipe.jax_tools.indexing import Index
+from jpipe.mesh.axes import AXIS
+from jpipe.types import Leaf
+
+
+def enter(stage: Stage, microbatch: Index) -> list[Leaf]:
+    """What the first layer gives, on all stages."""
+    turn = Turn(0, 0, microbatch, {})
+    return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
+
+
+def leave(
+    stage: Stage, microbatch: Index, forward: ForwardWork, backward: BackwardWork
+) -> tuple[ForwardWork, BackwardWork, list[Leaf]]:
+    """The last layer and the loss, and if it trains their backward: (both works, cotangents of what it takes)."""
+    step, last, ends = stage.step, stage.step.model.last, stage.step.ends
+    assert ends is not None
+    turn = Turn(last, 0, microbatch, {})
+    arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == ends.last
+    x = _from_stage(mine, step.activations.read(forward.activation, step.model.num_layers - 2, 0))
+    cotangents: list[Leaf] = []
+    if step.schedule.trains:
+        found, residuals = step.layers[last].forward(arguments, x)
+        gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss(last))
+        backward = stage.add_gradients(turn, backward, gradients)
+    else:
+        found, _ = step.forwards[last](arguments, x)
+    # All stages have found the same, and one counts.
+    outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in found.outputs]
+    return forward._replace(results=stage.collected(turn, forward.results, outputs)), backward, cotangents
+
+
+def back(stage: Stage, microbatch: Index, backward: BackwardWork) -> BackwardWork:
+    """The first layer's backward, which computes what it needs of its forward anew."""
+    step, turn, ends = stage.step, Turn(0, 0, microbatch, {}), stage.step.ends
+    assert ends is not None
+    cotangents = _from_stage(stage.device == ends.first, step.cotangents.read(backward.cotangent, 0, 0))
+    arguments = stage.arguments(turn, stage.batch_of(turn))
+    _, residuals = step.layers[0].forward(arguments, [])
+    return stage.add_gradients(turn, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
+
+
+def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """Arrays of one stage, on all of them."""
+    return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]

@@ -1,0 +1,148 @@
+"""Ends that all stages compute together: the first layer, and the last one with the loss.
+
+Each stage has a part of their weights, as of a vocabulary, and computes that part of them for every micro-batch
+(arXiv 2411.05288 does so for cross-entropy). So no stage carries a table or a head alone. They run in turns that all
+stages take at the same time, beside the slots of a tick, and send each other what the partitioner finds
+(`jpipe.partitioner`), along `stage` as along any other axis. With 1F1B and K=2:
+
+    slot       F             B          F                B
+    stage 0    F0            .          F1               .
+    stage 1    .             .          F0               B0
+    all     enter(0)                 enter(1)  leave(0)
+
+*Enter*: the first layer, before the slot in which the first stage goes on with what it gives. *Leave*: the last layer,
+the loss and their backward, after the slot in which the last stage gave what they take. *Return*: the first layer's
+backward, after that in which the first stage gave the cotangents of what it gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe.execution.unsplit import warn_of_unsplit
+from jpipe.memory.layout import Layout
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.specs import on_all_stages
+from jpipe.model.groups import LayerGroup, Model
+from jpipe.model.layer_function import LayerFunction
+from jpipe.model.traced_layer import DeviceLayer, TracedLayer
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.ticks import SlotTable, TickTable
+from jpipe.seam.inside import line_of
+from jpipe.seam.jaxpr_types import shapes_of
+
+
+class Turns(NamedTuple):
+    """What all stages do together around one slot of each tick: int32 `[T]`, a micro-batch, -1 for nothing.
+
+    Attributes:
+      enter: whose first layer they compute before the slot.
+      leave: whose last layer and loss they compute after it.
+      back: whose first layer's backward they compute after it.
+    """
+
+    enter: np.ndarray
+    leave: np.ndarray
+    back: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class SharedEnds:
+    """The ends of a step.
+
+    Attributes:
+      first, last: the stages before the first layer's successor, and after the last one's predecessor.
+      sets: the sets of variables of which each stage has a part.
+      turns: for each slot of a tick.
+    """
+
+    first: int
+    last: int
+    sets: frozenset[int]
+    turns: tuple[Turns, ...]
+
+
+def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> SharedEnds:
+    """When the ends of a model run under a schedule.
+
+    Args:
+      model: its layers.
+      schedule: the order of actions.
+      table: that lowered.
+      keep_inputs: whether the first stage's backward reads again what the first layer gave.
+    """
+    place = schedule.placement
+    first, last, chunk = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1), schedule.num_chunks - 1
+    ends = (model.groups[0], model.groups[model.last])
+
+    def whose(slot: SlotTable, kinds: str, stage: int, chunk: int) -> np.ndarray:
+        """The micro-batch of which a stage does an action of some kinds on a chunk, `[T]`."""
+        codes = [1 + i for i, kind in enumerate(slot.kinds) if kind in kinds]
+        is_one = np.isin(slot.kind[:, stage], codes) & (slot.chunk[:, stage] == chunk)
+        return np.where(is_one, slot.microbatch[:, stage], -1).astype(np.int32)
+
+    turns = (
+        Turns(
+            enter=whose(slot, "FRBI" if keep_inputs else "F", first, 0),
+            leave=whose(slot, "F", last, chunk),
+            back=whose(slot, "BI", first, 0),
+        )
+        for slot in table.slots
+    )
+    sets = frozenset(group.variable_set for group in ends if group.variable_set is not None)
+    in_others = {group.variable_set for group in model.groups[1 : model.last]}
+    return SharedEnds(first, last, sets - in_others, tuple(turns))
+
+
+def as_they_lie(
+    model: Model, layouts: dict[str, Layout], functions: Sequence[LayerFunction], trained: Sequence[TracedLayer]
+) -> tuple[list[LayerFunction], list[TracedLayer]]:
+    """Functions and traced layers of all groups, those of the ends with weights that are split as at rest."""
+    found = list(functions)
+    for g, group in ((0, model.groups[0]), (len(found) - 1, model.groups[model.last])):
+        if (v := group.variable_set) is not None:
+            specs = {name: list(layouts[name].storage.record_types[v].specs) for name in group.specs}
+            found[g] = replace(found[g], group=replace(found[g].group, specs=specs))
+    return found, [replace(layer, function=function) for layer, function in zip(trained, found, strict=False)]
+
+
+def check_layers(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer], *, shared: bool) -> None:
+    """Checks that devices share the work of all layers, and if they are to, stages that of the ends.
+
+    Raises:
+      ValueError: of an end no weight is split over the stages, or all of them compute with whole ones, or with whole
+        outputs; naming the operation.
+
+    Warns:
+      UserWarning: as `warn_of_unsplit`.
+    """
+    for g in {0, len(trained) - 1} if shared and trained else ():
+        _check_end(trained[g].function.group, layers[g])
+    warn_of_unsplit(trained, layers)
+
+
+def _check_end(group: LayerGroup, layer: DeviceLayer) -> None:
+    name = f"ends='shared': layer {group.indices[0]} ({group.layer.name})"
+    specs = [spec for own in group.specs.values() for spec in own]
+    if specs and not any(map(on_all_stages, specs)):
+        raise ValueError(
+            f"{name} has no weights that the stages could share: none has a dimension that K divides, or they are used "
+            "in other layers too; pad the vocabulary to a multiple of K, or use ends='spread'"
+        )
+    size = lambda leaf: math.prod(leaf.shape)
+    largest = [
+        max(map(size, leaves), default=0) for leaves in (group.leaves(group.names), jax.tree.leaves(group.gives))
+    ]
+    for (equation, callers, *_), _, along in [*layer.forward.unsplit, *layer.unsplit]:
+        if AXIS in along and max(map(size, shapes_of(equation.invars)), default=0) >= min(largest):
+            what = f"{equation.primitive.name} ({line_of(equation, callers) or 'of no line'})"
+            raise ValueError(
+                f"{name}: {what} has to see whole arrays, so that every stage would do it all; use ends='spread', or a "
+                "loss that sums over the vocabulary, as cross-entropy does"
+            )

@@ -1,0 +1,269 @@
+"""`forecast`: a training step compiled for hardware that need not be there, and what its compiler says of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jpipe.execution.planner import Planner
+from jpipe.execution.step import Step
+from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
+from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
+from jpipe.forecasting.step_cycles import StepCycles, count_cycles
+from jpipe.jax_tools.random_keys import key_shape
+from jpipe.mesh.device_order import make_mesh
+from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.pipeline import Pipeline
+from jpipe.planning.costs import layer_costs
+from jpipe.profiling.communication import BACKWARD, FORWARD, TICK, communication, words_of
+from jpipe.schedules.simulate import Timeline
+from jpipe.seam.runtime import found_no_room
+from jpipe.terminal.progress import task
+from jpipe.types import Batch, Device, PyTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What `jpipe.forecast` found. Printed, or shown in a notebook, it is a table.
+
+    Attributes:
+      title: of which pipeline, where.
+      fits: whether the compiler found room for the step.
+      bytes: on a device, by part: "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients,
+        residuals, activations). Of a step that doesn't fit, temporaries are what the compiler's message leaves.
+      flops: of a device in a step, the mean of all; what remat computes again included.
+      cycles: by kind of action, of one on the slowest stage; of all "ticks" beyond actions, of the "ends" where all
+        stages share them, and of the "update"; None where the compiler estimates none (CPU, GPU), or it doesn't fit.
+      collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
+      slices: seconds of the step by what they go into: "layers", "bubble", "between layers", "update", "links".
+      timeline: the schedule with the stages' cycles.
+      message: the compiler's, if the step doesn't fit.
+      advice: what would help then.
+    """
+
+    title: str
+    fits: bool
+    bytes: dict[str, int]
+    flops: float
+    cycles: dict[str, float] | None
+    collectives: dict[tuple[str, ...], float]
+    slices: dict[str, float] | None
+    timeline: Timeline | None = field(repr=False)
+    message: str = ""
+    advice: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self._table().described()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    @property
+    def total_bytes(self) -> int:
+        """On a device, all parts."""
+        return sum(self.bytes.values())
+
+    @property
+    def bubble_fraction(self) -> float | None:
+        """The share of the ticks in which a stage idles."""
+        return None if self.timeline is None else self.timeline.bubble_fraction
+
+    @property
+    def seconds(self) -> float | None:
+        """What a step takes, the compiler's cycles at the chip's clock and, at one link's speed, transfers not hidden.
+
+        Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
+        """
+        return None if self.slices is None else sum(self.slices.values())
+
+    @property
+    def limit(self) -> str | None:
+        """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble" or "links"."""
+        if not self.fits or self.slices is None:
+            return None if self.fits else "memory"
+        rest = {name: self.slices[name] for name in ("bubble", "links")}
+        rest["compute"] = sum(self.slices.values()) - sum(rest.values())
+        return max(rest, key=lambda name: rest[name])
+
+    def plot(self, path_or_ax: str | os.PathLike[str] | Axes | None = None) -> Axes:
+        """Draws the timeline in cycles, as `Timeline.plot` does.
+
+        Raises:
+          ValueError: there is none, since the compiler estimated no cycles or the step doesn't fit.
+        """
+        if self.timeline is None:
+            raise ValueError("there are no cycles to draw: the step doesn't fit, or its compiler estimates none")
+        return self.timeline.plot(path_or_ax, unit="cycles")
+
+    def _table(self) -> Table:
+        rows = [(name, bytes_in_words(size)) for name, size in self.bytes.items()]
+        rows += [("all", bytes_in_words(self.total_bytes)), ("FLOPs of a device", f"{self.flops:.3g}")]
+        rows += [(f"sent along {', '.join(axes)}", bytes_in_words(int(n))) for axes, n in self.collectives.items()]
+        rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
+        rows += [(f"ms: {name}", f"{1e3 * seconds:,.3f}") for name, seconds in (self.slices or {}).items()]
+        if self.seconds is not None:
+            rows += [("ms: step", f"{1e3 * self.seconds:,.3f}"), ("bubble", f"{self.bubble_fraction:.1%}")]
+        limit = f"; {self.limit} limits" if self.limit else ""
+        notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
+        return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
+
+
+def forecast(
+    pipe: Pipeline,
+    batch: Batch,
+    tx: optax.GradientTransformation,
+    *,
+    topology: str | None = None,
+    devices: Sequence[Device] | None = None,
+) -> Forecast:
+    """Compiles a pipeline's training step for hardware that need not be there. Of the parameters nothing is made.
+
+    Args:
+      pipe: the pipeline, on a mesh of any devices; the sizes of its axes count.
+      batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+      tx: any optax transformation.
+      topology: a slice of TPUs, such as "v5e:2x4", of which the first devices are taken; needs `jpipe[tpu]`.
+      devices: instead of it, devices at hand, or such as a topology has; default: those of the mesh. Where they are no
+        TPUs, nothing is known of cycles and seconds.
+
+    Raises:
+      ImportError: the TPU compiler isn't installed.
+      ValueError: the topology is unknown, both are given, or there are fewer devices than the mesh has.
+    """
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+    found = parse_topology(topology).devices() if topology is not None else devices
+    there = pipe if found is None else _moved(pipe, found, topology)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    device, planner = there.mesh.devices.flat[0], there.planner
+    state = there.abstract_state(shapes, tx)
+    others = {name: tree for name, tree in state.variables.items() if name != "params"}
+    parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other variables": others}
+    held = {name: _on_a_device(tree) for name, tree in parts.items()}
+    title = f"A step of {pipe!r} on {topology or device.device_kind}"
+    known = Forecast(title, True, held, _flops(planner, shapes), None, _collectives(planner, shapes, title), None, None)
+    with task(f"compiling for {topology or device.device_kind}"):
+        lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
+        try:
+            compiled, text = compile_with_text(lowered) if device.platform == "tpu" else (lowered.compile(), "")
+        except jax.errors.JaxRuntimeError as error:
+            if not found_no_room(error):
+                raise
+            return _without_room(known, there, str(error))
+    if memory := compiled.memory_analysis():
+        beyond = {
+            "batch": max(0, memory.argument_size_in_bytes - sum(held.values())),
+            "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        }
+        known = replace(known, bytes=held | beyond)
+    return _with_cycles(known, planner.training_step(shapes), read(text), chip_of(device)) if text else known
+
+
+def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None) -> Forecast:
+    """With cycles, and with seconds of a chip whose clock is known."""
+    cycles = count_cycles(step, program)
+    hidden = all(move.loops for move in transfers(program.find("ticks")[0]))
+    slices = None if chip is None else _slices(cycles, chip, known.collectives, hidden=hidden)
+    by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
+    others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
+    return replace(known, cycles=by_kind | others, slices=slices, timeline=cycles.timeline)
+
+
+def _without_room(known: Forecast, pipe: Pipeline, error: str) -> Forecast:
+    """Of a step that doesn't fit, as its compiler says."""
+    message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
+    left = max(0, _used(error) - sum(known.bytes.values()))
+    advice = _advice(pipe, known.bytes, left)
+    return replace(known, fits=False, bytes=known.bytes | {"temporaries": left}, message=message, advice=advice)
+
+
+def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:
+    """The same pipeline on other devices."""
+    mesh = pipe.mesh
+    if len(devices) < mesh.size:
+        raise ValueError(
+            f"{topology or 'devices'} has {len(devices)} devices, but the pipeline's mesh {dict(mesh.shape)} takes "
+            f"{mesh.size}; pass a larger one"
+        )
+    if len(devices) == mesh.size and mesh.axis_names[0] == "stage":
+        there = make_mesh(devices=devices, axis_types=mesh.axis_types, **mesh.shape)
+    else:
+        chosen = np.asarray(devices[: mesh.size]).reshape(mesh.devices.shape)
+        there = Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
+    return cast("partial[Pipeline]", pipe.__reduce__()[0])(mesh=there)
+
+
+def _on_a_device(tree: PyTree) -> int:
+    """Bytes of each device's part of arrays."""
+    shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return sum(int(np.prod(shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _flops(planner: Planner, batch: Batch) -> float:
+    """Of a device in a step, the mean of all."""
+    micro, mesh = planner.for_training(batch), planner.request.mesh
+    costs = layer_costs(planner.model(micro), planner.layers(micro, key_shape()), "flops", mesh)
+    return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
+
+
+def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, ...], float]:
+    """Bytes that a device sends in a step, by mesh axes; of layers those of the stage that has the most."""
+    step, sent = planner.training_step(batch), dict[tuple[str, ...], float]()
+    count = step.schedule.num_microbatches * step.schedule.num_chunks
+    layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
+    for one in communication(planner, batch, title).transfers:
+        turns = count * layers.get(one.layer, 1) if one.loop in (FORWARD, BACKWARD) else 1
+        size = one.bytes * (step.table.num_ticks if one.loop == TICK else turns)
+        sent[one.axes] = sent.get(one.axes, 0.0) + size
+    return sent
+
+
+def _slices(
+    cycles: StepCycles, chip: Chip, sent: dict[tuple[str, ...], float], *, hidden: bool
+) -> dict[str, float] | None:
+    """Seconds of a step by what they go into; None without a clock."""
+    if chip.clock is None:
+        return None
+    bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
+    seen = sum(size for axes, size in sent.items() if not (hidden and axes == ("stage",)))
+    return {
+        "layers": (cycles.timeline.makespan - bubble) / chip.clock,
+        "bubble": bubble / chip.clock,
+        "between layers": (cycles.ticks + cycles.ends) / chip.clock,
+        "update": cycles.update / chip.clock,
+        "links": seen / chip.link_bandwidth,
+    }
+
+
+def _used(message: str) -> int:
+    """Bytes that a compiler says a program would take, in the first number before "exceeds" or "of"."""
+    found = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", message)
+    return int(float(found.group(1)) * UNITS[found.group(2)]) if found else 0
+
+
+def _advice(pipe: Pipeline, held: dict[str, int], temporaries: int) -> tuple[str, ...]:
+    """What would take less memory, by the largest part first."""
+    request, found = pipe.planner.request, []
+    if temporaries > sum(held.values()):
+        found += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
+        found += ["more micro-batches of fewer examples each"]
+    found += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]
+    if request.splits.batch_axes and request.splits.num_shards > 1:
+        found += [f"shard_over={request.splits.batch_axes!r} splits parameters and their optimiser over data axes"]
+    found += ['cast="use" keeps no narrow copy of the weights'] * (request.options.cast == "step")
+    found += ['ends="spread" lays the weights of the ends on all stages'] * (request.options.ends == "own")
+    return tuple(f"would help: {text}" for text in found)

@@ -1,0 +1,137 @@
+"""Chips that one trains on, and slices of them that need not be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass
+
+from jpipe.types import Device
+
+GIB = 2**30
+BOOK = "How to Scale Your Model, 'TPU specs'; clock: peak over products a cycle"
+PAPER = "Norrie et al., IEEE Micro 2021"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one device of JAX has. On TPU v2 and v3 that is a core, half of a chip.
+
+    Attributes:
+      name: such as "v5e".
+      flops: at its peak in bfloat16, FLOP/s.
+      memory: bytes. Programs get a little less.
+      memory_bandwidth: bytes/s.
+      link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
+      clock: cycles/s that a TPU compiler's estimates count; None for others.
+      source: where that is written.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    clock: float | None
+    source: str
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in [
+        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER),
+        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, PAPER),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK),
+        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, "NVIDIA H100 SXM data sheet, without sparsity"),
+        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, "NVIDIA H200 SXM data sheet, without sparsity"),
+    ]
+}
+"""By name."""
+
+KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5p": "v5p", "v5": "v5p", **{name: name for name in CHIPS}}
+"""Chips by what JAX calls them, those first that begin like others."""
+
+EXAMPLES = {
+    "v2": "2x2",
+    "v3": "2x2",
+    "v4": "2x2x2",
+    "v5e": "2x4",
+    "v5p": "2x2x2",
+    "v6e": "2x4",
+    "h100": "8",
+    "h200": "8",
+}
+"""A shape of each, which has as many numbers as all its shapes."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice of chips, such as "v5e:2x4".
+
+    Attributes:
+      chip: of which kind.
+      shape: the chips along each dimension of their network.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of JAX; two a chip on TPU v2 and v3."""
+        return math.prod(self.shape) * (2 if self.chip.name in ("v2", "v3") else 1)
+
+    def devices(self) -> list[Device]:
+        """Devices for which programs compile, whether or not they are there.
+
+        Raises:
+          ImportError: the TPU compiler is not installed.
+          ValueError: these are GPUs, or the compiler knows no slice of this shape.
+        """
+        if self.chip.clock is None:
+            raise ValueError(f"topology='{self}' is none of TPUs, which alone compile without a device; pass devices=")
+        if importlib.util.find_spec("libtpu") is None:
+            raise ImportError(f"topology='{self}' needs the TPU compiler; pip install 'jpipe[tpu]' (Linux, x86-64)")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        from jax.experimental import topologies
+
+        try:
+            options = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}  # both cores are a device
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=str(self), **options).devices)
+        except Exception as error:  # its type differs by what is wrong
+            raise ValueError(f"the TPU compiler refuses topology='{self}': {str(error).splitlines()[0]}") from error
+
+
+def parse_topology(name: str) -> Topology:
+    """The slice of a name.
+
+    Args:
+      name: chip and shape, such as "v5p:4x4x8".
+
+    Raises:
+      ValueError: no chip is called so, or the shape isn't one of its slices.
+
+    >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("v3:2x2").num_devices
+    (128, 8)
+    """
+    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
+    example = EXAMPLES.get(found.group(1)) if found else None
+    if found is None or example is None or found.group(2).count("x") != example.count("x"):
+        known = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
+        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {known}")
+    return Topology(CHIPS[found.group(1)], tuple(map(int, found.group(2).split("x"))))
+
+
+def chip_of(device: Device) -> Chip | None:
+    """The chip of a device of JAX; None if it isn't known."""
+    kind = device.device_kind.lower()
+    return next((CHIPS[name] for word, name in KINDS.items() if word in kind), None)

@@ -1,0 +1,118 @@
+"""What a compiled step takes by its compiler's estimate, its loops taken as often as they turn.
+
+The compiler notes cycles beside each operation, and how often loops turn follows from the step: that over ticks from
+the table, those over layers from the ranges of each virtual stage, those of a layer's own from their conditions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jpipe.execution.step import Step
+from jpipe.forecasting.compiled_program import Loop
+from jpipe.schedules.simulate import Timeline, Work, in_lockstep
+
+
+@dataclass(frozen=True)
+class StepCycles:
+    """Cycles of a step.
+
+    Attributes:
+      actions: by kind and stage `[K]`, of one action; of several chunks their mean.
+      ticks: of all ticks, beyond their actions.
+      ends: of the first and the last layer where all stages compute them together.
+      update: of what isn't in ticks: the optimiser's update above all.
+      timeline: the schedule with these actions, in cycles.
+    """
+
+    actions: dict[str, tuple[float, ...]]
+    ticks: float
+    ends: float
+    update: float
+    timeline: Timeline
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.timeline.makespan + self.ticks + self.ends + self.update
+
+
+def count_cycles(step: Step, program: Loop) -> StepCycles:
+    """The cycles of a training step.
+
+    Args:
+      step: the step.
+      program: it compiled.
+
+    Raises:
+      ValueError: the program has no loop over ticks.
+    """
+    found = program.find("ticks")
+    if len(found) != 1:
+        raise ValueError(f"the compiled program has {len(found)} loops over ticks; a step has 1")
+    (ticks,), schedule, place = found, step.schedule, step.schedule.placement
+    actions = {
+        kind: [
+            float(np.mean([_action(step, ticks, kind, place.virtual_stage(k, v)) for v in range(place.num_chunks)]))
+            for k in range(schedule.num_stages)
+        ]
+        for kind in sorted(schedule.kinds)
+    }
+    work = Work(actions, [0.0] * schedule.num_stages)
+    spans = in_lockstep(schedule, work)
+    busy = tuple(sum(sum(work.takes(k, action)) for action in order) for k, order in enumerate(schedule.actions))
+    timeline = Timeline(schedule, spans, max(span.end for span in spans), busy)
+    others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
+    return StepCycles(
+        actions={kind: tuple(cycles) for kind, cycles in actions.items()},
+        ticks=float(step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))),
+        ends=_ends(step, ticks),
+        update=float(program.own + others),
+        timeline=timeline,
+    )
+
+
+def _action(step: Step, ticks: Loop, kind: str, virtual_stage: int) -> float:
+    """Cycles of one action, the mean of the slots that have a loop for it; 0 of a W that has nothing to do."""
+    names = {f"{group.layer.name}.{g}": g for g, group in enumerate(step.model.groups)}
+    layers = (step.ranges.stop - step.ranges.start)[virtual_stage].sum(axis=0)
+    passes = int(step.ranges.passes_of[virtual_stage])
+
+    def turned(loop: Loop) -> float:
+        if loop.name in names:
+            trips = layers[names[loop.name]] / passes
+        elif any(inner.name in names for inner in loop.walk()):
+            trips = passes
+        else:
+            return _turned(loop)
+        return float(trips * (loop.own + sum(map(turned, loop.inner))))
+
+    if loops := ticks.find(kind):
+        return sum(loop.own + sum(map(turned, loop.inner)) for loop in loops) / len(loops)
+    inner = [loop for loop in ticks.inner if kind in loop.scope.split("/")]
+    return (_unlooped(ticks, kind) + sum(map(turned, inner))) / sum(kind in slot.kinds for slot in step.table.slots)
+
+
+def _unlooped(ticks: Loop, kind: str) -> float:
+    """Cycles of actions that each tick has exactly once (K=1), and no loop around them."""
+    if ticks.find(kind):
+        return 0.0
+    return sum(operation.cycles for operation in ticks.operations if kind in operation.op_name.split("/"))
+
+
+def _ends(step: Step, ticks: Loop) -> float:
+    """Cycles of the first and the last layer, where all stages compute them together."""
+    total = 0.0
+    of_slots = () if step.ends is None else step.ends.turns
+    for name in ("enter", "leave", "back") if of_slots else ():
+        turns = sum(int((getattr(turns, name) >= 0).sum()) for turns in of_slots)
+        loops = ticks.find(name)
+        total += turns * sum(loop.own + sum(map(_turned, loop.inner)) for loop in loops) / max(1, len(loops))
+    return total
+
+
+def _turned(loop: Loop) -> float:
+    """Cycles of a loop whose condition says how often it turns; once, if it doesn't."""
+    return (1 if loop.trips is None else loop.trips) * (loop.own + sum(map(_turned, loop.inner)))

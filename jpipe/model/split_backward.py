@@ -1,0 +1,203 @@
+"""A layer's backward in two: gradients of its inputs, for which another stage waits, and those of its weights.
+
+The equations of the backward are dealt out to two programs (arXiv 2401.10241 has the idea). The first, I, computes the
+cotangents of the layer's inputs, and the gradients that then cost next to nothing: of biases, of scales, sums by
+element. The second, W, computes the others: the products, convolutions and loops that nothing but weights need. No such
+equation is in both. For y = gelu(x @ w + b) @ v:
+
+    I   dg = dy @ v.T, dh = dg * gelu'(h), db = sum(dh), dx = dh @ w.T
+    W   dv = gelu(h).T @ dy, dw = x.T @ dh
+
+What W needs of the layer's residuals waits for it a little longer (`kept`: x and h), what it needs of I is stored a
+second time, between I and W (the *stash*: dy and dh). What an elementwise operation makes of that is made again, as
+gelu(h), for it takes less time than to write it down and read it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.seam.inside import needed_part, replaced
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import CHEAP, FREE, is_by_element
+
+SLACK = 1.25
+"""How many times its own bytes the residuals may have of which a value is made again, not stashed."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitBackward:
+    """The two programs.
+
+    Attributes:
+      inputs: arguments of the backward -> its results in `early`, the stash.
+      weights: arguments of the backward that `reads` lists, the stash -> its results in `late`.
+      early: indices of results of the backward.
+      late: those of the others.
+      reads: indices of arguments of the backward.
+    """
+
+    inputs: ClosedJaxpr
+    weights: ClosedJaxpr
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+def split_in_two(
+    backward: ClosedJaxpr, urgent: Collection[int], residuals: Collection[int], given: int
+) -> SplitBackward:
+    """Deals out the equations of a backward.
+
+    Args:
+      backward: residuals, other values that are at hand whenever it runs, cotangents -> gradients.
+      urgent: the indices of the results that another stage waits for. Where there are none (a first layer), all is
+        early: then nothing would wait.
+      residuals: the indices of the arguments that are residuals.
+      given: how many arguments there are before the cotangents.
+    """
+    closed = without_calls(backward)
+    jaxpr = closed.jaxpr
+    first = _needed_for([jaxpr.outvars[i] for i in urgent], jaxpr.eqns)
+    deferred: set[Var] = set()
+    for equation in jaxpr.eqns if urgent else ():
+        if first.isdisjoint(equation.outvars) and (_is_heavy(equation) or _has(deferred, equation.invars)):
+            deferred.update(equation.outvars)
+    late = tuple(i for i, v in enumerate(jaxpr.outvars) if _has(deferred, [v]))
+    early = tuple(i for i in range(len(jaxpr.outvars)) if i not in late)
+    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(jaxpr.invars[:given]) if i not in residuals)}
+    cut = _Cut(jaxpr.eqns, first, deferred, at_hand, {jaxpr.invars[i] for i in residuals})
+    for i in late:
+        cut.bring(jaxpr.outvars[i])
+    reads = tuple(i for i, v in enumerate(jaxpr.invars[:given]) if v in cut.found)
+    later = [e for e in jaxpr.eqns if not cut.made_later.isdisjoint(e.outvars)]
+    later = _made_once(later, cut.made_later - deferred)
+    stash = [v for v in cut.stash if all(v not in e.outvars for e in later)]
+    chosen = lambda v: [jaxpr.outvars[i] for i in v]
+
+    def part(equations: Sequence[JaxprEqn], **fields: list[Var | Literal]) -> ClosedJaxpr:
+        # Some kernels count as needed in what takes out dead code; it looks into loops, though.
+        needed = _needed_for(fields["outvars"], equations)
+        own = [e for e in equations if e.effects or _has(needed, e.outvars)]
+        found = ClosedJaxpr(replaced(jaxpr, eqns=own, **fields), closed.consts)
+        return needed_part(found, [True] * len(fields["outvars"]), keep=True)[0]
+
+    return SplitBackward(
+        inputs=part(jaxpr.eqns, outvars=[*chosen(early), *stash]),
+        weights=part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=chosen(late)),
+        early=early,
+        late=late,
+        reads=reads,
+    )
+
+
+def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:
+    """Equations that have the values in `again` made before products read them, not within these.
+
+    Of a product whose operand is a cheap expression, a TPU's compiler may compute that once for each tile.
+    """
+    found: list[JaxprEqn] = []
+    made: dict[Var, Var] = {}
+    for equation in equations:
+        operands = equation.invars
+        if _is_heavy(equation):
+            for v in operands:
+                if not isinstance(v, Literal) and v in again and v not in made:
+                    (barrier,) = jax.make_jaxpr(jax.lax.optimization_barrier)(*shapes_of([v])).jaxpr.eqns
+                    found.append(replaced(barrier, invars=[v]))
+                    (made[v],) = barrier.outvars
+            operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]
+        found.append(replaced(equation, invars=operands))
+    return found
+
+
+def _is_heavy(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return not (is_by_element(name) or name in FREE)
+
+
+class _Cut:
+    """What W needs: found from its results backwards.
+
+    Args:
+      equations: of the whole backward.
+      first: what results in I need.
+      deferred: what W makes, and what follows from it.
+      at_hand: what both have.
+      residuals: what both can have.
+
+    Attributes:
+      found: all values that W needs.
+      made_later: those that its own equations make.
+      stash: those that I has to hand over.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[JaxprEqn],
+        first: set[Var],
+        deferred: set[Var],
+        at_hand: set[Var],
+        residuals: set[Var],
+    ):
+        self._maker = {v: equation for equation in equations for v in equation.outvars}
+        self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
+        self.found: set[Var] = set()
+        self.made_later: set[Var] = set()
+        self.stash: list[Var] = []
+
+    def bring(self, v: Var | Literal) -> None:
+        """Sees to it that W has a value."""
+        if isinstance(v, Literal) or v in self.found:
+            return
+        is_made = v in self._deferred or self._is_made_again(v)
+        self.found.add(v)
+        if is_made:
+            self.made_later.add(v)
+            for operand in self._maker[v].invars:
+                self.bring(operand)
+        elif v not in self._at_hand and v not in self._residuals:
+            self.stash.append(v)
+
+    def _is_made_again(self, v: Var) -> bool:
+        """Whether W makes a value itself that could be made in I: cheaply, of what takes about as many bytes."""
+        equation = self._maker.get(v)
+        if equation is None or equation.primitive.name not in CHEAP:
+            return False
+        roots = self._roots(v)
+        if roots is not None:
+            return _bytes(roots - self.found) <= SLACK * _bytes({v})
+        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.found - self._at_hand
+        return v not in self._first and _bytes(new) <= _bytes({v})
+
+    def _roots(self, v: Var) -> set[Var] | None:
+        """The residuals of which alone a value follows by cheap operations; None if it needs anything else."""
+        if v in self._at_hand or v in self._residuals:
+            return {v} & self._residuals
+        equation = self._maker.get(v)
+        if equation is None or equation.primitive.name not in CHEAP:
+            return None
+        roots = [self._roots(u) for u in equation.invars if not isinstance(u, Literal)]
+        return None if None in roots else set().union(*filter(None, roots))
+
+
+def _needed_for(results: Sequence[Var | Literal], equations: Sequence[JaxprEqn]) -> set[Var]:
+    """All values that some results follow from, and what equations with an effect do."""
+    needed = {v for v in results if not isinstance(v, Literal)}
+    for equation in reversed(equations):
+        if equation.effects or _has(needed, equation.outvars):
+            needed.update(v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal))
+    return needed
+
+
+def _has(values: set[Var], variables: Sequence[Var | Literal]) -> bool:
+    return any(not isinstance(v, Literal) and v in values for v in variables)
+
+
+def _bytes(values: Collection[Var]) -> int:
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes_of(list(values)))

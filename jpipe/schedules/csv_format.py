@@ -1,0 +1,66 @@
+"""Orders as PyTorch writes them (`torch.distributed.pipelining`, format "compute_only"): a row of cells for each stage.
+
+A cell is a virtual stage, a kind and a micro-batch, as "5F0", or empty where the stage idles; kinds are those of
+`jpipe.schedules.actions`, of which PyTorch hasn't R. Two that it runs together, "(0F7;7B3)OVERLAP_F_B", are one after
+the other here.
+"""
+
+import csv
+import io
+import re
+
+from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.placement import STYLES, Placement
+from jpipe.schedules.timing import slot_times
+
+
+def write_csv(orders: Orders) -> str:
+    """The orders as text, a column for each slot in time."""
+    times = slot_times(orders)
+    rows = [[""] * (max(times.values()) + 1) for _ in orders.actions]
+    for (stage, (kind, microbatch, chunk)), tau in times.items():
+        rows[stage][tau] = f"{orders.placement.virtual_stage(stage, chunk)}{kind}{microbatch}"
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def read_csv(text: str) -> tuple[list[list[Action]], str]:
+    """Each row's actions in order, and how virtual stages are dealt out to rows, by the first style that fits.
+
+    Raises:
+      TypeError: the text is none.
+      ValueError: it has no rows, a cell is no action, or the rows' virtual stages fit no style; the message names it.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a schedule is read from text, got {type(text).__name__}; pass Path(...).read_text()")
+    rows = list(csv.reader(io.StringIO(text.rstrip())))
+    if not rows:
+        raise ValueError("the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1")
+    found = [[a for i, cell in enumerate(row) for a in _parts(cell, k, i)] for k, row in enumerate(rows)]
+    num_chunks = max(len({s for s, _, _ in row}) for row in found)
+    for style in STYLES if num_chunks == 2 else STYLES[:1]:
+        placement = Placement(len(rows), num_chunks, style)
+        if all(placement.stage_of(s) == k for k, row in enumerate(found) for s, _, _ in row):
+            return [[Action(kind, m, placement.chunk_of(s)) for s, kind, m in row] for row in found], style
+    runs = "; ".join(f"row {k}: {', '.join(map(str, sorted({s for s, _, _ in row})))}" for k, row in enumerate(found))
+    raise ValueError(
+        f"the CSV's rows run virtual stages that fit no placement of {len(rows)} rows ({runs}); "
+        f'use "loop", row k with k, K+k, 2K+k ..., or "v", row k with k and 2K-1-k'
+    )
+
+
+def _parts(cell: str, row: int, column: int) -> list[tuple[int, str, int]]:
+    """The actions of a cell: virtual stage, kind and micro-batch."""
+    together = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    parts = []
+    for part in map(str.strip, together[1].split(";") if together else [cell]):
+        if match := re.fullmatch(rf"(\d+)([{''.join(ACTION_KINDS)}])(\d+)", part):
+            parts.append((int(match[1]), match[2], int(match[3])))
+        elif re.search(r"SEND|RECV|SHARD", part):
+            remedy = "jpipe sends and gathers by itself; write the CSV without, as PyTorch's compute_only"
+            raise ValueError(f"row {row}, cell {column} ({cell!r}) is communication: {remedy}")
+        elif part and not re.fullmatch(r"\d+REDUCE_GRAD", part):  # which jpipe does at the end of a step
+            raise ValueError(
+                f"row {row}, cell {column} ({cell!r}) is no action; use a virtual stage, one of F, R, B, I and W, and "
+                'a micro-batch, as "5F0", or nothing'
+            )
+    return parts

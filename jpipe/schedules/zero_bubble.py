@@ -1,0 +1,141 @@
+"""Weight gradients in the bubble: a schedule whose backwards are whole, with some of them in two parts.
+
+The orders that papers print for this (`jpipe.schedules.published`) are grids of unit times for stages that are programs
+of their own. In lockstep, where neighbours wait for one another after each slot, a rule for any schedule does better.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from numbers import Integral
+from typing import NamedTuple
+
+from jpipe.schedules.actions import Action
+from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.timing import slot_times
+
+
+def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None = None) -> Schedule:
+    """The schedule with backwards in two parts where that fills its bubble; the rest is as it was.
+
+    A backward B can be I, the gradients of the inputs, at the same time, and later W, those of the weights, for which
+    no other stage waits (arXiv 2401.10241). In each tick a stage does as many W as it lacks actions that another stage
+    has, and one more if all stages can: its own B stays whole, and those that have waited longest run in idle slots.
+    What is left over runs at the end.
+
+    With several chunks in a loop each stage waits for the one before it in every slot, even the first for the last. So
+    W has a slot of its own there, the last of a tick, and every B is split.
+
+    Args:
+      schedule: one whose backwards are whole.
+      most_waiting: how many W may wait on a stage after a tick, one number or K of them; None: as many as come. With
+        `range(K)` less is kept for them, and the bubble is larger.
+
+    Raises:
+      TypeError: the schedule is none.
+      ValueError: it has no backward or one that is split, or `most_waiting` isn't K whole numbers from 0 on.
+
+    >>> from jpipe.schedules.orders import make_schedule
+    >>> print(zero_bubble(make_schedule("1f1b", num_stages=3, num_microbatches=5)))
+    zero_bubble of 1f1b: K=3 stages, M=5 micro-batches, V=1 chunks; slots of a tick: FW, BW
+    tick    |0     |1     |2     |3     |4     |5     |6     |7     |8     |
+    stage 0 |F0 .  |F1 .  |F2 .  |F3 .  |F4 B0 |.  B1 |.  B2 |.  B3 |.  B4 |
+    stage 1 |.  .  |F0 .  |F1 .  |F2 I0 |F3 B1 |F4 I2 |.  B3 |.  B4 |W0 W2 |
+    stage 2 |.  .  |.  .  |F0 I0 |F1 I1 |F2 B2 |F3 I3 |F4 I4 |W0 W1 |W3 W4 |
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
+    if not schedule.trains or schedule.splits:
+        raise ValueError(
+            f"{schedule!r} has no backward that is whole; pass one that has, as make_schedule('1f1b', ...)"
+        )
+    num_stages, width = schedule.num_stages, len(schedule.slots)
+    most = [*most_waiting] if isinstance(most_waiting, Sequence) else [most_waiting] * num_stages
+    if len(most) != num_stages or not all(one is None or (isinstance(one, Integral) and one >= 0) for one in most):
+        raise ValueError(
+            f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
+            "least 0; leave it out for as many as come"
+        )
+    waits = [deque[Action]() for _ in range(num_stages)]
+    orders: list[list[Action]] = [[] for _ in range(num_stages)]
+    in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
+    for _, tick in groupby(slot_times(schedule).items(), key=lambda entry: entry[1] // width):
+        placed = {(stage, tau % width): action for (stage, action), tau in tick}
+        used = {slot for _, slot in placed}
+        stages = [
+            _StageTick([placed.get((stage, slot)) for slot in range(width)], len(used), waiting, limit)
+            for stage, (waiting, limit) in enumerate(zip(waits, most, strict=True))
+        ]
+        if in_a_ring:
+            full = len(placed) == num_stages * width
+            done = [stage.split(full) for stage in stages]
+        else:
+            longer = all(stage.could > stage.lacks for stage in stages)
+            done = [stage.filled(stage.lacks + longer) for stage in stages]
+        for order, actions in zip(orders, done, strict=True):
+            order += actions
+    slots = (*schedule.slots, "W") if in_a_ring else tuple(slot.replace("W", "") + "W" for slot in schedule.slots)
+    orders = [[*order, *waiting] for order, waiting in zip(orders, waits, strict=True)]
+    return Schedule(orders, slots=slots, style=schedule.style, name=f"zero_bubble of {schedule.name}")
+
+
+class _StageTick(NamedTuple):
+    """A stage in one tick of the schedule to split.
+
+    Attributes:
+      actions: what it does in each slot; None where it idles.
+      used: in how many slots any stage does something.
+      waiting: the W that wait on it, longest first. Both methods take from it and add to it.
+      limit: how many may.
+    """
+
+    actions: list[Action | None]
+    used: int
+    waiting: deque[Action]
+    limit: int | None
+
+    @property
+    def own(self) -> list[Action]:
+        """What it does."""
+        return [action for action in self.actions if action is not None]
+
+    @property
+    def lacks(self) -> int:
+        """In how many slots it idles while another stage works."""
+        return self.used - len(self.own)
+
+    @property
+    def could(self) -> int:
+        """How many W it could do: one in each idle slot, its own B's as a part of them."""
+        backwards = sum(action.kind == "B" for action in self.own)
+        return backwards + min(self.actions.count(None), len(self.waiting))
+
+    def filled(self, due: int) -> list[Action]:
+        """What it does with so many W, if there are: those of its own B first, which stay whole, then in idle slots."""
+        whole = min(due, sum(action.kind == "B" for action in self.own))
+        due -= whole
+        done: list[Action] = []
+        for action in self.actions:
+            if action is None:
+                if due and self.waiting:
+                    done.append(self.waiting.popleft())
+                    due -= 1
+            elif action.kind == "B" and not whole and (self.limit is None or len(self.waiting) < self.limit):
+                done.append(self._first_part(action))
+            else:
+                done.append(action)
+                whole -= whole and action.kind == "B"
+        return done
+
+    def split(self, full: bool) -> list[Action]:
+        """What it does with every B split, and one W at the end if that is due."""
+        done = [self._first_part(action) if action.kind == "B" else action for action in self.own]
+        over = self.limit is not None and len(self.waiting) > self.limit
+        if self.waiting and (full or self.lacks or over):
+            done.append(self.waiting.popleft())
+        return done
+
+    def _first_part(self, backward: Action) -> Action:
+        """Its I; its W waits from now on."""
+        self.waiting.append(backward._replace(kind="W"))
+        return backward._replace(kind="I")

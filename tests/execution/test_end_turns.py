@@ -1,0 +1,95 @@
+"""Ends that all stages compute together: the step is the sequential model's, and no stage has a vocabulary alone."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from cases import assert_close
+from vocabulary import WIDTH, WORDS, batch_of, cross_entropy, pipeline, tied, untied
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def sequential(layers, trees, batch):
+    """((loss, logits), gradients) of plain Flax, for each layer's own variables; None for those of a tied head."""
+
+    def loss(trees):
+        x = batch["inputs"]
+        for layer, tree in zip(layers[:-1], trees, strict=False):
+            x = (layer.layer if isinstance(layer, jpipe.Shared) else layer).apply(tree, x)
+        if isinstance(layers[0], jpipe.Shared):
+            x = layers[0].layer.apply(trees[0], x, method="attend")
+        else:
+            x = layers[-1].apply(trees[-1], x)
+        total, weight = cross_entropy(x, batch)
+        return total / weight, x
+
+    return jax.value_and_grad(loss, has_aux=True)(trees)
+
+
+CASES = [
+    (untied, 2, 2, {"schedule": "zero_bubble"}, {"data": 2}),
+    (tied, 4, 4, {}, {}),
+    (untied, 4, 8, {"remat": "layer", "cast": "use"}, {}),
+    (untied, 2, 4, {"remat": "stage"}, {}),
+    (untied, 2, 4, {"schedule": "naive", "remat": "full"}, {}),
+    (tied, 2, 4, {"schedule": "interleaved", "num_chunks": 2}, {}),
+    (untied, 2, 4, {"schedule": "v", "num_chunks": 2, "unroll": True}, {}),
+    (untied, 2, 4, {"schedule": "zb-h1"}, {}),
+    (untied, 2, 2, {"shard_over": "fsdp"}, {"fsdp": 4}),
+    (tied, 2, 2, {"shard_over": "fsdp", "gather": "use"}, {"fsdp": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "k", "m", "options", "axes"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i > 1)) for i, case in enumerate(CASES)],
+)
+def test_equals_the_sequential_model(make, k, m, options, axes):
+    layers, batch = make(), batch_of()
+    size = k * int(np.prod(list(axes.values())))
+    mesh = jpipe.make_mesh(stage=k, **axes, devices=jax.devices()[:size])
+    pipe = pipeline(layers, k, m, mesh=mesh, **options)
+    variables = pipe.init(jax.random.key(0), batch)
+    trees = jax.device_get(pipe.layer_variables(variables))
+    (loss, outputs), gradients = sequential(layers, trees, batch)
+    (found, _), grads = pipe.value_and_grad(variables, batch)
+    assert_close(found, loss, "loss")
+    count = len(layers) - (make is tied)  # a tied head has the table's
+    assert_close(pipe.layer_variables({"params": grads})[:count], gradients[:count], "gradients")
+    assert_close(pipe.evaluate(variables, batch), loss, "evaluation")
+    assert_close(pipe.apply(variables, batch), outputs, "outputs")
+
+
+def test_each_stage_has_its_part_of_the_vocabulary_and_computes_that_alone():
+    batch = batch_of()
+    pipe = pipeline(untied(), 4, 4)
+    state = pipe.abstract_state(batch, optax.adam(1e-3))
+    tables = [a for a in jax.tree.leaves(state) if hasattr(a, "shape") and a.shape[-2:] == (WORDS, WIDTH)]
+    assert [a.shape[:-2] for a in tables] == [(1, 2)] * 3, "table and head, of parameters and of two moments"
+    assert all(a.sharding.shard_shape(a.shape) == (1, 2, WORDS // 4, WIDTH) for a in tables)
+    text = jax.jit(pipe.value_and_grad).lower(state.variables, batch, state.key).as_text()
+    products = [line.rpartition("->")[2] for line in text.splitlines() if "dot_general" in line]
+    assert any(f"x{WORDS // 4}xf64" in line for line in products), "logits of its words"
+    assert not any(f"x{WORDS}xf64" in line for line in products), "and of no others"
+
+
+def test_a_train_step_learns_and_is_saved_in_any_layout(tmp_path):
+    batch = batch_of()
+    pipe = pipeline(untied(), 2, 2)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    losses = []
+    for _ in range(3):
+        state, metrics = pipe.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] > losses[1] > losses[2]
+    trees = pipe.layer_variables(state.variables)
+    own = pipeline(untied(), 4, 2, ends="own")
+    loss = own.evaluate(own.from_layer_variables(trees, batch), batch)
+    np.testing.assert_allclose(loss, pipe.evaluate(state.variables, batch), rtol=1e-12)

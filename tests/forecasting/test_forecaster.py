@@ -1,0 +1,67 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jpipe
+from tpu_program import needs_tpu_compiler
+
+
+def make_pipe(width=8, stages=2, layers=4, **options):
+    blocks = [nn.Dense(width) for _ in range(layers)]
+    loss = lambda y, batch: jnp.mean(y**2)
+    return jpipe.Pipeline(blocks, loss, num_stages=stages, num_microbatches=4, balance="even", **options)
+
+
+def batch_of(width=8):
+    return jax.ShapeDtypeStruct((8, width), jnp.float32)
+
+
+def test_at_hand_it_knows_bytes_and_flops_and_no_seconds():
+    pipe = make_pipe()
+    found = jpipe.forecast(pipe, batch_of(), optax.sgd(0.1, momentum=0.9))
+    parameters = 2 * (8 * 8 + 8) * 4  # a stage has two layers
+    assert found.fits
+    assert found.bytes["parameters"] == parameters
+    assert found.bytes["optimizer"] == parameters
+    assert found.flops > 3 * 2 * 8 * 8 * 8 * 4 / 2 / 2
+    assert (found.seconds, found.cycles, found.limit, found.bubble_fraction) == (None,) * 4
+    assert found.collectives[("stage",)] > 0
+    with pytest.raises(ValueError, match="no cycles to draw"):
+        found.plot()
+
+
+def test_wrong_hardware_is_told():
+    pipe, batch, tx = make_pipe(), batch_of(), optax.sgd(0.1)
+    with pytest.raises(ValueError, match="is unknown; pass a chip and a shape such as one of v2:2x2"):
+        jpipe.forecast(pipe, batch, tx, topology="v9:2x2")
+    with pytest.raises(ValueError, match="both given"):
+        jpipe.forecast(pipe, batch, tx, topology="v5e:2x2", devices=jax.devices())
+    with pytest.raises(ValueError, match=r"devices has 1 devices, but the pipeline's mesh .* takes 2"):
+        jpipe.forecast(pipe, batch, tx, devices=jax.devices()[:1])
+
+
+@needs_tpu_compiler
+def test_cycles_and_seconds_of_a_slice_that_is_not_there():
+    found = jpipe.forecast(make_pipe(128), batch_of(128), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2")
+    assert found.fits
+    assert found.seconds == pytest.approx(sum(found.slices.values()))
+    work = found.cycles["F"] + found.cycles["B"]
+    assert found.timeline.makespan == pytest.approx((4 + 2 - 1) * work, rel=0.5)
+    assert found.cycles["B"] > found.cycles["F"] > 0
+    assert 0 < found.bubble_fraction < 1
+    assert "it fits; compute limits" in str(found)
+    assert "<table>" in found._repr_html_()
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_by_part():
+    """Two stages of 10 layers of 16384 by 16384: 10 GiB of parameters and as much of momentum, where there are 16."""
+    found = jpipe.forecast(
+        make_pipe(16384, layers=20), batch_of(16384), optax.sgd(0.1, momentum=0.9), topology="v5e:2x2"
+    )
+    assert (found.fits, found.limit, found.seconds) == (False, "memory", None)
+    assert found.bytes["optimizer"] >= 10 * 2**30
+    assert "more stages than 2" in str(found)

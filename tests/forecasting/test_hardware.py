@@ -1,0 +1,47 @@
+import importlib.util
+
+import pytest
+
+from jpipe.forecasting.hardware import CHIPS, EXAMPLES, parse_topology
+from tpu_program import needs_tpu_compiler
+
+
+@pytest.mark.parametrize("name", ["v5x:2x2", "v5p:4x4", "v5e", "v5e:0x2", "v5e:2x", ""])
+def test_unknown_topologies_are_told_the_known(name):
+    with pytest.raises(ValueError, match=r"is unknown; pass a chip and a shape such as one of v2:2x2, .*h200:8"):
+        parse_topology(name)
+
+
+def test_every_chip_has_an_example():
+    assert {name: str(parse_topology(f"{name}:{shape}")) for name, shape in EXAMPLES.items()} == {
+        name: f"{name}:{EXAMPLES[name]}" for name in CHIPS
+    }
+
+
+@pytest.mark.parametrize(("name", "products"), [("v2", 1), ("v3", 2), ("v4", 8), ("v5e", 4), ("v5p", 8)])
+def test_peaks_are_those_of_clock_and_matrix_units(name, products):
+    """Units of 128x128 products and sums a cycle: two a core of v3, eight in the two cores of v5p."""
+    assert CHIPS[name].flops == pytest.approx(products * 2 * 128**2 * CHIPS[name].clock, rel=0.01)
+
+
+def test_gpus_need_devices():
+    with pytest.raises(ValueError, match="pass devices="):
+        parse_topology("h200:8").devices()
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[tpu\]'"):
+        parse_topology("v5e:2x2").devices()
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x4"])
+def test_a_topology_has_its_devices(name):
+    assert len(parse_topology(name).devices()) == parse_topology(name).num_devices
+
+
+@needs_tpu_compiler
+def test_a_shape_that_the_compiler_refuses_is_told():
+    with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
+        parse_topology("v5e:3x5").devices()
