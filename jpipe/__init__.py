@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jpipe.forecasting.forecaster import Forecast, forecast
+from jpipe.forecasting.search import plan
 from jpipe.layers.base import Layer
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
     "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
-    "make_schedule", "partition", "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress", "simulate", "stash",
     "zero_bubble",
 ]  # fmt: skip
 

@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "partitioner",
         "mesh",
         "schedules",
+        "layers",
         "model",
         "memory",
         "planning",
@@ -95,6 +96,7 @@ HAND_OVER = {  # what a tool does for methods of the core: imported when they ar
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
     "jpipe.pipeline": {"jpipe.profiling.communication", "jpipe.view.facts", "jpipe.view.page"},
+    "jpipe.view.command": {"jpipe.forecasting.plan_command"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -272,7 +274,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 12292
+MOST_LINES = 12741
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

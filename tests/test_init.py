@@ -11,7 +11,7 @@ from jpipe.checkpoints import checkpointer
 PUBLIC = {
     "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
     "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
-    "make_schedule", "partition", "per_layer", "pop", "profile", "reads", "show_progress", "simulate", "stash",
+    "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress", "simulate", "stash",
     "zero_bubble",
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.trace import trace_model
-from jpipe.model.traced_layer import TracedLayer, trace_layer
+from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
@@ -48,6 +48,7 @@ class Planner:
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
       loss: micro-batch -> the loss that follows them, checked.
       layers: micro-batch, type of random keys -> the layers of each group in training.
+      on_device: such a layer, splits -> as a device runs it (`partition_layer`).
       step: micro-batch, the layers of each group in training -> the step of training.
     """
 
@@ -56,12 +57,17 @@ class Planner:
         self.plan: Plan | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss = cache(self._model), cache(self._loss)
-        self.layers, self.step = cache(self._layers), cache(self._step)
+        self.layers, self.on_device = cache(self._layers), cache(partition_layer)
+        self.step = cache(self._step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.layers, self.step):
+        for kept in (self.model, self.loss, self.layers, self.on_device, self.step):
             kept.cache_clear()
+
+    def trace_like(self, other: Planner) -> None:
+        """Takes over what another planner traces, of the same layers, loss, mesh, M and remat."""
+        self.model, self.loss, self.layers, self.on_device = other.model, other.loss, other.layers, other.on_device
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -143,26 +149,25 @@ class Planner:
         """The plan; made from this batch's shapes, under Flax's logical axis rules of now, if it is the first one."""
         check_context(self.request.mesh)
         if self.plan is None:
-            self.clear_cache()  # what was traced before an error may have been traced under other rules
             self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
-            micro = self.for_training(batch)
-            with task(f"planning {len(self.request.layers)} layers"):
-                model, loss = self.model(micro), self.loss(micro)
-                # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-                self.plan = make_plan(self.request, model, loss, lambda: self.layers(micro, key_shape()))
-            if self.request.shares_ends:
-                self._check_ends(batch)
+            try:
+                self.plan = self._first_plan(batch)
+                if self.request.shares_ends:
+                    self.training_step(batch)  # which refuses ends that can't be shared, before anything is compiled
+            except BaseException:
+                self.plan = None
+                self.clear_cache()  # what was traced before the error may be traced under other rules next time
+                raise
         return self.plan
 
-    # --- plan -> step ---
+    def _first_plan(self, batch: Batch) -> Plan:
+        micro = self.for_training(batch)
+        with task(f"planning {len(self.request.layers)} layers"):
+            model, loss = self.model(micro), self.loss(micro)
+            # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
+            return make_plan(self.request, model, loss, lambda: self.layers(micro, key_shape()))
 
-    def _check_ends(self, batch: Batch) -> None:
-        """Makes the step of training, which refuses ends that can't be shared, before anything else is compiled."""
-        try:
-            self.training_step(batch)
-        except ValueError:
-            self.plan = None
-            raise
+    # --- plan -> step ---
 
     def training_step(self, batch: Batch, key: jax.Array | None = None) -> Step:
         """The step of training for a batch's shapes and a type of random keys.
@@ -175,7 +180,8 @@ class Planner:
     def _step(self, micro: MicroBatch, layers: tuple[TracedLayer, ...]) -> Step:
         functions = [layer.function for layer in layers]
         with self.tracing():
-            return build_step(self.known_plan(), self.model(micro), self.request.schedule, functions, layers)
+            schedule, make = self.request.schedule, self.on_device
+            return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""

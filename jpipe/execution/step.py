@@ -6,7 +6,7 @@ of one micro-batch. The executor then only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -114,6 +114,7 @@ def build_step(
     schedule: Schedule,
     functions: Sequence[LayerFunction],
     trained: Sequence[TracedLayer] = (),
+    on_device: Callable[..., DeviceLayer] = partition_layer,
 ) -> Step:
     """Lays out a step for the shapes of one micro-batch.
 
@@ -123,6 +124,7 @@ def build_step(
       schedule: the order of actions.
       functions: what the layers of each group compute.
       trained: their forward and backward; empty for a step without backward.
+      on_device: what makes of these what a device runs.
     """
     request, bounds = plan.request, plan.partition.bounds
     model, splits = plan.arranged(traced), request.splits
@@ -140,7 +142,7 @@ def build_step(
         cuts = sorted({0, *cuts, model.num_layers - 2})
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=ends is not None and g in (0, traced.last))
-    layers = [partition_layer(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
+    layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
     check_layers(trained, layers, shared=ends is not None)
     forwards = [layer.forward for layer in layers]
     if not stores_residuals:

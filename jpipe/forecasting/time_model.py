@@ -22,7 +22,7 @@ from jpipe.model.traced_layer import TracedLayer
 from jpipe.pipeline import Pipeline
 from jpipe.planning.flops import flops_of
 from jpipe.planning.holdings import holdings
-from jpipe.profiling.communication import BACKWARD, FORWARD, STEP
+from jpipe.profiling.communication import BACKWARD, FORWARD, STEP, Communication
 from jpipe.schedules.simulate import Timeline, simulate
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -67,7 +67,12 @@ class StepTime:
 
 
 def predict_time(
-    pipe: Pipeline, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
+    pipe: Pipeline,
+    batch: Batch,
+    chip: Chip,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    sent: Communication | None = None,
 ) -> StepTime:
     """What a step of training should take; nothing is compiled.
 
@@ -78,12 +83,13 @@ def predict_time(
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       chip: one device (`jpipe.forecasting.hardware.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
+      sent: what devices send, as another schedule's; default: `pipe.communication(batch)`.
     """
     plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
     num_stages, devices = schedule.num_stages, pipe.mesh.size // schedule.num_stages
     layers = pipe.planner.layers(pipe.planner.for_training(batch), key_shape())
     by_group = np.array([_layer_seconds(layer, chip) for layer in layers]) / devices
-    once = _add_collectives(pipe, batch, chip, by_group) if devices > 1 else 0.0
+    once = _add_collectives(pipe, sent or pipe.communication(batch), chip, by_group) if devices > 1 else 0.0
     by_layer = by_group[list(plan.traced.group_of)]
     shared = schedule.num_microbatches * by_layer[[0, -1]].sum() / num_stages if plan.request.shares_ends else 0.0
     if plan.request.shares_ends:
@@ -147,9 +153,8 @@ def _needed(closed: ClosedJaxpr, outputs: int, chip: Chip) -> float:
     return roofline(needed_part(closed, [i < outputs for i in range(len(closed.out_avals))])[0], chip)
 
 
-def _add_collectives(pipe: Pipeline, batch: Batch, chip: Chip, by_group: np.ndarray) -> float:
+def _add_collectives(pipe: Pipeline, found: Communication, chip: Chip, by_group: np.ndarray) -> float:
     """Adds what layers send to their seconds, `[groups, 3]`; returns the seconds of what is sent once a step."""
-    found = pipe.communication(batch)
     groups = {group.indices[0]: g for g, group in enumerate(pipe.plan.traced.groups)}
     for sent in found.transfers:
         if sent.layer and sent.loop in (FORWARD, BACKWARD):

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
-from jpipe.partitioner.shardings import Axis, Sharding, part_structs
+from jpipe.partitioner.shardings import Axis, Sharding, names_in, part_structs
 from jpipe.types import PyTree, Shapes
 
 KEEP, GRADIENT = "keep", "gradient"
@@ -90,6 +90,12 @@ class LayerGroup:
     def names(self) -> list[str]:
         """All collections in the order in which a layer is called with them: parameters, state, what is only read."""
         return ["params"] * ("params" in self.variables) + self.state_names + self.fixed_names
+
+    @property
+    def asked_axes(self) -> set[str]:
+        """The mesh axes that the layers' metadata names for parameters, under Flax's logical axis rules of now."""
+        specs = self.layer.partition_specs(self.variables).get("params", [])
+        return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
 
     def leaves(self, names: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the leaves of some collections, in order."""

@@ -34,7 +34,7 @@ from jpipe.model.groups import (
     with_variable_sets,
 )
 from jpipe.partitioner.per_device import results_by_rules
-from jpipe.partitioner.shardings import Sharding, in_runs, names_in, replicated, settled
+from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -85,7 +85,7 @@ def trace_model(
             groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
         takes, takes_at = groups[g].gives, groups[g].gives_at
         path.append(g)
-    asked = {f"layer {group.indices[0]} ({group.layer.name})": _asked(group) for group in groups}
+    asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
 
@@ -102,12 +102,6 @@ def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     if not jax.tree.leaves(inputs):
         raise ValueError(f"inputs returned {inputs!r} for the batch {describe(batch)}, which holds no arrays")
     return inputs
-
-
-def _asked(group: LayerGroup) -> set[str]:
-    """The mesh axes that a layer's metadata names for its parameters."""
-    specs = group.layer.partition_specs(group.variables).get("params", [])
-    return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
 
 
 def _trace_layer(

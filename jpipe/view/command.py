@@ -24,16 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        if options.save is not None:
-            _save(options.save)
-        else:
-            _serve(options.port, browser=options.browser)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"jpipe view: {error}\n")
+        options.run(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        parser.exit(2, f"jpipe {options.command}: {error}\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    from jpipe.forecasting.plan_command import DESCRIPTION, add_arguments, search_and_print
+
     parser = argparse.ArgumentParser(prog="jpipe", description="Pipeline parallelism for Flax models.")
     parser.add_argument("--version", action="version", version=f"jpipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -46,7 +45,18 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument("--port", type=int, default=PORT, help=f"where to serve it (default {PORT}; 0: any that is free)")
     view.add_argument("--no-browser", dest="browser", action="store_false", help="print the address, open nothing")
     view.add_argument("--save", type=Path, metavar="FILE", help="write the page to FILE, for a site, and serve nothing")
+    view.set_defaults(run=_view)
+    plan = commands.add_parser("plan", help="search the settings that train a model fastest", description=DESCRIPTION)
+    add_arguments(plan)
+    plan.set_defaults(run=search_and_print)
     return parser
+
+
+def _view(options: argparse.Namespace) -> None:
+    if options.save is not None:
+        _save(options.save)
+    else:
+        _serve(options.port, browser=options.browser)
 
 
 def _save(path: Path) -> None:

@@ -1,0 +1,165 @@
+"""What a search found: settings with their predicted time and memory, and advice, to be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import overload
+
+from jpipe.forecasting.forecaster import Forecast
+from jpipe.forecasting.memory_model import MemoryParts
+from jpipe.forecasting.settings import Setting
+from jpipe.forecasting.time_model import StepTime
+from jpipe.pictures.tables import Table, bytes_in_words
+
+LIMITS = {"computation": "compute", "collectives": "links"}
+LARGE_BUBBLE = 0.1
+SMALL = 0.9
+"""Layers whose time shrinks below this part with twice the examples a micro-batch didn't fill the device."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting, and what the models predict of it.
+
+    Attributes:
+      setting: the sizes of mesh axes, and the options that were searched.
+      options: arguments of `jpipe.Pipeline`, those that `plan` was given too. A mesh is among them where this process
+        has as many devices; else `setting.axes` says its sizes.
+      time: seconds of the step, by part.
+      memory: bytes of a device, by part.
+      fits: whether these are no more than there are.
+      compiled: what the compiler says, if it was asked.
+    """
+
+    setting: Setting
+    options: dict[str, object]
+    time: StepTime
+    memory: MemoryParts
+    fits: bool
+    compiled: Forecast | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, predicted."""
+        return self.time.total
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the ticks in which a stage idles, predicted."""
+        return self.time.timeline.bubble_fraction
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """On a device, by part, predicted."""
+        return asdict(self.memory)
+
+    @property
+    def total_bytes(self) -> int:
+        """On a device, predicted."""
+        return self.memory.total
+
+    @property
+    def limit(self) -> str:
+        """What takes longest, "compute", "bubble", "links" or "update"; or the word "memory" if it doesn't fit."""
+        return LIMITS.get(self.time.limit, self.time.limit) if self.fits else "memory"
+
+    @property
+    def words(self) -> str:
+        """Its settings in a line."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.setting.axes)
+        others = f"M={self.setting.num_microbatches}, {self.setting.schedule}, remat={self.setting.remat}"
+        return f"{axes}, {others}, ends={self.setting.ends}"
+
+    def column(self) -> dict[str, str]:
+        """What a table shows of it."""
+        rows: dict[str, str] = {name: str(size) for name, size in self.setting.axes}
+        rows |= {"M": str(self.setting.num_microbatches), "schedule": self.setting.schedule}
+        rows |= {"V": str(self.setting.num_chunks), "remat": self.setting.remat, "ends": self.setting.ends}
+        rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-"}
+        rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
+        rows |= {f"ms: {part}": f"{1e3 * seconds:,.1f}" for part, seconds in self.time.parts.items()}
+        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
+        rows |= {part.replace("_", " "): bytes_in_words(size) for part, size in self.bytes.items()}
+        if self.compiled is not None:
+            real = self.compiled.total_bytes
+            rows |= {
+                "compiled": "fits" if self.compiled.fits else "doesn't fit",
+                "compiled bytes": bytes_in_words(real),
+            }
+            rows |= {"bytes were off by": f"{self.total_bytes / real - 1:+.1%}"}
+            if self.compiled.seconds is not None:
+                rows |= {"compiled ms": f"{1e3 * self.compiled.seconds:,.1f}"}
+                rows |= {"ms were off by": f"{self.seconds / self.compiled.seconds - 1:+.1%}"}
+        return rows
+
+
+@dataclass(frozen=True)
+class Choices(Sequence[Choice]):
+    """The best choices, the fastest first; printed, or shown in a notebook, they are a table.
+
+    Attributes:
+      title: for what.
+      choices: themselves.
+      advice: what to know of the first.
+    """
+
+    title: str
+    choices: tuple[Choice, ...]
+    advice: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    @overload
+    def __getitem__(self, index: int) -> Choice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Choice, ...]: ...
+    def __getitem__(self, index: int | slice) -> Choice | tuple[Choice, ...]:
+        return self.choices[index]
+
+    def __str__(self) -> str:
+        return self._table().described()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        columns = [choice.column() for choice in self.choices]
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
+        return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, {}, self.advice)
+
+
+def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
+    """The fastest first, then those that take less memory than all before them."""
+    found: list[Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.total_bytes)):
+        if not found or choice.total_bytes < found[-1].total_bytes:
+            found.append(choice)
+    return found
+
+
+def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -> tuple[str, ...]:
+    """What to know of a choice.
+
+    Args:
+      choice: it.
+      rated: all that were rated.
+      remarks: what planning it said.
+    """
+    found, setting = [], choice.setting
+    count, microbatch = setting.num_microbatches, f"micro-batches of its M={setting.num_microbatches}"
+    if choice.bubble_fraction > LARGE_BUBBLE:
+        found.append(
+            f"stages idle {choice.bubble_fraction:.0%} of the ticks at M={count} on {setting.num_stages} stages; a "
+            "larger batch of more micro-batches would have them idle less"
+        )
+    half = next((one for one in rated if one.setting == replace(setting, num_microbatches=count // 2)), None)
+    if count > 1 and half is not None and half.time.computation < SMALL * choice.time.computation:
+        less = 1 - half.time.computation / choice.time.computation
+        found.append(
+            f"{microbatch} are too small to fill the device: of twice the size (M={count // 2}) layers take {less:.0%} "
+            f"less time, and stages idle {half.bubble_fraction:.0%} of the ticks"
+        )
+    return (*found, *remarks)

@@ -1,0 +1,235 @@
+"""`plan`: which settings to train a model with, searched by the models of time and memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import optax
+
+from jpipe.execution.batches import batch_size
+from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
+from jpipe.forecasting.forecaster import forecast
+from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
+from jpipe.forecasting.measured_chip import measure_chip
+from jpipe.forecasting.memory_model import predict_memory
+from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
+from jpipe.forecasting.time_model import predict_time
+from jpipe.jax_tools.trees import bytes_of
+from jpipe.mesh.axes import AXIS, BATCH_AXES
+from jpipe.mesh.device_order import make_mesh
+from jpipe.model.groups import LayerGroup
+from jpipe.model.loss import LossFn
+from jpipe.pictures.tables import bytes_in_words
+from jpipe.pipeline import Pipeline
+from jpipe.profiling.communication import Communication, words_of
+from jpipe.terminal.progress import task
+from jpipe.types import Batch, Device, Shapes
+
+SURE = 0.9
+"""The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
+SHOWN = 5
+IMPROVED = 8
+"""Of so many ways to share out the devices the settings are varied, of the best by their first settings."""
+
+
+def plan(
+    layers: object,
+    loss_fn: LossFn,
+    batch: Batch,
+    tx: optax.GradientTransformation,
+    *,
+    topology: str | None = None,
+    devices: Sequence[Device] | None = None,
+    memory: int | None = None,
+    compiled: int = 0,
+    **options: object,
+) -> Choices:
+    """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
+
+    For each way to share the devices out to `stage`, a data axis and the axes that the layers' metadata names, M, V,
+    schedule, remat, ends and FSDP are varied, one after the other, as long as that gains. All devices are used.
+    The same arguments give the same choices, at most five; each further one is slower and takes less memory.
+
+        best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
+        pipe = jpipe.Pipeline(layers, loss_fn, **best.options)
+
+    Args:
+      layers, loss_fn: as of `jpipe.Pipeline`.
+      batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+      tx: any optax transformation.
+      topology: a slice of TPUs, such as "v5e:4x4", or GPUs, such as "h100:8"; they need not be there.
+      devices: instead of it, devices at hand; default: all. Of a kind that isn't known (`CHIPS`) a product and a copy
+        are timed.
+      memory: bytes that a device has for a step; default: nine tenths of its memory.
+      compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
+        that turn out not to fit come last.
+      **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
+
+    Raises:
+      ValueError: an unknown topology; nothing fits, and the least memory that would do; no setting is possible, and
+        why the first isn't.
+      TypeError, ImportError: as of `jpipe.Pipeline` and `jpipe.forecast`.
+    """
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+    if "mesh" in options:
+        raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
+    found = parse_topology(topology) if topology is not None else None
+    at_hand = list(jax.devices() if devices is None else devices)
+    number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
+    chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand[0])
+    room = int(SURE * chip.memory) if memory is None else memory
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
+    rated = search.run(number)
+    fitting = [choice for choice in rated if choice.fits]
+    if not fitting:
+        raise ValueError(search.nothing_fits(where))
+    chosen = sorted_out(fitting)[:SHOWN]
+    for i in range(min(compiled, len(chosen))):
+        proof = forecast(search.pipeline(chosen[i].setting), shapes, tx, topology=topology, devices=devices)
+        chosen[i] = replace(chosen[i], compiled=proof)
+    chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
+    advice = advice_on(chosen[0], rated, search.remarks[chosen[0].setting])
+    chosen = [replace(one, options={**options, **one.setting.options, **_mesh(one, at_hand, number)}) for one in chosen]
+    title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
+    return Choices(title, tuple(chosen), advice)
+
+
+def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, object]:
+    """The mesh of a choice, if there are so many devices."""
+    if len(devices) < number:
+        return {}
+    return {"mesh": make_mesh(devices=devices[:number], axis_types=None, **dict(choice.setting.axes))}
+
+
+class Search:
+    """Settings rated by the models, each once.
+
+    Args:
+      make: a pipeline of options.
+      batch: its shapes.
+      tx: the optimiser.
+      chip: one device.
+      room: its bytes for a step.
+      options: what all pipelines are given.
+
+    Attributes:
+      remarks: by setting the warnings that its planning gave.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Pipeline],
+        batch: Shapes,
+        tx: optax.GradientTransformation,
+        chip: Chip,
+        room: int,
+        options: Mapping[str, object],
+    ):
+        self.make, self.batch, self.tx, self.chip, self.room = make, batch, tx, chip, room
+        self.pinned = {name: value for name, value in options.items() if name in PINNED}
+        self.options = {name: value for name, value in options.items() if name not in PINNED}
+        self.remarks: dict[Setting, list[str]] = {}
+        self._rated: dict[Setting, Choice | None] = {}
+        self._traced: dict[tuple[object, ...], Pipeline] = {}
+        self._sent: dict[tuple[object, ...], Communication] = {}
+        self._groups: tuple[LayerGroup, ...] = ()
+        self._refusal: Exception | None = None
+
+    def run(self, num_devices: int) -> list[Choice]:
+        """All that could be rated.
+
+        Raises:
+          ValueError: none could.
+        """
+        space = self._space(num_devices)
+        starts = space.starts()
+        with task("comparing meshes", total=len(starts), unit="meshes") as advance:
+            for start in starts:
+                self._rate(start)
+                advance()
+        ranked = sorted(filter(self._rate, starts), key=self._rank)[:IMPROVED]
+        with task("varying settings", total=len(ranked), unit="meshes") as advance:
+            for start in ranked:
+                self._improve(start, space)
+                advance()
+        found = [choice for choice in self._rated.values() if choice is not None]
+        if not found:
+            why = self._refusal or space.why_empty()
+            raise ValueError(f"no setting is possible: {why}") from self._refusal
+        return found
+
+    def nothing_fits(self, where: str) -> str:
+        """What to say where no setting fits."""
+        least = min((choice for choice in self._rated.values() if choice), key=lambda choice: choice.total_bytes)
+        part = max(least.bytes, key=lambda part: least.bytes[part])
+        with_others = 2 + least.memory.optimizer / max(1, least.memory.parameters)  # gradients, and the optimiser's
+        size, layer = max((bytes_of(group.variables.get("params")), words_of(group)) for group in self._groups)
+        remedy = "pass more devices, or a batch that can be cut into smaller micro-batches"
+        if (alone := int(size * with_others)) > self.room:
+            remedy = (
+                f"{layer} alone takes {bytes_in_words(alone)} with its gradients and optimiser, so give its weights a "
+                "tensor axis (nn.with_partitioning)"
+            )
+        return (
+            f"no plan fits in {bytes_in_words(self.room)} a device on {where}; the smallest takes "
+            f"{bytes_in_words(least.total_bytes)} ({least.words}), {bytes_in_words(least.bytes[part])} of it "
+            f"{part.replace('_', ' ')}; {remedy}"
+        )
+
+    def pipeline(self, setting: Setting) -> Pipeline:
+        """The pipeline of a setting, on devices that aren't there."""
+        return self.make(mesh=mesh_of_nowhere(dict(setting.axes)), **setting.options, **self.options)
+
+    def _space(self, num_devices: int) -> Space:
+        """All settings; which axes there may be follows from the layers' metadata."""
+        free = {name: value for name, value in self.options.items() if name != "balance"}
+        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh_of_nowhere({AXIS: 1}), **free)
+        with warnings.catch_warnings(action="ignore"):
+            self._groups = whole.planner.plan_for(self.batch).traced.groups
+        names = {name for group in self._groups for name in group.asked_axes | group.constrained} - {AXIS}
+        data = next((name for name in reversed(BATCH_AXES) if name in names), "data")
+        others = tuple(sorted(names.difference(BATCH_AXES)))
+        return Space(num_devices, data, others, batch_size(self.batch), len(whole.planner.request.layers), self.pinned)
+
+    def _improve(self, best: Setting, space: Space) -> None:
+        """Varies a setting in one way after the other, until nothing gains."""
+        before = None
+        while before != best:
+            before = best
+            for others in space.moves(best):
+                best = min([best, *filter(self._rate, others)], key=self._rank)
+
+    def _rank(self, setting: Setting) -> tuple[bool, float]:
+        """Less is better: what fits by its time, before what doesn't by its memory."""
+        choice = self._rated[setting]
+        assert choice is not None
+        return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
+
+    def _rate(self, setting: Setting) -> Choice | None:
+        """What the models say of a setting; None if it isn't possible."""
+        if setting not in self._rated:
+            try:
+                with warnings.catch_warnings(record=True, action="always") as given:
+                    self._rated[setting] = self._predict(setting)
+                self.remarks[setting] = [str(warning.message) for warning in given]
+            except (ValueError, TypeError) as error:
+                self._rated[setting], self._refusal = None, self._refusal or error
+        return self._rated[setting]
+
+    def _predict(self, setting: Setting) -> Choice:
+        pipe, alike = self.pipeline(setting), (setting.axes, setting.num_microbatches, setting.remat)
+        if alike in self._traced:
+            pipe.planner.trace_like(self._traced[alike].planner)
+        lying = (*alike, setting.ends, setting.shard_over)
+        if pipe.mesh.size > setting.num_stages and lying not in self._sent:
+            self._sent[lying] = pipe.communication(self.batch)
+        time = predict_time(pipe, self.batch, self.chip, tx=self.tx, sent=self._sent.get(lying))
+        memory = predict_memory(pipe, self.batch, self.tx)
+        self._traced.setdefault(alike, pipe)
+        return Choice(setting, setting.options, time, memory, memory.total <= self.room)

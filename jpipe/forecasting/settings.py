@@ -1,0 +1,155 @@
+"""What a search may change of a pipeline: the sizes of its mesh axes, M, schedule and V, remat, where weights lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jpipe.mesh.axes import AXIS
+from jpipe.model.remat import MODES
+from jpipe.planning.request import ENDS
+
+WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
+"""Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
+MICROBATCHES_A_STAGE = 4
+"""M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
+PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
+"""The pipeline's arguments that a search varies; where one is given, it stays as it is."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to train a model on some devices.
+
+    Attributes:
+      axes: (name, devices) of each mesh axis, `stage` first.
+      num_microbatches: M.
+      schedule: its name.
+      num_chunks: V.
+      remat: its name.
+      ends: where the weights of the first and the last layer lie.
+      shard_over: data axes that parameters are split over.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    num_microbatches: int
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    remat: str = "layer"
+    ends: str = "own"
+    shard_over: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return dict(self.axes)[AXIS]
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The arguments of `jpipe.Pipeline`, but for its mesh."""
+        return {name: getattr(self, name) for name in PINNED}
+
+
+@dataclass(frozen=True)
+class Space:
+    """All settings that are searched.
+
+    Attributes:
+      num_devices: that the mesh has.
+      data_axis: the name of the axis that splits examples.
+      others: names of further axes, which split layers.
+      batch_size: B.
+      num_layers: N.
+      pinned: the pipeline's arguments of `PINNED` that the user gave.
+    """
+
+    num_devices: int
+    data_axis: str
+    others: tuple[str, ...]
+    batch_size: int
+    num_layers: int
+    pinned: Mapping[str, object]
+
+    def starts(self) -> list[Setting]:
+        """A setting of each way to share the devices out, to be improved."""
+        found = []
+        for axes in shared_out(self.num_devices, (AXIS, self.data_axis, *self.others)):
+            setting = Setting(tuple((name, size) for name, size in axes if size > 1 or name == AXIS), 1)
+            counts = self._counts(setting)
+            most = MICROBATCHES_A_STAGE * setting.num_stages
+            if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts:
+                count = max([m for m in counts if m <= most] or counts[:1])
+                found.append(self._given(replace(setting, num_microbatches=count)))
+        return found
+
+    def moves(self, setting: Setting) -> Iterator[list[Setting]]:
+        """Others that differ in M; in schedule and remat; in where parameters lie."""
+        yield [replace(setting, num_microbatches=m) for m in self._counts(setting)]
+        ways = WAYS if setting.num_stages > 1 else WAYS[:1]
+        yield [
+            self._given(replace(setting, schedule=name, num_chunks=V, remat=remat))
+            for name, V in ways
+            for remat in MODES
+            if V * setting.num_stages <= self.num_layers
+        ]
+        over: tuple[tuple[str, ...], ...] = ((), (self.data_axis,)) if self.data_axis in dict(setting.axes) else ((),)
+        yield [
+            self._given(replace(setting, ends=ends, shard_over=names))
+            for ends in (ENDS if setting.num_stages > 1 else ENDS[:1])
+            for names in over
+        ]
+
+    def why_empty(self) -> str:
+        """Why there is no setting, in words."""
+        kept = ", ".join(f"{name}={value!r}" for name, value in self.pinned.items()) or "nothing kept"
+        return (
+            f"a batch of {self.batch_size} can be cut into {divisors(self.batch_size)} micro-batches, and "
+            f"{self.num_layers} layers lie on {self.num_layers} stages at most; with {kept}, none suits "
+            f"{self.num_devices} devices"
+        )
+
+    def _counts(self, setting: Setting) -> list[int]:
+        """The M that there can be."""
+        shards = dict(setting.axes).get(self.data_axis, 1)
+        return [m for m in self._allowed("num_microbatches", divisors(self.batch_size)) if self._divides(m * shards)]
+
+    def _divides(self, parts: int) -> bool:
+        return self.batch_size % parts == 0
+
+    def _allowed(self, name: str, values: Iterable[int]) -> list[int]:
+        return [value for value in values if self.pinned.get(name, value) == value]
+
+    def _given(self, setting: Setting) -> Setting:
+        """With what the user gave."""
+        return replace(setting, **{name: value for name, value in self.pinned.items() if name != "num_stages"})
+
+
+def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:
+    """All ways in which the product of the axes' sizes is the number of devices.
+
+    >>> shared_out(4, ["stage", "data"])
+    [(('stage', 1), ('data', 4)), (('stage', 2), ('data', 2)), (('stage', 4), ('data', 1))]
+    """
+    if not names:
+        return [()] if count == 1 else []
+    return [((names[0], n), *rest) for n in divisors(count) for rest in shared_out(count // n, names[1:])]
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def mesh_of_nowhere(axes: Mapping[str, int]) -> Mesh:
+    """A mesh of these sizes on devices that aren't there: one CPU stands for all of them. Nothing can run on it."""
+    shape = tuple(axes.values())
+    return Mesh(np.full(math.prod(shape), jax.local_devices(backend="cpu")[0]).reshape(shape), tuple(axes))

@@ -1,0 +1,61 @@
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jpipe
+from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
+from jpipe.forecasting.hardware import CHIPS
+from jpipe.forecasting.memory_model import predict_memory
+from jpipe.forecasting.settings import Setting
+from jpipe.forecasting.time_model import predict_time
+
+
+@pytest.fixture(scope="module")
+def choice():
+    pipe = jpipe.Pipeline([nn.Dense(8)] * 2, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+    batch = {"inputs": jax.ShapeDtypeStruct((4, 8), "float32")}
+    time, memory = predict_time(pipe, batch, CHIPS["v5e"]), predict_memory(pipe, batch, optax.sgd(0.1))
+    setting = Setting((("stage", 2),), 2)
+    return Choice(setting, setting.options, time, memory, fits=True)
+
+
+def slower(choice, factor, bytes_):
+    time = replace(choice.time, computation=choice.time.computation + factor)
+    return replace(choice, time=time, memory=replace(choice.memory, residuals=bytes_))
+
+
+def test_only_what_is_smaller_than_all_that_is_faster_is_kept(choice):
+    first, second, third = slower(choice, 1, 900), slower(choice, 2, 901), slower(choice, 3, 100)
+    assert sorted_out([third, second, first]) == [first, third]
+
+
+def test_limits(choice):
+    assert replace(choice, time=replace(choice.time, computation=9.0)).limit == "compute"
+    assert replace(choice, time=replace(choice.time, collectives=9.0)).limit == "links"
+    assert replace(choice, time=replace(choice.time, bubble=9.0)).limit == "bubble"
+    assert replace(choice, fits=False).limit == "memory"
+
+
+def test_it_is_a_sequence_and_a_table(choice):
+    found = Choices("plans", (choice, slower(choice, 1, 5)), ("mind the gap",))
+    assert len(found) == 2 and found[0] is choice and found[:1] == (choice,)
+    text = str(found)
+    assert text.startswith("plans\n") and text.endswith("mind the gap")
+    for name in (*choice.bytes, *choice.time.parts, "bubble", "limit"):
+        assert name.replace("_", " ") in text
+    assert "<table>" in found._repr_html_()
+
+
+def test_advice_on_the_bubble_and_on_small_micro_batches(choice):
+    rated = [choice, replace(choice, setting=replace(choice.setting, num_microbatches=1))]
+    assert choice.bubble_fraction > 0.1
+    (idle,) = advice_on(choice, rated, [])
+    assert "of the ticks at M=2 on 2 stages" in idle
+    rated[1] = replace(rated[1], time=replace(choice.time, computation=choice.time.computation / 2))
+    _, small, said = advice_on(choice, rated, ["said"])
+    assert "too small to fill the device: of twice the size (M=1) layers take 50% less time" in small
+    assert said == "said"

@@ -1,0 +1,157 @@
+"""Searched settings against all settings, and what `plan` says when there is none."""
+
+import itertools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe.forecasting import search
+from jpipe.forecasting.hardware import CHIPS
+from jpipe.forecasting.memory_model import predict_memory
+from jpipe.forecasting.settings import mesh_of_nowhere
+from jpipe.forecasting.time_model import predict_time
+
+WORDS, WIDTH, BATCH = 512, 64, 8
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def layers_of(count, split=False):
+    own = nn.initializers.lecun_normal()
+    make = nn.with_partitioning(own, (None, "tensor")) if split else own
+    return [nn.Embed(WORDS, WIDTH), *[nn.Dense(WIDTH, kernel_init=make) for _ in range(count)], nn.Dense(WORDS)]
+
+
+LAYERS = layers_of(4)
+
+
+def words(size=BATCH):
+    return {name: jax.ShapeDtypeStruct((size, 32), jnp.int32) for name in ("inputs", "targets")}
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, ends="own")
+
+
+def test_its_choices_are_pipelines_that_train(chosen):
+    best = chosen[0]
+    pipe = jpipe.Pipeline(LAYERS, loss_fn, **best.options)
+    assert dict(pipe.mesh.shape) == dict(best.setting.axes)
+    batch = {name: np.ones(a.shape, a.dtype) for name, a in words().items()}
+    state = pipe.create_state(jax.random.key(0), batch, TX)
+    _, metrics = pipe.train_step(state, batch)
+    assert metrics["finite"]
+
+
+def test_what_it_says_is_what_the_models_say(chosen):
+    for choice in chosen:
+        pipe = jpipe.Pipeline(LAYERS, loss_fn, **choice.options)
+        assert choice.seconds == predict_time(pipe, words(), CHIPS["v5e"], tx=TX).total
+        assert choice.total_bytes == sum(choice.bytes.values()) == predict_memory(pipe, words(), TX).total
+
+
+def test_each_further_choice_is_slower_and_smaller(chosen):
+    for faster, smaller in itertools.pairwise(chosen):
+        assert faster.seconds <= smaller.seconds
+        assert faster.total_bytes > smaller.total_bytes
+
+
+def test_equal_arguments_give_equal_choices(chosen):
+    again = jpipe.plan(layers_of(4), loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, ends="own")
+    assert [choice.setting for choice in again] == [choice.setting for choice in chosen]
+    assert str(again) == str(chosen)
+
+
+@pytest.mark.parametrize("memory", [None, 1_400_000])
+@pytest.mark.slow  # 156 settings
+def test_it_finds_the_best_of_all(memory):
+    """Brute force: no setting that fits is faster; with little memory others fit than with much."""
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", memory=memory)[0]
+    seconds = []
+    ways = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("v", 2), ("interleaved", 4)]
+    for stages, count, (schedule, chunks), remat, ends, over in itertools.product(
+        (1, 2), (1, 2, 4, 8), ways, ("none", "layer", "stage", "full"), ("own", "spread", "shared"), ((), ("data",))
+    ):
+        axes = {"stage": stages} if stages == 2 else {"stage": 1, "data": 2}
+        options = {"num_stages": stages, "num_microbatches": count, "schedule": schedule, "num_chunks": chunks}
+        options |= {"remat": remat, "ends": ends, "shard_over": over, "mesh": mesh_of_nowhere(axes)}
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                pipe = jpipe.Pipeline(layers_of(2), loss_fn, **options)
+                time, held = predict_time(pipe, words(), CHIPS["v5e"], tx=TX), predict_memory(pipe, words(), TX)
+        except ValueError:
+            continue
+        if memory is None or held.total <= memory:
+            seconds.append(time.total)
+    assert len(seconds) > 10
+    assert found.seconds == min(seconds)
+
+
+def test_axes_that_the_layers_name_are_used_where_that_is_all_that_fits():
+    """Of one Dense layer in one piece no half fits."""
+    wide = [nn.Dense(4096, kernel_init=nn.with_partitioning(nn.initializers.zeros, (None, "tensor")))]
+    batch = {"inputs": jax.ShapeDtypeStruct((8, 4096), "float32")}
+    found = jpipe.plan(
+        wide, lambda y, _: jnp.mean(y**2), batch, TX, topology="v5e:1x2", memory=200_000_000, num_microbatches=1
+    )
+    assert dict(found[0].setting.axes) == {"stage": 1, "tensor": 2}
+
+
+def test_without_a_topology_the_devices_at_hand_are_planned_for():
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, devices=jax.devices()[:2], remat="layer", schedule="1f1b")
+    assert found[0].options["mesh"].devices.size == 2
+    assert {choice.options["remat"] for choice in found} == {"layer"}
+
+
+def test_its_first_choices_are_compiled_if_that_is_asked_for():
+    found = jpipe.plan(
+        layers_of(2), loss_fn, words(), TX, devices=jax.devices()[:2], compiled=1, num_stages=2, remat="layer"
+    )
+    assert found[0].compiled is not None and found[0].compiled.fits
+    assert found[0].compiled.seconds is None  # of a CPU no cycles are known
+    assert "bytes were off by" in str(found)
+
+
+def test_too_little_memory_is_said_with_the_least_that_would_do():
+    said = (
+        r"no plan fits in 97.7 KiB a device on v5e:1x2; the smallest takes [\d.]+ KiB \(stage=2, M=8.*; "
+        r"Dense 3 alone takes [\d.]+ KiB with its gradients and optimiser, so give its weights a tensor axis"
+    )
+    with pytest.raises(ValueError, match=said):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", memory=100_000, num_stages=2, remat="full")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "v9:2x2"}, "topology='v9:2x2' is unknown; pass a chip and a shape such as one of v2:2x2"),
+        ({"topology": "v5e:1x2", "devices": []}, "topology='v5e:1x2' and devices are both given"),
+        ({"topology": "v5e:1x2", "mesh": None}, "mesh= is what is searched"),
+        ({"topology": "v5e:1x2", "num_microbatches": 3}, "num_microbatches=3, none suits 2 devices"),
+        ({"topology": "v5e:1x2", "num_stages": 3}, "num_stages=3, none suits 2 devices"),
+        ({"topology": "v5e:1x2", "remat": "some"}, "no setting is possible: remat='some' is unknown"),
+    ],
+)
+def test_what_is_not_possible_is_said(options, message):
+    with pytest.raises(ValueError, match=message):
+        jpipe.plan(layers_of(2), loss_fn, words(), TX, **options)
+
+
+def test_a_setting_that_is_refused_is_left_out():
+    """zero_bubble with remat="stage" would compute the forward twice."""
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    kept = {"num_stages": 2, "num_microbatches": 4, "ends": "own"}
+    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(2)
+    assert {"zero_bubble", "1f1b"} <= {choice.setting.schedule for choice in rated}
+    assert not [c for c in rated if c.setting.schedule == "zero_bubble" and c.setting.remat in ("stage", "full")]
+    assert len({choice.setting for choice in rated}) == len(rated)
