@@ -7,6 +7,7 @@ TPU; no parameter is made.
 """
 
 import argparse
+import csv
 import math
 import sys
 import time
@@ -15,20 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import optax
-from common import (
-    Size,
-    batch_shapes,
-    console,
-    lowered_step,
-    mib,
-    on_cpu,
-    show,
-    stage_mesh,
-    tpu_devices,
-    transformer_pipeline,
-)
+from common import Size, console
 
 import jpipe
 
@@ -38,9 +29,9 @@ from models import amoebanet
 BYTES_A_PARAMETER = 12
 """Itself, its gradient and RMSProp's second moment, in float32."""
 
-MICROBATCHES = 32
+_LAYER = {"remat": "layer", "cast": "use"}
 _SHARED = {"ends": "shared", "remat": "full", "cast": "use"}
-_SIZE = {"balance": "size", "remat": "full", "cast": "use"}
+_CHUNKS = {"schedule": "interleaved", "num_chunks": 3, "remat": "full", "cast": "use"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,7 @@ class Place:
       paper: layers of Transformer-L, or filters of AmoebaNet-D.
       options: of `jpipe.Pipeline`.
       layers: of AmoebaNet-D; 0 for Transformer-L, whose layers are counted.
+      microbatches: M.
     """
 
     topology: str
@@ -62,6 +54,7 @@ class Place:
     paper: int
     options: dict[str, Any]
     layers: int = 0
+    microbatches: int = 32
 
     @property
     def step(self) -> int:
@@ -70,16 +63,25 @@ class Place:
 
     def pipeline(self, count: int) -> tuple[jpipe.Pipeline, Any]:
         """The model of that many layers or filters, and its batch."""
-        mesh = stage_mesh(tpu_devices(self.topology), self.num_stages)
+        mesh = common.stage_mesh(common.tpu_devices(self.topology), self.num_stages)
         if not self.layers:
-            size = Size(count, 2048, 32, 1024, 32000, 32 // MICROBATCHES, "bfloat16")
-            pipe = transformer_pipeline(size, self.num_stages, MICROBATCHES, mesh=mesh, **self.options)
-            return pipe, batch_shapes(size, MICROBATCHES)
+            size = Size(count, 2048, 32, 1024, 32000, 32 // self.microbatches, "bfloat16")
+            pipe = common.transformer_pipeline(size, self.num_stages, self.microbatches, mesh=mesh, **self.options)
+            return pipe, common.batch_shapes(size, self.microbatches)
         layers = amoebanet.amoebanet(self.layers, count, dtype="bfloat16")
-        shapes = {"num_stages": self.num_stages, "num_microbatches": MICROBATCHES}
+        shapes = {"num_stages": self.num_stages, "num_microbatches": self.microbatches, "balance": self._cells()}
         pipe = jpipe.Pipeline(layers, amoebanet.loss_fn, mesh=mesh, **shapes, **self.options)
         images = jax.ShapeDtypeStruct((128, 224, 224, 3), "float32")
         return pipe, {"inputs": images, "targets": jax.ShapeDtypeStruct((128,), "int32")}
+
+    def _cells(self) -> list[int]:
+        """Layers of AmoebaNet-D by virtual stage: as many cells of each of the three stacks on every stage."""
+        if self.num_stages == 1:
+            return [self.layers + 6]
+        counts = [self.layers // (3 * self.num_stages)] * 3 * self.num_stages
+        for virtual_stage, more in ((0, 3), (self.num_stages, 1), (2 * self.num_stages, 1), (-1, 1)):
+            counts[virtual_stage] += more
+        return counts
 
     def limit(self, parameters: int) -> int:
         """Layers or filters by 12 bytes a parameter alone, where the paper's largest has so many parameters."""
@@ -92,19 +94,20 @@ class Place:
 
 TABLE = {
     "transformer-l": [
-        Place("v3:1x1", 16 * 2**30, 1, 13, {"remat": "layer", "cast": "use"}),
+        Place("v3:1x1", 16 * 2**30, 1, 13, _LAYER),
         Place("v3:2x2", 16 * 2**30, 8, 103, _SHARED),
         Place("v3:4x4", 16 * 2**30, 32, 415, _SHARED),
         Place("v3:8x8", 16 * 2**30, 128, 1663, _SHARED),
     ],
     "amoebanet-d": [
-        Place("v2:1x1", 8 * 2**30, 1, 416, _SIZE, 18),
-        Place("v2:1x1", 8 * 2**30, 2, 544, _SIZE, 18),
-        Place("v2:2x2", 8 * 2**30, 4, 544, _SIZE, 36),
-        Place("v2:2x2", 8 * 2**30, 8, 512, _SIZE, 72),
+        Place("v2:1x1", 8 * 2**30, 1, 416, _LAYER, 18, 128),
+        Place("v2:1x1", 8 * 2**30, 2, 544, _CHUNKS | _LAYER, 18, 128),
+        Place("v2:2x2", 8 * 2**30, 4, 544, _CHUNKS, 36, 128),
+        Place("v2:2x2", 8 * 2**30, 8, 512, _CHUNKS, 72, 128),
     ],
 }
-"""The paper's columns. With "full" a stage keeps its own input of a micro-batch, and not every layer's."""
+"""The paper's columns. With "full" a stage keeps its own input of a micro-batch, and not every layer's. In three chunks
+every stage has as many cells of each of AmoebaNet-D's stacks, so that no array is larger than one stage needs."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def compiled(place: Place, count: int) -> Fit | None:
     """The step of that many layers or filters; None where the compiler says that it doesn't fit."""
     begin = time.perf_counter()
     pipe, batch = place.pipeline(count)
-    lowered = lowered_step(pipe, optax.rmsprop(1e-3), batch)
+    lowered = common.lowered_step(pipe, optax.rmsprop(1e-3), batch)
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -179,8 +182,9 @@ def main() -> None:
     parser.add_argument("what", choices=TABLE)
     parser.add_argument("--stages", type=int, nargs="+", help="K (default: the paper's)")
     parser.add_argument("--count", type=int, help="layers, or filters of AmoebaNet-D: these alone, nothing searched")
+    parser.add_argument("--csv", type=Path, help="a file to append the rows to, in bytes")
     options = parser.parse_args()
-    on_cpu()
+    common.on_cpu()
     rows = []
     for place in TABLE[options.what]:
         if options.stages and place.num_stages not in options.stages:
@@ -189,32 +193,35 @@ def main() -> None:
         pipe.abstract_state(batch, optax.rmsprop(1e-3))
         paper = num_parameters(pipe)
         found = {options.count: compiled(place, options.count)} if options.count else search(place, paper)
-        rows.append(row(place, paper, found))
-    columns = (
-        "K",
-        "paper",
-        "parameters",
-        "here",
-        "parameters",
-        "times",
-        "arguments",
-        "temporaries",
-        "by 12 bytes",
-        "s",
-    )
+        rows.append(figures(place, paper, found))
+        if options.csv:
+            with options.csv.open("a") as file:
+                csv.writer(file, lineterminator="\n").writerow((options.what, *rows[-1]))
     counted = "layers" if options.what == "transformer-l" else "filters"
-    caption = f"jax {jax.__version__}, {counted}; MiB a core, the compiler's; M={MICROBATCHES}, bfloat16 activations"
-    show(f"The largest {options.what}", columns, rows, caption)
+    caption = f"jax {jax.__version__}, {counted}; MiB a core, the compiler's; bfloat16 activations"
+    common.show(f"The largest {options.what}", COLUMNS, [shown(*row) for row in rows], caption)
 
 
-def row(place: Place, paper: int, found: dict[int, Fit | None]) -> tuple[Any, ...]:
-    """A line of the table."""
+COLUMNS = ("K", "paper", "parameters", "here", "parameters", "times", "arguments", "temporaries", "by 12 bytes", "s")
+
+
+def figures(place: Place, paper: int, found: dict[int, Fit | None]) -> tuple[int, ...]:
+    """(K, paper's count, its parameters, count, parameters, arguments, temporaries, count by 12 bytes, seconds).
+
+    The count is the last of `found`, which has to have fitted; else that and what is known of it are zeros.
+    """
     count, fit = list(found.items())[-1] if found else (0, None)
-    start = (f"{place.num_stages}", place.paper, f"{paper / 1e9:.3f}B")
-    if fit is None:
-        return (*start, "-", "-", "-", "-", "-", place.limit(paper), "-")
-    ours = (count, f"{fit.parameters / 1e9:.3f}B", f"{fit.parameters / paper:.2f}")
-    return (*start, *ours, mib(fit.arguments), mib(fit.temporaries), place.limit(paper), f"{fit.seconds:.0f}")
+    fit = fit or Fit(0, 0, 0, 0.0)
+    parts = fit.parameters, fit.arguments, fit.temporaries, place.limit(paper), round(fit.seconds)
+    return (place.num_stages, place.paper, paper, count if fit.parameters else 0, *parts)
+
+
+def shown(*row: int) -> tuple[Any, ...]:
+    """A line of the table, from `figures`."""
+    stages, count, paper, here, parameters, arguments, temporaries, limit, seconds = row
+    theirs, ours = (f"{n / 1e9:.3f}B" for n in (paper, parameters))
+    held = common.mib(arguments), common.mib(temporaries)
+    return stages, count, theirs, here, ours, f"{parameters / paper:.2f}", *held, limit, seconds
 
 
 if __name__ == "__main__":

@@ -111,6 +111,13 @@ def test_amoebanet_halves_224_pixels_five_times():
     assert sizes == [111, 56, 28, 28, 14, 14, 7, 7]
 
 
+def test_amoebanet_gives_what_it_computes_in():
+    """An average pool that leaves out the padding gives float32, whatever it takes; all cells gave that then."""
+    with jax.numpy_dtype_promotion("standard"):
+        model = traced(amoebanet.amoebanet(3, 16, dtype="bfloat16"), images(224))
+    assert {leaf.dtype.name for leaves in model.boundaries for leaf in leaves} == {"bfloat16"}
+
+
 @pytest.mark.parametrize(("variant", "filters"), [("C", 16), ("D", 12)])
 def test_amoebanet_checks_its_arguments(variant, filters):
     with pytest.raises(ValueError, match="use"):

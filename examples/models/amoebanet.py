@@ -177,7 +177,7 @@ class Cell(nn.Module):
         if name == "none" and stride == 1 and x.shape[-1] == many:
             return x
         if name in _POOLS:
-            x = _POOLS[name](x, strides=strides)
+            x = _POOLS[name](x, strides=strides).astype(x.dtype)  # an average is of float32 else
             return x if x.shape[-1] == many else conv(many, relu=False)(x, train)
         if name in ("none", "1x1"):
             chain = [conv(many, (1, 1), strides)]

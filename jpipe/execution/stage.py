@@ -22,6 +22,7 @@ from jpipe.execution.kept import Kept
 from jpipe.execution.step import Step
 from jpipe.jax_tools.indexing import Index, look_up, put_row, take_row, take_slice
 from jpipe.jax_tools.loops import Carry, each, of_trip
+from jpipe.jax_tools.memory_order import compact_order, in_order
 from jpipe.jax_tools.random_keys import Key, layer_key
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.specs import on_all_stages
@@ -247,10 +248,20 @@ class Stage:
         return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
     def batch_of(self, turn: Turn) -> Batch:
-        """The micro-batch, for layers that look at it."""
+        """The micro-batch, for layers that look at it.
+
+        It is read as a batch lies at rest: else a compiler turns all micro-batches ahead of the ticks to how a layer
+        takes one, and pads images' three channels to 128. As weights, they aren't cast ahead of the ticks either.
+        """
         if not self.step.functions[turn.g].reads_batch:
             return None
-        return jax.tree.map(lambda a: take_row(a, turn.microbatch), self.batch)
+        request = self.step.plan.request
+
+        def row(leaf: Leaf) -> Leaf:
+            found = in_order(take_row(leaf, turn.microbatch), compact_order(leaf.shape[1:], request.mesh))
+            return of_trip(found, turn.microbatch) if request.options.cast == "use" else found
+
+        return jax.tree.map(row, self.batch)
 
     def arguments(self, turn: Turn, batch: Batch) -> Arguments:
         """What a layer is called with besides its activation, in forward and backward."""

@@ -54,6 +54,23 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     return [found.get(i, _row_major_order(shapes[i])) for i in results]
 
 
+def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
+    """The order in which a TPU, which pads the innermost dimension to 128, holds an array in little memory.
+
+    Args:
+      shape: such as that of images, `[b, 224, 224, 3]`.
+      mesh: the devices.
+
+    Returns:
+      The two largest dimensions innermost, `(0, 3, 1, 2)` for these; None where the last is one of them, or the devices
+      aren't TPUs.
+    """
+    by_size = sorted(range(len(shape)), key=lambda d: (shape[d], d))
+    if len(shape) < 3 or len(shape) - 1 in by_size[-2:] or mesh.devices.flat[0].platform != "tpu":
+        return None
+    return (*sorted(by_size[:-2]), *by_size[-2:])
+
+
 def _row_major_order(shape: Sequence[int]) -> Order | None:
     return tuple(range(len(shape))) if len(shape) > 1 else None
 

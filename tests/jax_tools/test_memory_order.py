@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jpipe.jax_tools.memory_order import in_order, result_orders
+from jpipe.jax_tools.memory_order import compact_order, in_order, result_orders
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 
@@ -35,3 +36,20 @@ def test_a_tpu_says_how_a_forward_gives_its_results():
     found = result_orders(jaxpr, [1, 0, 2], mesh_of(tpu_devices("v5e:2x2")))
     assert sorted(found[0] or ()) == [0, 1, 2, 3]
     assert found[1:] == [(0, 1, 2, 3), None], "an input lies as it comes, a scalar has no order"
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((4, 224, 224, 3), (0, 3, 1, 2)),
+        ((512, 8, 8, 3), (1, 3, 2, 0)),
+        ((4, 1024), None),
+        ((4, 1024, 64), None),
+        ((128,), None),
+        ((), None),
+    ],
+)
+def test_a_tpu_holds_the_largest_dimensions_innermost(shape, order):
+    assert compact_order(shape, mesh_of(tpu_devices("v5e:2x2"))) == order
+    assert compact_order(shape, mesh_of(jax.devices())) is None
