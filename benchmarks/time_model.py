@@ -1,52 +1,254 @@
-"""Predicted step times against the TPU compiler's cycles, for settings of `benchmarks/tpu_speed.py`.
+"""Predicted step times against the TPU compiler's cycles, and against steps measured on this machine's CPU.
 
-    python benchmarks/time_model.py --chip v5e v5p v6e --microbatch 1 4 --remat layer none
+    python benchmarks/time_model.py compiled --chip v5e v5p v6e   # adds the settings that the file doesn't have yet
+    python benchmarks/time_model.py measured --first 0 --count 7
+    python benchmarks/time_model.py rates                         # what `hardware.CHIPS` calls counted
+    python benchmarks/time_model.py page                          # the tables of docs/time-model.md
 
-`predict_time` compiles nothing; each row is compiled here once, to see how far it was off.
+Both keep rows in `benchmarks/data`. A predicted step is compared without links: the compiler estimates none.
 """
 
 import argparse
+import csv
 import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from common import batch_shapes, console, lowered_step, on_cpu, show
-from tpu_speed import Setting, Walk, make_pipeline
+from common import (
+    Size,
+    Stepper,
+    batch_shapes,
+    console,
+    lowered_step,
+    make_batch,
+    on_cpu,
+    stage_mesh,
+    transformer_pipeline,
+)
+from tpu_speed import Setting, make_pipeline
 
-from jpipe.forecasting.hardware import CHIPS
+import jpipe
+from jpipe.forecasting.compiled_program import compile_with_text, read
+from jpipe.forecasting.hardware import CHIPS, EXAMPLES, Chip, parse_topology
+from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.forecasting.time_model import predict_time
-from tpu_program import compile_with_text
 
-COLUMNS = ("step", "predicted, ms", "compiler, ms", "error", "limit")
+DATA = Path(__file__).parent / "data"
+TX = optax.sgd(1e-3)
+GRID: list[dict[str, Any]] = [
+    *[{"remat": remat} for remat in ("none", "layer", "stage")],
+    *[{"remat": remat, "microbatch": 4} for remat in ("none", "layer", "stage")],
+    *[{"remat": remat, "width": 2048} for remat in ("none", "layer")],
+    {"remat": "layer", "width": 2048, "microbatch": 4},
+    {"remat": "layer", "schedule": "interleaved", "chunks": 2},
+    {"remat": "none", "schedule": "interleaved", "chunks": 2, "microbatch": 4},
+    {"remat": "none", "schedule": "zero_bubble"},
+    {"remat": "layer", "schedule": "zero_bubble", "width": 2048},
+    {"remat": "none", "attention": "flash"},
+    {"remat": "layer", "attention": "flash", "microbatch": 4},
+    {"remat": "full", "schedule": "gpipe", "microbatch": 4},
+    {"remat": "layer", "vocab": 32768, "ends": "shared"},
+    {"remat": "none", "vocab": 32768},
+]
+"""Of `tpu_speed.Setting`; each for every chip."""
+STEPS: list[dict[str, Any]] = [
+    *[{"M": m} for m in (4, 8, 16)],
+    *[{"remat": remat} for remat in ("layer", "stage", "full")],
+    *[{"schedule": schedule} for schedule in ("gpipe", "zero_bubble")],
+    *[{"schedule": "interleaved", "V": 2, "remat": remat} for remat in ("none", "layer")],
+    *[{"width": width, "remat": remat} for width in (128, 512) for remat in ("none", "layer")],
+]
+"""Measured on CPU; what isn't given is as in `DEFAULT`."""
+DEFAULT = {"width": 256, "M": 8, "remat": "none", "schedule": "1f1b", "V": 1}
 
 
-def measure(setting: Setting) -> tuple[str, ...]:
-    pipe, tx, batch = make_pipeline(setting), optax.sgd(1e-3), batch_shapes(setting.size, setting.count)
-    chip = CHIPS[setting.chip]
-    found = predict_time(pipe, batch, chip, tx=tx)
-    _, text = compile_with_text(lowered_step(pipe, tx, batch))
-    compiler = Walk(pipe, setting, text).cycles() / chip.clock
-    return (
-        str(setting),
-        f"{found.total * 1e3:.1f}",
-        f"{compiler * 1e3:.1f}",
-        f"{found.total / compiler - 1:+.0%}",
-        found.limit,
+# --- compiled for TPUs ------------------------------------------------------------------------------------------------
+
+
+@cache
+def _traced(setting: Setting) -> jpipe.Pipeline:
+    return make_pipeline(setting)
+
+
+def predicted_ms(setting: Setting) -> float:
+    """What the model says of a setting, links taken as infinitely fast."""
+    pipe = _traced(replace(setting, chip="v5e"))  # layers are the same on all
+    chip = replace(CHIPS[setting.chip], link_bandwidth=1e30)
+    return 1e3 * predict_time(pipe, batch_shapes(setting.size, setting.count), chip, tx=TX).total
+
+
+def compiled_ms(setting: Setting) -> float:
+    """What the compiler's cycles say of it."""
+    pipe, batch = make_pipeline(setting), batch_shapes(setting.size, setting.count)
+    _, text = compile_with_text(lowered_step(pipe, TX, batch))
+    clock = CHIPS[setting.chip].clock
+    assert clock is not None
+    return 1e3 * count_cycles(pipe.planner.training_step(batch), read(text)).total / clock
+
+
+def settings_of(chips: list[str]) -> Iterator[Setting]:
+    """All of the grid."""
+    for given, chip in itertools.product(GRID, chips):
+        yield Setting(chip, **given)
+
+
+def compile_grid(chips: list[str]) -> None:
+    """Compiles the settings that aren't kept yet, and writes all predictions anew."""
+    kept = {row["step"]: row["compiled, ms"] for row in kept_rows("tpu")}
+    for setting in settings_of(chips):
+        if str(setting) not in kept:
+            kept[str(setting)] = f"{compiled_ms(setting):.1f}"
+            console.print(setting, kept[str(setting)], highlight=False)
+            write_tpu(kept)
+    write_tpu(kept)
+
+
+def write_tpu(kept: dict[str, str]) -> None:
+    """The rows of all settings that were compiled, in the grid's order."""
+    there = [setting for setting in settings_of(["v5e", "v5p", "v6e"]) if str(setting) in kept]
+    write(
+        "tpu",
+        [(str(s), f"{predicted_ms(s):.1f}", kept[str(s)]) for s in there],
+        ("step", "predicted, ms", "compiled, ms"),
     )
+
+
+def rates() -> None:
+    """Cycles of one pass over an array and of one product, compiled alone, as bytes/s and FLOP/s."""
+    for name, chip in CHIPS.items():
+        if chip.clock is None:
+            continue
+        device = jax.sharding.SingleDeviceSharding(parse_topology(f"{name}:{EXAMPLES[name]}").devices()[0])
+        x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=device)
+        one_pass, product = (
+            read(compile_with_text(jax.jit(function).lower(x))[1]).own / chip.clock
+            for function in (lambda x: x * 2 + 1, lambda x: x @ x)
+        )
+        found = f"a pass {8 * x.size / one_pass / 1e9:.0f} GB/s, a product {2 * 4096**3 / product / 1e12:.0f} TFLOP/s"
+        console.print(f"{name}: {found}", highlight=False)
+
+
+# --- measured on CPU --------------------------------------------------------------------------------------------------
+
+
+def step_name(given: dict[str, Any]) -> str:
+    """Of a measured step."""
+    return ", ".join(f"{k}={v}" if isinstance(v, int) else v for k, v in (DEFAULT | given).items())
+
+
+def make_step(given: dict[str, Any]) -> tuple[Size, int, jpipe.Pipeline]:
+    """(size, M, pipeline) on two devices of this CPU."""
+    of = DEFAULT | given
+    size = Size(4, of["width"], of["width"] // 64, 128, 256, 4)
+    options = {"remat": of["remat"], "schedule": of["schedule"], "num_chunks": of["V"]}
+    return size, of["M"], transformer_pipeline(size, 2, of["M"], mesh=stage_mesh(jax.devices(), 2), **options)
+
+
+def with_loss(pipe: jpipe.Pipeline) -> Callable[..., tuple[Any, Any]]:
+    """A training step as `Stepper` takes it."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        state, metrics = pipe.train_step(state, batch)
+        return state, metrics["loss"]
+
+    return step
+
+
+def seconds_of(function: Any, *arguments: Any) -> float:
+    """Of one call that has been made before."""
+    begin = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - begin
+
+
+def measure(steps: list[dict[str, Any]], rounds: int) -> None:
+    """Steps in turns, a product and a copy among them in each round; all predictions from their medians."""
+    steppers = []
+    for given in steps:
+        size, m, pipe = make_step(given)
+        batch = make_batch(size, m)
+        steppers.append(Stepper(with_loss(pipe), pipe.create_state(jax.random.key(0), batch, TX), batch))
+    x = jnp.ones((1024, 1024))
+    product, copy = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
+    calls = [lambda: seconds_of(product, x), lambda: seconds_of(copy, x), *[lambda s=s: s()[0] for s in steppers]]
+    times = [[call() for call in calls] for _ in range(rounds + 1)][1:]  # the first compiles
+    one_product, one_copy, *found = map(statistics.median, zip(*times, strict=True))
+    bandwidth = 2 * x.nbytes / one_copy
+    chip = Chip("cpu", 2 * 1024**3 / one_product, 0, bandwidth, bandwidth, None, "measured")
+    rates = f"{chip.flops / 1e9:.1f}", f"{bandwidth / 1e9:.2f}"
+    console.print(*rates, "GFLOP/s, GB/s; load", os.getloadavg(), highlight=False)
+    rows = {row["step"]: tuple(row.values()) for row in kept_rows("cpu")}
+    for given, seconds in zip(steps, found, strict=True):
+        size, m, pipe = make_step(given)
+        predicted = predict_time(pipe, batch_shapes(size, m), chip, tx=TX).total
+        rows[step_name(given)] = (step_name(given), f"{1e3 * predicted:.0f}", f"{1e3 * seconds:.0f}", *rates)
+    write("cpu", list(rows.values()), ("step", "predicted, ms", "measured, ms", "GFLOP/s", "GB/s"))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def kept_rows(name: str) -> list[dict[str, str]]:
+    path = DATA / f"time_model_{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(name: str, rows: list[tuple[str, ...]], columns: tuple[str, ...]) -> None:
+    DATA.mkdir(exist_ok=True)
+    with (DATA / f"time_model_{name}.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+
+
+def summary(rows: list[dict[str, str]]) -> str:
+    """Errors of rows, and how many pairs of them are ordered as they really are."""
+    pairs = [tuple(map(float, list(row.values())[1:3])) for row in rows]
+    errors = [predicted / there - 1 for predicted, there in pairs]
+    ordered = [(a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in itertools.combinations(pairs, 2)]
+    median, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
+    return f"{len(rows)} | {median:.0%} | {worst:+.0%} | {sum(ordered)} of {len(ordered)}"
+
+
+def page() -> list[str]:
+    """The lines of the page's tables."""
+    tpu, cpu = kept_rows("tpu"), kept_rows("cpu")
+    groups = {chip: [row for row in tpu if row["step"].startswith(chip)] for chip in ("v5e", "v5p", "v6e")}
+    lines = [f"| {chip} | {summary(rows)} |" for chip, rows in groups.items() if rows]
+    lines += [f"| CPU, measured | {summary(cpu)} |"] if cpu else []
+    for row in (*tpu, *cpu):
+        name, predicted, there, *_ = row.values()
+        lines.append(f"| {name} | {predicted} | {there} | {float(predicted) / float(there) - 1:+.0%} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("compiled", "measured", "rates", "page"))
     parser.add_argument("--chip", nargs="+", default=["v5e", "v5p", "v6e"])
-    parser.add_argument("--microbatch", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--remat", nargs="+", default=["layer", "none"])
+    parser.add_argument("--first", type=int, default=0, help="of the measured steps (default %(default)s)")
+    parser.add_argument("--count", type=int, default=len(STEPS), help="of measured steps (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    on_cpu()
-    rows = []
-    for chip, microbatch, remat in itertools.product(options.chip, options.microbatch, options.remat):
-        rows.append(measure(Setting(chip, microbatch=microbatch, remat=remat)))
-        console.print(*rows[-1], sep=" | ", highlight=False)
-    show("Step times, predicted and by the TPU compiler", COLUMNS, rows, f"jax {jax.__version__}, K=4, M=16")
+    on_cpu(2)
+    if options.what == "compiled":
+        compile_grid(options.chip)
+    elif options.what == "measured":
+        measure(STEPS[options.first : options.first + options.count], options.rounds)
+    elif options.what == "rates":
+        rates()
+    else:
+        print("\n".join(page()))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from jpipe.types import Device
 
-GIB = 2**30
-BOOK = "How to Scale Your Model, 'TPU specs'; clock: peak over products a cycle"
-PAPER = "Norrie et al., IEEE Micro 2021"
+GIB, MIB = 2**30, 2**20
+CLOUD = "Cloud TPU documentation, system architecture of the version: FLOP/s, memory"
+BOOK = "How to Scale Your Model, 'TPU specs': links"
+PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
+NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,13 @@ class Chip:
       memory_bandwidth: bytes/s.
       link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
       clock: cycles/s that a TPU compiler's estimates count; None for others.
-      source: where that is written.
+      source: where that is written; the clock, if no word says so, is the peak over products a cycle.
+      tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
+        `jax.experimental.pallas.tpu.get_tpu_info` has it.
+      on_chip: bytes up to which an array that is made and read in between stays in the vector memory: half of it, by
+        `get_tpu_info`; 0 of two cores that are one device (v4, v5p), since each has its own.
+      counted: bytes/s of a pass over an array as the TPU compiler estimates it for `x * 2 + 1` alone, by
+        `benchmarks/time_model.py rates`; None: the memory's.
     """
 
     name: str
@@ -36,19 +44,32 @@ class Chip:
     link_bandwidth: float
     clock: float | None
     source: str
+    tile: int = 1
+    on_chip: int = 0
+    counted: float | None = None
+
+    @property
+    def pass_bandwidth(self) -> float:
+        """bytes/s of what goes over an array once."""
+        return self.counted or self.memory_bandwidth
+
+    @property
+    def fuses(self) -> bool:
+        """Whether elementwise operations become part of the products that read them, as on a TPU."""
+        return self.tile > 1
 
 
 CHIPS = {
     chip.name: chip
     for chip in [
-        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER),
-        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, PAPER),
-        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK),
-        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK),
-        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK),
-        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, "NVIDIA H100 SXM data sheet, without sparsity"),
-        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, "NVIDIA H200 SXM data sheet, without sparsity"),
+        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, 128, 8 * MIB, 309e9),
+        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, f"{CLOUD}; {PAPER}", 128, 8 * MIB, 418e9),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, f"{CLOUD}; {BOOK}", 128, 0, 925e9),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, f"{CLOUD}; {BOOK}", 128, 64 * MIB, 664e9),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, f"{CLOUD}; {BOOK}", 128, 0, 1988e9),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, f"{CLOUD}; {BOOK}", 256, 64 * MIB, 1316e9),
+        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA),
+        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA),
     ]
 }
 """By name."""

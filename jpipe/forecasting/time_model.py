@@ -1,35 +1,27 @@
-"""A step's time, of a chip that need not be there, without compiling: rooflines of layers, the schedule simulated.
+"""A step's time, of a chip that need not be there, without compiling: kernels of layers, the schedule simulated.
 
-A product of matrices takes its FLOPs at the chip's peak or its bytes at the memory's bandwidth, whichever is longer, a
-reduction its bytes. Residuals are written and read, sums of gradients read and written. What else is computed element
-by element is taken to be fused into these, and costs nothing. No factor is fitted: what a compiler makes of a layer may
-take longer, or less where arrays stay on chip. `benchmarks/time_model.py` holds it against the TPU compiler's cycles.
+What layers take is `roofline`'s, of their traced forwards and backwards; nothing is fitted to steps. The compiled steps
+of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from jpipe.forecasting.hardware import Chip
+from jpipe.forecasting.roofline import roofline
 from jpipe.jax_tools.random_keys import key_shape
+from jpipe.jax_tools.trees import bytes_of
 from jpipe.model.traced_layer import TracedLayer
 from jpipe.pipeline import Pipeline
-from jpipe.planning.flops import flops_of
 from jpipe.planning.holdings import holdings
 from jpipe.profiling.communication import BACKWARD, FORWARD, STEP, Communication
 from jpipe.schedules.simulate import Timeline, simulate
-from jpipe.seam.inside import needed_part
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
-from jpipe.types import Batch
-
-_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call")
-_REDUCTIONS = ("reduce", "argm", "cum", "sort", "gather", "scatter")
+from jpipe.types import Batch, PyTree
 
 
 @dataclass(frozen=True)
@@ -91,66 +83,45 @@ def predict_time(
     by_group = np.array([_layer_seconds(layer, chip) for layer in layers]) / devices
     once = _add_collectives(pipe, sent or pipe.communication(batch), chip, by_group) if devices > 1 else 0.0
     by_layer = by_group[list(plan.traced.group_of)]
-    shared = schedule.num_microbatches * by_layer[[0, -1]].sum() / num_stages if plan.request.shares_ends else 0.0
+    shared = schedule.num_microbatches * by_layer[[0, -1], :3].sum() / num_stages if plan.request.shares_ends else 0.0
     if plan.request.shares_ends:
         by_layer[[0, -1]] = 0.0
-    stages = np.zeros((num_stages, 3))
+    stages = np.zeros((num_stages, 4))
     for s, (start, stop) in enumerate(plan.partition.bounds):
         stages[schedule.placement.stage_of(s)] += by_layer[start:stop].sum(axis=0)
-    forward, backward, again = np.maximum(stages, [[1e-12, 1e-12, 0.0]]).T.tolist()
+    forward, backward, again, weight = np.maximum(stages, [[1e-12, 1e-12, 0.0, 0.0]]).T.tolist()
     cuts = [plan.traced.group_at(stop - 1).gives for _, stop in plan.partition.bounds[:-1]]
-    hop = max((_bytes(jax.tree.leaves(gives)) for gives in cuts), default=0) / devices / chip.link_bandwidth
-    timeline = simulate(schedule, forward, backward, hop, recompute=again)
+    hop = max((bytes_of(gives) for gives in cuts), default=0) / devices / chip.link_bandwidth
+    timeline = simulate(schedule, forward, backward, hop, recompute=again, weight=weight)
     busy = float(np.mean(timeline.busy))
-    moved = 3 * holdings(plan).device["params"].bytes + 2 * _state_bytes(pipe, batch, tx)
-    return StepTime(busy + shared, timeline.makespan - busy, once, moved / chip.memory_bandwidth, timeline)
+    moved = _update_passes(pipe, [layer.results.outputs for layer in layers]) * holdings(plan).device[
+        "params"
+    ].bytes + 2 * _state_bytes(pipe, batch, tx)
+    return StepTime(busy + shared, timeline.makespan - busy, once, moved / chip.pass_bandwidth, timeline)
 
 
-def roofline(jaxpr: ClosedJaxpr | Jaxpr, chip: Chip) -> float:
-    """Seconds of a jaxpr on one device, all of its equations one after the other.
-
-    >>> from jpipe.forecasting.hardware import CHIPS
-    >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
-    >>> f"{1e3 * roofline(jax.make_jaxpr(lambda x: x @ x)(x), CHIPS['v5e']):.2f} ms"  # 2 * 4096**3 / 197e12
-    '0.70 ms'
+def _layer_seconds(layer: TracedLayer, chip: Chip) -> tuple[float, float, float, float]:
+    """Of a layer's forward, its backward, what is computed anew before that where stages keep their inputs alone, and
+    that part of the backward which only gradients of parameters need.
     """
-    return sum(_seconds(equation, chip) for equation in jaxpr.eqns)
-
-
-def _seconds(equation: JaxprEqn, chip: Chip) -> float:
-    name, params = equation.primitive.name, equation.params
-    if name in _PRODUCTS:
-        moved = _bytes([v.aval for v in (*equation.invars, *equation.outvars)])
-        return max(flops_of(equation).flops / chip.flops, moved / chip.memory_bandwidth)
-    if name.startswith(_REDUCTIONS):
-        moves = name.startswith(("gather", "scatter"))  # of the operand only the rows that are asked for
-        large = equation.invars[2:3] or equation.outvars if moves else equation.invars
-        return _bytes([v.aval for v in large]) / chip.memory_bandwidth
-    inner = [roofline(jaxpr, chip) for jaxpr in jaxprs_in_params(params)]
-    if name == "cond":
-        return max(inner)
-    shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"]) if name == "shard_map" else 1
-    return shards * params["length"] * sum(inner) if name == "scan" else shards * sum(inner)
-
-
-def _layer_seconds(layer: TracedLayer, chip: Chip) -> tuple[float, float, float]:
-    """Of a layer's forward, its backward, and what is computed anew before that where stages keep their inputs alone.
-
-    What follows from the variables alone is casts, which elementwise work's being fused makes free.
-    """
-    whole, backward = (_needed(jaxpr, len(jaxpr.out_avals), chip) for jaxpr in (layer.forward, layer.backward))
-    kept, params = (
-        _bytes(jax.tree.leaves(tree)) / chip.memory_bandwidth for tree in (layer.residuals, layer.gradients.params)
-    )
-    whole, backward = whole + kept, backward + kept + 2 * params
+    results, params = (len(jax.tree.leaves(tree)) for tree in (layer.results, layer.gradients.params))
+    numbers, gradients = range(len(layer.forward.out_avals)), range(len(layer.backward.out_avals))
+    whole = roofline(layer.forward, chip, [i < results or i - results in layer.stored for i in numbers])
+    backward = roofline(layer.backward, chip)
+    weight = backward - roofline(layer.backward, chip, [i >= params for i in gradients])
     if not layer.function.remat.keep_inputs:
-        return whole, backward, 0.0
-    return _needed(layer.forward, len(jax.tree.leaves(layer.results)), chip), backward, whole
+        return whole, backward, 0.0, weight
+    return roofline(layer.forward, chip, [i < results for i in numbers]), backward, whole, weight
 
 
-def _needed(closed: ClosedJaxpr, outputs: int, chip: Chip) -> float:
-    """Of what the first outputs need."""
-    return roofline(needed_part(closed, [i < outputs for i in range(len(closed.out_avals))])[0], chip)
+def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
+    """How often the parameters' bytes are read or written once a step.
+
+    Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
+    with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
+    """
+    narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
+    return 7 + 2 * (narrow and pipe.planner.request.options.cast == "step")
 
 
 def _add_collectives(pipe: Pipeline, found: Communication, chip: Chip, by_group: np.ndarray) -> float:
@@ -168,8 +139,4 @@ def _state_bytes(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation 
     if tx is None:
         return 0
     leaves = jax.tree.leaves(pipe.abstract_state(batch, tx).opt_state)
-    return _bytes([jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves])
-
-
-def _bytes(avals: list) -> int:
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals if hasattr(a, "shape"))
+    return bytes_of([jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves])

@@ -24,6 +24,17 @@ def test_peaks_are_those_of_clock_and_matrix_units(name, products):
     assert CHIPS[name].flops == pytest.approx(products * 2 * 128**2 * CHIPS[name].clock, rel=0.01)
 
 
+def test_tiles_and_vector_memories_are_those_that_jax_knows():
+    known = {"v2": (128, 16), "v3": (128, 16), "v5e": (128, 128), "v6e": (256, 128)}  # of a core, MiB
+    assert {name: (CHIPS[name].tile, CHIPS[name].on_chip * 2 >> 20) for name in known} == known
+
+
+def test_passes_go_no_faster_than_the_memory():
+    for chip in CHIPS.values():
+        assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
+        assert chip.fuses == (chip.clock is not None)
+
+
 def test_gpus_need_devices():
     with pytest.raises(ValueError, match="pass devices="):
         parse_topology("h200:8").devices()
