@@ -10,7 +10,7 @@ that the stage doesn't have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -198,7 +198,8 @@ class Stage:
                 return work, stash
             return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
 
-        work, stash = self._sweep(job, reads, visit, (work, {} if whole else kept["stash"]), reverse=True)
+        among, stash = step.groups_in("B" if whole else "I"), {} if whole else kept["stash"]
+        work, stash = self._sweep(job, reads, visit, (work, stash), reverse=True, among=among)
         return work, kept if whole else kept | {"stash": stash}
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
@@ -216,7 +217,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
             return self.add_gradients(turn, work, gradients)
 
-        return self._sweep(job, reads, visit, work, reverse=True)
+        return self._sweep(job, reads, visit, work, reverse=True, among=step.groups_in("W"))
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -298,6 +299,7 @@ class Stage:
         carry: Carry,
         *,
         reverse: bool = False,
+        among: Collection[int] | None = None,
     ) -> Carry:
         """`carry = visit(turn, reads(turn, carry), carry)` for each of the virtual stage's layers, or backwards.
 
@@ -307,12 +309,14 @@ class Stage:
             pass 0   A[0:3] B[0:2] C[0:0]
             pass 1   A[3:4] B[2:2] C[0:1]
 
-        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
+        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`). Of
+        groups that aren't `among` those given there is none.
         """
         virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups
         num_passes, always_one = ranges.start.shape[1], ranges.always_one
         own = range(len(groups)) if self.step.ends is None else range(1, len(groups) - 1)
+        own = [g for g in own if among is None or g in among]
         # In a group of one layer the position is known.
         turn = lambda g, position, at: Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
 

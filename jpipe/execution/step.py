@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
+import numpy as np
 
 from jpipe.execution.gradient_sums import GradientSums, make_gradient_sums
 from jpipe.execution.kept import KeptStorage, make_kept_storage
@@ -83,6 +84,18 @@ class Step:
     def collections(self, *roles: str) -> list[str]:
         """The collections of variables that have one of these roles (`groups.role_of`)."""
         return [name for name in self.plan.layouts if role_of(name, self.plan.request.rules) in roles]
+
+    def groups_in(self, kind: str) -> list[int]:
+        """The groups with layers on virtual stages that have actions of a kind: others never run in such a one."""
+        place, ranges = self.schedule.placement, self.ranges
+        stages = {
+            place.virtual_stage(k, action.chunk)
+            for k, order in enumerate(self.schedule.actions)
+            for action in order
+            if action.kind == kind
+        }
+        lies = (ranges.stop > ranges.start).any(axis=1)  # [K*V, groups]
+        return np.flatnonzero(lies[sorted(stages)].any(axis=0)).tolist()
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:

@@ -10,6 +10,7 @@ from jpipe.forecasting.forecaster import Forecast
 from jpipe.forecasting.memory_model import MemoryParts
 from jpipe.forecasting.settings import Setting
 from jpipe.forecasting.time_model import StepTime
+from jpipe.mesh.axes import AXIS
 from jpipe.pictures.tables import Table, bytes_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}
@@ -67,7 +68,7 @@ class Choice:
     @property
     def words(self) -> str:
         """Its settings in a line."""
-        axes = ", ".join(f"{name}={size}" for name, size in self.setting.axes)
+        axes = ", ".join(f"{name}={size}" for name, size in self.setting.axes if size > 1 or name == AXIS)
         others = f"M={self.setting.num_microbatches}, {self.setting.schedule}, remat={self.setting.remat}"
         return f"{axes}, {others}, ends={self.setting.ends}"
 

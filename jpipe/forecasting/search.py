@@ -45,13 +45,14 @@ def plan(
     topology: str | None = None,
     devices: Sequence[Device] | None = None,
     memory: int | None = None,
+    axes: Sequence[str] = (),
     compiled: int = 0,
     **options: object,
 ) -> Choices:
     """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
 
-    For each way to share the devices out to `stage`, a data axis and the axes that the layers' metadata names, M, V,
-    schedule, remat, ends and FSDP are varied, one after the other, as long as that gains. All devices are used.
+    For each way to share the devices out to mesh axes, `stage` the first, M, V, schedule, remat, ends and FSDP are
+    varied, one after the other, as long as that gains. All devices are used.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
@@ -65,6 +66,7 @@ def plan(
       devices: instead of it, devices at hand; default: all. Of a kind that isn't known (`CHIPS`) a product and a copy
         are timed.
       memory: bytes that a device has for a step; default: nine tenths of its memory.
+      axes: names of the other mesh axes; default: those that the layers' metadata names, and one of examples.
       compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
         that turn out not to fit come last.
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
@@ -85,7 +87,7 @@ def plan(
     room = int(SURE * chip.memory) if memory is None else memory
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
-    rated = search.run(number)
+    rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]
     if not fitting:
         raise ValueError(search.nothing_fits(where))
@@ -141,13 +143,13 @@ class Search:
         self._groups: tuple[LayerGroup, ...] = ()
         self._refusal: Exception | None = None
 
-    def run(self, num_devices: int) -> list[Choice]:
-        """All that could be rated.
+    def run(self, num_devices: int, axes: Sequence[str] = ()) -> list[Choice]:
+        """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
 
         Raises:
           ValueError: none could.
         """
-        space = self._space(num_devices)
+        space = self._space(num_devices, axes)
         starts = space.starts()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
@@ -186,15 +188,17 @@ class Search:
         """The pipeline of a setting, on devices that aren't there."""
         return self.make(mesh=mesh_of_nowhere(dict(setting.axes)), **setting.options, **self.options)
 
-    def _space(self, num_devices: int) -> Space:
-        """All settings; which axes there may be follows from the layers' metadata."""
+    def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
+        """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
         free = {name: value for name, value in self.options.items() if name != "balance"}
-        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh_of_nowhere({AXIS: 1}), **free)
+        mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
+        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **free)
         with warnings.catch_warnings(action="ignore"):
             self._groups = whole.planner.plan_for(self.batch).traced.groups
-        names = {name for group in self._groups for name in group.asked_axes | group.constrained} - {AXIS}
-        data = next((name for name in reversed(BATCH_AXES) if name in names), "data")
-        others = tuple(sorted(names.difference(BATCH_AXES)))
+        names = {*axes} or {name for group in self._groups for name in group.asked_axes | group.constrained} - {AXIS}
+        given = whole.planner.request.splits.batch_axes
+        data = given or tuple(name for name in BATCH_AXES if name in names) or ("data",)
+        others = tuple(sorted(names.difference(data)))
         return Space(num_devices, data, others, batch_size(self.batch), len(whole.planner.request.layers), self.pinned)
 
     def _improve(self, best: Setting, space: Space) -> None:

@@ -61,7 +61,7 @@ class Space:
 
     Attributes:
       num_devices: that the mesh has.
-      data_axis: the name of the axis that splits examples.
+      data_axes: names of axes that split examples.
       others: names of further axes, which split layers.
       batch_size: B.
       num_layers: N.
@@ -69,7 +69,7 @@ class Space:
     """
 
     num_devices: int
-    data_axis: str
+    data_axes: tuple[str, ...]
     others: tuple[str, ...]
     batch_size: int
     num_layers: int
@@ -78,8 +78,8 @@ class Space:
     def starts(self) -> list[Setting]:
         """A setting of each way to share the devices out, to be improved."""
         found = []
-        for axes in shared_out(self.num_devices, (AXIS, self.data_axis, *self.others)):
-            setting = Setting(tuple((name, size) for name, size in axes if size > 1 or name == AXIS), 1)
+        for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
+            setting = Setting(axes, 1)
             counts = self._counts(setting)
             most = MICROBATCHES_A_STAGE * setting.num_stages
             if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts:
@@ -97,11 +97,11 @@ class Space:
             for remat in MODES
             if V * setting.num_stages <= self.num_layers
         ]
-        over: tuple[tuple[str, ...], ...] = ((), (self.data_axis,)) if self.data_axis in dict(setting.axes) else ((),)
+        splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         yield [
             self._given(replace(setting, ends=ends, shard_over=names))
             for ends in (ENDS if setting.num_stages > 1 else ENDS[:1])
-            for names in over
+            for names in dict.fromkeys([(), splitting])
         ]
 
     def why_empty(self) -> str:
@@ -115,7 +115,7 @@ class Space:
 
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
-        shards = dict(setting.axes).get(self.data_axis, 1)
+        shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
         return [m for m in self._allowed("num_microbatches", divisors(self.batch_size)) if self._divides(m * shards)]
 
     def _divides(self, parts: int) -> bool:

@@ -1,5 +1,6 @@
 """A step as plain data: what is laid out for training, and what forward only leaves out."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +66,28 @@ def test_equal_layers_of_an_unrolled_model_are_traced_once(steps):
     (step,) = steps
     assert len(step.layers) > 3
     assert len({id(layer) for layer in step.layers}) == 3
+
+
+def test_a_group_without_layers_where_backwards_are_split():
+    """A regression: of the layers of stage 0, which never splits, W was traced too, and read buffers without rows."""
+    dense = lambda rows, columns: jpipe.Layer(
+        lambda key, x: jnp.full((rows, columns), 0.1), lambda w, x: jnp.tanh(x @ w)
+    )
+    layers, options = [*[dense(4, 4)] * 4, dense(4, 9)], {"num_microbatches": 4, "balance": [4, 1], "remat": "none"}
+    loss = lambda y, batch: jnp.mean((y - batch["inputs"].sum(-1, keepdims=True)) ** 2)
+    pipe = jpipe.Pipeline(layers, loss, num_stages=2, schedule="zero_bubble", **options)
+    batch = {"inputs": jax.random.normal(jax.random.key(1), (8, 4))}
+    variables = pipe.init(jax.random.key(0), batch)
+    step = pipe.planner.training_step(batch)
+    assert [step.groups_in(kind) for kind in "BIW"] == [[0, 1, 2], [2], [2]]
+
+    def whole(weights):
+        x = batch["inputs"]
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return loss(x, batch)
+
+    (value, _), grads = pipe.value_and_grad(variables, batch)
+    expected, wanted = jax.value_and_grad(whole)(pipe.layer_variables(variables))
+    chex.assert_trees_all_close(value, expected, rtol=1e-6)
+    chex.assert_trees_all_close(pipe.layer_variables({"params": grads}), wanted, rtol=1e-5)

@@ -1,6 +1,7 @@
 """Searched settings against all settings, and what `plan` says when there is none."""
 
 import itertools
+import math
 import warnings
 
 import flax.linen as nn
@@ -16,6 +17,8 @@ from jpipe.forecasting.hardware import CHIPS
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import mesh_of_nowhere
 from jpipe.forecasting.time_model import predict_time
+
+pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 
 WORDS, WIDTH, BATCH = 512, 64, 8
 TX = optax.sgd(0.1, momentum=0.9)
@@ -98,13 +101,23 @@ def test_it_finds_the_best_of_all(memory):
 
 
 def test_axes_that_the_layers_name_are_used_where_that_is_all_that_fits():
-    """Of one Dense layer in one piece no half fits."""
+    """One Dense layer is too large for a device, and can't be cut into stages."""
     wide = [nn.Dense(4096, kernel_init=nn.with_partitioning(nn.initializers.zeros, (None, "tensor")))]
     batch = {"inputs": jax.ShapeDtypeStruct((8, 4096), "float32")}
     found = jpipe.plan(
         wide, lambda y, _: jnp.mean(y**2), batch, TX, topology="v5e:1x2", memory=200_000_000, num_microbatches=1
     )
-    assert dict(found[0].setting.axes) == {"stage": 1, "tensor": 2}
+    assert dict(found[0].setting.axes) == {"stage": 1, "data": 1, "tensor": 2}
+
+
+def test_axes_that_the_user_names():
+    layers = layers_of(2, split=True)
+    kept = {"num_microbatches": 4, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers, loss_fn, words(), TX, topology="v5e:2x4", axes=("replica", "fsdp", "tensor"), **kept)
+    for choice in found:
+        assert [name for name, _ in choice.setting.axes] == ["stage", "replica", "fsdp", "tensor"]
+        assert math.prod(size for _, size in choice.setting.axes) == 8
+        assert choice.options["mesh"].axis_names == ("stage", "replica", "fsdp", "tensor")
 
 
 def test_without_a_topology_the_devices_at_hand_are_planned_for():

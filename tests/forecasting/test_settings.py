@@ -10,7 +10,7 @@ from jpipe.schedules.orders import make_schedule
 
 
 def space(**given):
-    options = {"num_devices": 8, "data_axis": "data", "others": (), "batch_size": 16, "num_layers": 6, "pinned": {}}
+    options = {"num_devices": 8, "data_axes": ("data",), "others": (), "batch_size": 16, "num_layers": 6, "pinned": {}}
     return Space(**{**options, **given})
 
 
@@ -39,7 +39,7 @@ def test_moves_change_one_thing_at_a_time():
 
 
 def test_one_stage_has_one_schedule_and_no_ends():
-    _, ways, lying = space(num_devices=1).moves(Setting((("stage", 1),), 4))
+    _, ways, lying = space(num_devices=1).moves(Setting((("stage", 1), ("data", 1)), 4))
     assert {(s.schedule, s.ends) for s in (*ways, *lying)} == {("1f1b", "own")}
 
 
