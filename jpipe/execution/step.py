@@ -94,7 +94,7 @@ class Step:
             for action in order
             if action.kind == kind
         }
-        lies = (ranges.stop > ranges.start).any(axis=1)  # [K*V, groups]
+        lies = np.any(ranges.stop > ranges.start, axis=1)  # [K*V, groups]
         return np.flatnonzero(lies[sorted(stages)].any(axis=0)).tolist()
 
     @property
