@@ -29,6 +29,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTA
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RUNNING = [page for page in PAGES if BLOCK.search(page.read_text())]
 SLOW = {
+    "plan",
     "slow-step",
     "encoder-decoder",
     "your-model",
