@@ -9,10 +9,14 @@ TPU; no parameter is made.
 import argparse
 import csv
 import math
+import multiprocessing
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +116,7 @@ every stage has as many cells of each of AmoebaNet-D's stacks, so that no array 
 
 @dataclass(frozen=True)
 class Fit:
-    """A step that was compiled.
+    """A step that fits.
 
     Attributes:
       arguments: bytes a core of parameters, moments and the batch.
@@ -127,19 +131,57 @@ class Fit:
     seconds: float
 
 
-def compiled(place: Place, count: int) -> Fit | None:
-    """The step of that many layers or filters; None where the compiler says that it doesn't fit."""
+def compiled(place: Place, count: int, *, code: bool = True) -> Fit | None:
+    """The step of that many layers or filters; None where the compiler says that it doesn't fit.
+
+    Args:
+      place: where.
+      count: how many.
+      code: whether code is generated, which takes minutes for AmoebaNet-D and has to fit too; else the process that
+        compiles ends as soon as memory is assigned.
+    """
     begin = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        child = context.Process(target=_compile, args=(place, count, folder, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        try:
+            parameters, assigned = ours.recv(), None
+            while not assigned and not ours.poll(1):
+                assigned = None if code else _assigned(Path(folder))
+            assigned = assigned or ours.recv()
+        finally:
+            child.kill()
+            child.join()
+    return assigned and Fit(*assigned, parameters, time.perf_counter() - begin)
+
+
+def _compile(place: Place, count: int, folder: str, answers: Connection) -> None:
+    """Sends how many parameters the model has, then (bytes of arguments, of temporaries), None if it doesn't fit."""
+    common.on_cpu()
     pipe, batch = place.pipeline(count)
     lowered = common.lowered_step(pipe, optax.rmsprop(1e-3), batch)
+    answers.send(num_parameters(pipe))
     try:
-        memory = lowered.compile().memory_analysis()
+        memory = lowered.compile(compiler_options={"xla_dump_to": folder}).memory_analysis()
+        answers.send((memory.argument_size_in_bytes, memory.temp_size_in_bytes))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        answers.send(None)
+
+
+def _assigned(folder: Path) -> tuple[int, int] | None:
+    """What `_compile` sends, out of the folder, if the compiler has assigned memory."""
+    if not list(folder.glob("*_after_buffer_assignment.txt")):
         return None
-    seconds = time.perf_counter() - begin
-    return Fit(memory.argument_size_in_bytes, memory.temp_size_in_bytes, num_parameters(pipe), seconds)
+    time.sleep(3)  # until all is written
+    (found,) = folder.glob("*after_optimizations-buffer-assignment.txt")
+    sizes = re.findall(r"^allocation \d+: size (\d+), page 0, (parameter|preallocated-temp)", found.read_text(), re.M)
+    of = lambda kind: sum(int(size) for size, name in sizes if name == kind)
+    return of("parameter"), of("preallocated-temp")
 
 
 def num_parameters(pipe: jpipe.Pipeline) -> int:
@@ -163,17 +205,25 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def search(place: Place, parameters: int) -> dict[int, Fit]:
-    """All that fitted, from the paper's count to the limit of 12 bytes a parameter alone; the last is the largest."""
+    """All that fitted, from the paper's count to the limit of 12 bytes a parameter alone; the last is the largest.
+
+    Bisection goes by assigned memory. Of the largest code is generated, and of the next smaller where that doesn't fit.
+    """
     found: dict[int, Fit] = {}
 
-    def fits(steps: int) -> bool:
-        fit = compiled(place, steps * place.step)
-        console.print(f"K={place.num_stages}, {steps * place.step}: {fit or 'does not fit'}", highlight=False)
+    def fits(steps: int, *, code: bool = False) -> bool:
+        fit = compiled(place, steps * place.step, code=code)
+        said = f"{fit or 'does not fit'}{', with its code' if code else ''}"
+        console.print(f"K={place.num_stages}, {steps * place.step}: {said}", highlight=False)
+        found.pop(steps * place.step, None)
         if fit:
             found[steps * place.step] = fit
         return fit is not None
 
-    largest(fits, place.paper // place.step, place.limit(parameters) // place.step)
+    low = place.paper // place.step
+    steps = largest(fits, low, place.limit(parameters) // place.step)
+    while steps >= low and not fits(steps, code=True):
+        steps -= 1
     return dict(sorted(found.items()))
 
 
@@ -182,6 +232,7 @@ def main() -> None:
     parser.add_argument("what", choices=TABLE)
     parser.add_argument("--stages", type=int, nargs="+", help="K (default: the paper's)")
     parser.add_argument("--count", type=int, help="layers, or filters of AmoebaNet-D: these alone, nothing searched")
+    parser.add_argument("--no-code", action="store_true", help="with --count: only until memory is assigned")
     parser.add_argument("--csv", type=Path, help="a file to append the rows to, in bytes")
     options = parser.parse_args()
     common.on_cpu()
@@ -192,7 +243,10 @@ def main() -> None:
         pipe, batch = place.pipeline(place.paper)
         pipe.abstract_state(batch, optax.rmsprop(1e-3))
         paper = num_parameters(pipe)
-        found = {options.count: compiled(place, options.count)} if options.count else search(place, paper)
+        if options.count:
+            found = {options.count: compiled(place, options.count, code=not options.no_code)}
+        else:
+            found = search(place, paper)
         rows.append(figures(place, paper, found))
         if options.csv:
             with options.csv.open("a") as file:
