@@ -1,65 +1,278 @@
-"""The memory model against compiled training steps: what it predicts, what the compiler says, by configuration."""
+"""The memory model against compiled training steps: what it predicts, and what compilers for TPU and CPU say.
+
+What compilers said is kept in `benchmarks/data/memory_model.csv`; a point that is there isn't compiled again.
+"""
 
 import argparse
-import itertools
-from collections.abc import Iterator
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from common import Size, batch_shapes, compiled_step, mib, on_cpu, settings, show, transformer_pipeline
+from axes_models import LinenBlock, Row, Sizes, dense, dense_specs
+from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, settings, show, transformer_pipeline
 from jax.sharding import Mesh
 
-from jpipe.forecasting.memory_model import predict_memory
+import jpipe
+from jpipe.forecasting.hardware import parse_topology
+from jpipe.forecasting.memory_model import MemoryParts, predict_memory
 
+KEPT = Path(__file__).parent / "data" / "memory_model.csv"
 OPTIMIZERS = {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3)}
+SPLIT = Row("dense", dense, lambda sizes: dense_specs(sizes, many="tensor"), {"tensor": 2})
+"""A block of Llama, split as Megatron splits it."""
 
 
-def configurations() -> Iterator[dict[str, Any]]:
-    """84 of them."""
-    schedules = (("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2))
-    meshes = ((2, 1, 4), (4, 1, 8), (2, 2, 8))
-    for (K, data, M), tx, remat, (schedule, V) in itertools.product(
-        meshes, OPTIMIZERS, ("none", "layer", "stage", "full"), schedules
-    ):
-        if schedule == "zero_bubble" and remat in ("stage", "full"):  # would compute the forward twice
-            continue
-        yield {"K": K, "data": data, "M": M, "V": V, "tx": tx, "schedule": schedule, "remat": remat}
+@dataclass(frozen=True)
+class Point:
+    """A model and a pipeline; the defaults are what most points have.
+
+    Attributes:
+      where: "cpu", or a slice of TPUs.
+      K, M, V: stages, micro-batches, chunks a stage.
+      schedule, remat, cast, ends: of `jpipe.Pipeline`.
+      tx: the optimiser.
+      data: devices that examples are split over; parameters too, if `fsdp` is 1.
+      tensor: devices that a layer is split over.
+      width, layers, vocab, seq: of the Transformer, blocks in all.
+      micro: examples of a micro-batch, of all devices.
+    """
+
+    where: str = "v5e:2x4"
+    K: int = 4
+    M: int = 8
+    V: int = 1
+    schedule: str = "1f1b"
+    remat: str = "layer"
+    tx: str = "adam"
+    cast: str = "step"
+    ends: str = "own"
+    data: int = 1
+    fsdp: int = 0
+    tensor: int = 1
+    width: int = 1024
+    layers: int = 8
+    vocab: int = 8192
+    seq: int = 512
+    micro: int = 4
+
+    def __str__(self) -> str:
+        plain = Point()
+        others = {n: value for n, value in asdict(self).items() if value != getattr(plain, n) and n != "where"}
+        return ", ".join([self.where, *(v if isinstance(v, str) else f"{n}={v}" for n, v in others.items())])
+
+    @property
+    def size(self) -> Size:
+        """In float32 on CPU."""
+        dtype = "float32" if self.where == "cpu" else "bfloat16"
+        return Size(self.layers, self.width, self.width // 128, self.seq, self.vocab, self.micro, dtype)
+
+    def pipeline(self, devices: Sequence[Any]) -> jpipe.Pipeline:
+        """The pipeline on the first of some devices."""
+        axes = {"stage": self.K, "data": self.data, "tensor": self.tensor}
+        axes = {name: n for name, n in axes.items() if n > 1 or name == "stage"}
+        mesh = Mesh(np.asarray(devices[: math.prod(axes.values())]).reshape([*axes.values()]), [*axes])
+        layers = make_layers(self.size)
+        if self.tensor > 1:
+            heads, hidden = self.size.heads, 4 * self.width
+            sizes = Sizes(self.width, heads, heads, hidden, self.seq, self.micro, self.vocab, dtype=self.size.dtype)
+            layers[1:-1] = [LinenBlock(SPLIT, sizes) for _ in layers[1:-1]]
+        options = {"schedule": self.schedule, "remat": self.remat, "num_chunks": self.V, "cast": self.cast}
+        over = {"shard_over": "data"} if self.fsdp else {}
+        return transformer_pipeline(self.size, self.K, self.M, layers, mesh=mesh, ends=self.ends, **options, **over)
+
+    def predicted(self) -> dict[str, int]:
+        """Bytes of a device by part, as the model says them: of a pipeline on CPU, as if on these chips."""
+        chip = None if self.where == "cpu" else parse_topology(self.where).chip
+        pipe, batch = self.pipeline(jax.devices("cpu")), batch_shapes(self.size, self.M)
+        return asdict(predict_memory(pipe, batch, OPTIMIZERS[self.tx], chip))
+
+    def compiled(self) -> dict[str, int]:
+        """Bytes of a device, as the compiler says them."""
+        devices = jax.devices("cpu") if self.where == "cpu" else parse_topology(self.where).devices()
+        pipe, batch = self.pipeline(devices), batch_shapes(self.size, self.M)
+        memory = compiled_step(pipe, OPTIMIZERS[self.tx], batch).memory_analysis()
+        left = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return {"arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes + left}
 
 
-def compare(size: Size, given: dict[str, Any]) -> tuple[int, int]:
-    """(predicted, compiled) bytes of a device."""
-    num_stages, data, tx = given["K"], given["data"], OPTIMIZERS[given["tx"]]
-    devices = np.asarray(jax.devices()[: num_stages * data]).reshape(num_stages, data)
-    options = {"schedule": given["schedule"], "remat": given["remat"], "num_chunks": given["V"]}
-    pipe = transformer_pipeline(size, num_stages, given["M"], mesh=Mesh(devices, ("stage", "data")), **options)
-    batch = batch_shapes(size, given["M"])
-    memory = compiled_step(pipe, tx, batch).memory_analysis()
-    compiled = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return predict_memory(pipe, batch, tx).total, compiled + memory.output_size_in_bytes - memory.alias_size_in_bytes
+def _points(text: str, **common: Any) -> Iterator[Point]:
+    """A point a line; what it says besides `common`, as "K=2 schedule=v"."""
+    kinds = {field.name: type(field.default) for field in fields(Point)}
+    for line in text.strip().splitlines():
+        said = dict(word.split("=") for word in line.split())
+        yield Point(**common | {name: kinds[name](value) for name, value in said.items()})
+
+
+POINTS = [
+    *_points(
+        """
+        remat=none
+        remat=full schedule=gpipe M=16
+        schedule=interleaved V=2
+        schedule=zero_bubble remat=none
+        data=2 K=2 layers=4
+        data=2 fsdp=1
+        cast=use
+        ends=spread vocab=32768
+        tensor=2
+        schedule=v V=2
+        schedule=gpipe remat=none tx=sgd
+        ends=shared vocab=32768
+        remat=stage
+        K=2 width=2048 layers=4 micro=2
+        schedule=interleaved V=2 remat=stage data=2
+        data=2 fsdp=1 remat=full schedule=gpipe
+        K=8 M=16 layers=16
+        schedule=v V=2 remat=none
+        tx=sgd cast=use remat=none
+        data=2 fsdp=1 cast=use remat=none
+        ends=spread remat=full
+        tensor=2 remat=none K=2 layers=4
+        schedule=zero_bubble
+        seq=1024 micro=2 remat=stage schedule=gpipe
+        ends=shared remat=full cast=use vocab=32768
+        schedule=interleaved V=2 remat=none M=4
+        """
+    ),
+    *_points(
+        """
+        remat=layer
+        remat=none schedule=gpipe
+        remat=full
+        schedule=interleaved V=2 M=4
+        schedule=zero_bubble remat=none M=4
+        data=2 tx=sgd
+        data=2 fsdp=1 remat=none
+        cast=use remat=full
+        ends=spread vocab=32768
+        tensor=2
+        schedule=v V=2 remat=none M=4
+        ends=shared vocab=32768 remat=stage
+        K=2 layers=8 micro=8
+        width=1024 seq=2048 micro=2
+        schedule=gpipe remat=stage M=16 micro=1
+        data=2 fsdp=1 schedule=interleaved V=2
+        tensor=2 data=2 K=2 layers=4
+        schedule=zero_bubble tx=sgd
+        cast=use remat=none
+        ends=shared tensor=1 remat=none
+        """,
+        where="v5p:2x2x2",
+        width=2048,
+        vocab=16384,
+        seq=1024,
+        micro=2,
+    ),
+    *_points(
+        """
+        K=2 M=4 remat=none
+        K=2 M=4 remat=full
+        K=2 M=4 remat=stage tx=sgd
+        remat=layer schedule=gpipe
+        schedule=zero_bubble remat=none tx=sgd
+        schedule=interleaved V=2 remat=full tx=sgd
+        K=2 data=2 schedule=interleaved V=2 remat=stage
+        K=2 data=2 schedule=interleaved V=2 tx=sgd
+        data=2 fsdp=1
+        data=2 fsdp=1 remat=none schedule=gpipe
+        ends=spread vocab=8192
+        ends=shared vocab=8192
+        tensor=2
+        schedule=v V=2
+        K=2 data=2 fsdp=1 tensor=2 remat=stage
+        schedule=zero_bubble
+        width=512
+        width=512 remat=full schedule=gpipe M=16
+        width=512 remat=none K=2
+        width=512 schedule=v V=2 remat=none
+        width=512 schedule=interleaved V=2
+        width=512 remat=stage tx=sgd
+        width=512 data=2 fsdp=1 K=2
+        width=512 schedule=zero_bubble remat=none
+        width=512 ends=spread vocab=4096
+        K=8 layers=16
+        width=512 K=2 layers=4 tx=sgd
+        width=512 data=2 K=2 remat=none
+        width=512 tensor=2 K=2 remat=none
+        width=512 schedule=gpipe remat=stage
+        K=2 schedule=v V=2 tx=sgd
+        M=16 data=2 schedule=gpipe
+        """,
+        where="cpu",
+        width=256,
+        vocab=1024,
+        seq=128,
+    ),
+]
+
+
+def kept() -> dict[Point, dict[str, int]]:
+    """What was predicted and compiled before, by point."""
+    kinds = {field.name: type(field.default) for field in fields(Point)}
+    with KEPT.open() as file:
+        rows = [dict(row) for row in csv.DictReader(file)]
+    point = lambda row: Point(**{name: kind(row[name]) for name, kind in kinds.items()})
+    return {point(row): {name: int(row[name]) for name in row.keys() - kinds.keys()} for row in rows}
+
+
+def keep(rows: dict[Point, dict[str, int]]) -> None:
+    """Writes them, in the order of the grid."""
+    lines = [asdict(point) | rows[point] for point in POINTS if point in rows]
+    with KEPT.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def shown(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
+    """A row of the table: (the step, predicted, compiled, error)."""
+    predicted, compiled = totals(row)
+    return str(point), mib(predicted), mib(compiled), f"{predicted / compiled - 1:+.1%}"
+
+
+def totals(row: dict[str, int]) -> tuple[int, int]:
+    """(predicted, compiled)."""
+    return sum(row[field.name] for field in fields(MemoryParts)), row["arguments"] + row["temporaries"]
+
+
+def summary(rows: dict[Point, dict[str, int]]) -> list[tuple[str, str, str, str, str]]:
+    """By chip: (where, points, median error, worst, points within 10 %)."""
+    found = []
+    for chip in ("v5e", "v5p", "cpu", ""):
+        pairs = [totals(row) for point, row in rows.items() if point.where.startswith(chip)]
+        errors = np.asarray([predicted / compiled - 1 for predicted, compiled in pairs])
+        sizes = np.abs(errors)
+        worst = f"{errors[sizes.argmax()]:+.1%}"
+        found.append((chip or "all", f"{len(sizes)}", f"{np.median(sizes):.1%}", worst, f"{(sizes <= 0.1).sum()}"))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="only each n-th configuration (default %(default)s)")
-    Size.add_arguments(parser, Size(8, 128, 4, 128, 256, 4))
-    options = parser.parse_args()
+    parser.add_argument("--compile", type=int, default=0, help="compile so many points that were not compiled yet")
     on_cpu(8)
-    size, rows, errors = Size.of(options), [], []
-    for given in list(configurations())[:: options.every]:
-        predicted, compiled = compare(size, given)
-        errors.append(predicted / compiled - 1)
-        name = ", ".join(f"{value}" if isinstance(value, str) else f"{key}={value}" for key, value in given.items())
-        rows.append((name, mib(predicted), mib(compiled), f"{errors[-1]:+.1%}"))
-    sizes = np.abs(errors)
-    caption = f"of {len(rows)} the worst is off by {sizes.max():.1%}, the median by {np.median(sizes):.1%}"
+    rows = kept()
+    missing = [point for point in POINTS if point not in rows][: parser.parse_args().compile]
+    for point in missing:
+        rows[point] = point.compiled()
+        rows[point] |= point.predicted()
+        keep(rows)
+    rows = {point: row | point.predicted() for point, row in rows.items()}
+    keep(rows)
+    caption = settings(jax.devices()[0], "TPU steps compiled without a TPU")
     show(
         "Bytes of a step, MiB a device",
         ("step", "predicted", "compiled", "error"),
-        rows,
-        settings(jax.devices()[0], size, caption),
+        [shown(*row) for row in rows.items()],
+        caption,
     )
+    show("Errors", ("where", "points", "median", "worst", "within 10 %"), summary(rows), caption)
 
 
 if __name__ == "__main__":

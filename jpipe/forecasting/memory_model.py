@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,17 +12,22 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jpipe.execution.step import Step
-from jpipe.forecasting.liveness import working_bytes
-from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.forecasting.hardware import Chip, chip_of
+from jpipe.forecasting.liveness import Compiler, working_bytes
+from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.at_work import WorkLayout
+from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
 from jpipe.pipeline import Pipeline
 from jpipe.seam.inside import with_axis_types, with_named_axes
-from jpipe.seam.jaxpr_types import shapes_of
+from jpipe.seam.jaxpr_types import Literal, shapes_of
 from jpipe.types import Batch, PyTree
+
+VMEM = {"v2": 16, "v3": 16, "v4": 16, "v5e": 128, "v5p": 64, "v6e": 128}
+"""MiB of a TPU core's vector memory, by chip: JAX's `pallas.tpu.get_tpu_info`."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,16 @@ class MemoryParts:
         return sum(asdict(self).values())
 
 
-def predict_memory(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation) -> MemoryParts:
+def predict_memory(
+    pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip | None = None
+) -> MemoryParts:
     """What a training step will hold on a device, in bytes.
 
     Args:
       pipe: the pipeline; its mesh may be of devices that aren't there.
       batch: a batch `[B, ...]`, or its shapes.
       tx: the optimiser.
+      chip: of which kind the devices are (default: those of the mesh).
 
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
@@ -72,34 +81,41 @@ def predict_memory(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformatio
     variables = {name: _on_device(tree) for name, tree in state.variables.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
+    uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)
+    compiler = compiler_for(chip or chip_of(pipe.mesh.devices.flat[0]))
     with pipe.planner.tracing():
-        work = _work(step, pipe.mesh)
+        work = max(_of_layer(step, g, pipe.mesh, compiler) for g in range(len(step.layers)))
     return MemoryParts(
         parameters=variables.pop("params"),
         optimizer=_on_device(state.opt_state),
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(variables.values())
-        + sum(map(_brought, layouts.values()))
+        + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
-        boundaries=boundary_bytes(step),
+        boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)),
         work=work,
-        casts=_casts(step),
+        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts),
     )
 
 
-def boundary_bytes(step: Step) -> int:
+def boundary_bytes(step: Step, compiler: Compiler) -> int:
     """Bytes of activations and cotangents between layers and stages, on a device.
 
-    A stage has one of each under way through its layers, those that have arrived and wait, and one on its way.
+    A stage has one of each under way through its layers, those that have arrived and wait, and one on its way. A CPU's
+    compiler copies activations that wait, where several do, once a tick.
     """
     total = 0
     for boundaries, name in ((step.activations, "activation"), (step.cotangents, "cotangent")):
         own = jax.eval_shape(boundaries.empty)
         crosses = bytes_of(jax.eval_shape(boundaries.crossing, own))
         rows = step.table.rows_written(name)
-        total += bytes_of(own) + crosses * (rows + (rows > 0))
+        copied = rows if rows > 1 and name == "activation" and not compiler.into_products else 0
+        total += bytes_of(own) + crosses * (rows + (rows > 0) + copied)
+    if step.ends is not None:  # what the first layer gives, and the cotangents of what the last one takes
+        first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        total += bytes_of([*first, *filter(is_float, last)])
     return total
 
 
@@ -108,10 +124,10 @@ def _on_device(tree: PyTree) -> int:
     return bytes_of([jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(tree)])
 
 
-def _brought(layout: WorkLayout) -> int:
-    """Bytes of what is gathered, or brought to its stage, for the step."""
+def _brought(layout: WorkLayout, used: set[str] | None) -> int:
+    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
     at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
-    return bytes_of([a for name, a in at_work.items() if at_rest.get(name) != a])
+    return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
 
 
 def _batch_part(step: Step) -> int:
@@ -120,12 +136,17 @@ def _batch_part(step: Step) -> int:
     return bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
 
 
-def _work(step: Step, mesh: Mesh) -> int:
-    """The most that an action holds for one layer."""
-    return max(_of_layer(step, g, mesh) for g in range(len(step.layers)))
+def compiler_for(chip: Chip | None) -> Compiler:
+    """What the compiler for a chip does; that of one that is no TPU is taken for a CPU's.
+
+    Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
+    """
+    if chip is None or chip.name not in VMEM:
+        return Compiler()
+    return Compiler(into_products=True, near=VMEM[chip.name] * 2**20 // 2)
 
 
-def _of_layer(step: Step, g: int, mesh: Mesh) -> int:
+def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     """The most that a forward or backward action holds for one layer of a group."""
     layer, function = step.layers[g], step.functions[g]
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
@@ -134,24 +155,45 @@ def _of_layer(step: Step, g: int, mesh: Mesh) -> int:
     manual = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual))
     with jax.sharding.use_abstract_mesh(manual):
         backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
+    if compiler.into_products:  # they read slices as they lie
+        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
     # One of several layers' weights, and residuals in a row, are slices of buffers.
-    weights = range(len(arguments.variables)) if step.ranges.most[g] > 1 else ()
+    storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
+    places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
+    weights = [i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1]
     residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
     return max(working_bytes(layer.forward.jaxpr, weights), working_bytes(backward, [*weights, *residuals]))
 
 
-def _casts(step: Step) -> int:
-    """Bytes of the copies of a stage's parameters in the dtypes that its layers compute in, made once a step."""
-    if step.plan.request.options.cast != "step":
-        return 0
-    layout, copies = step.plan.at_work["params"], set[tuple[str, np.dtype]]()
+class _Uses(NamedTuple):
+    """How layers use the parameters of a step.
+
+    Attributes:
+      casts: (buffer, whether it is turned for them, dtype) of what they only cast.
+      whole: the buffers that are used otherwise.
+    """
+
+    casts: set[tuple[str, bool, np.dtype]]
+    whole: set[str]
+
+
+def _uses(step: Step) -> _Uses:
+    """How layers use the parameters of a step."""
+    layout, found = step.plan.at_work["params"], _Uses(set(), set())
+    once = step.plan.request.options.cast == "step"
     for g, layer in enumerate(step.layers):
         v, jaxpr = step.model.groups[g].variable_set, without_calls(layer.forward.jaxpr).jaxpr
         if v is None:
             continue
-        params = dict(zip(jaxpr.invars, layout.storage.record_types[v].buffers, strict=False))
+        known, cast_once = layout.storage.record_types[v], once or v in layout.brought
+        turned = [
+            layout.storage.buffers[n].shape[1:] != a.shape for n, a in zip(known.buffers, known.leaves, strict=True)
+        ]
+        params = dict(zip(jaxpr.invars, zip(known.buffers, turned, strict=True), strict=False))
         for equation in jaxpr.eqns:
-            if equation.primitive.name == "convert_element_type" and equation.invars[0] in params:
-                copies.add((params[equation.invars[0]], shapes_of(equation.outvars)[0].dtype))
-    buffers = jax.eval_shape(layout.zeros)
-    return sum(buffers[name].size * dtype.itemsize for name, dtype in copies)
+            for v in params.keys() & {v for v in equation.invars if not isinstance(v, Literal)}:
+                if cast_once and equation.primitive.name == "convert_element_type":
+                    found.casts.add((*params[v], shapes_of(equation.outvars)[0].dtype))
+                else:
+                    found.whole.add(params[v][0])
+    return found

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpipe.forecasting.liveness import working_bytes
+from jpipe.forecasting.liveness import Compiler, working_bytes
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
 ARRAY = 8 * 8 * 4
@@ -25,6 +25,31 @@ def test_a_product_lives_until_its_last_reader():
 def test_what_isnt_fused_reads_a_copy_of_a_slice():
     assert of(lambda x: x @ x, X, copied=[0]) == 2 * ARRAY
     assert of(lambda x: x + x, X, copied=[0]) == 0
+
+
+def test_each_product_reads_a_copy_of_its_own():
+    assert of(lambda x: (x @ x.T, x @ x), X, copied=[0]) == 4 * ARRAY  # each reads it once; and two results
+
+
+TPU = Compiler(into_products=True)
+
+
+def test_a_tpus_products_read_and_give_what_is_elementwise():
+    assert of(lambda x: jnp.sum(jnp.tanh(x @ x) @ x, 0) @ x, X, compiler=TPU) == 2 * ARRAY
+    assert of(lambda x: (x @ x).astype("bfloat16"), X, compiler=TPU) == 0  # added to a sum elsewhere
+    assert of(lambda x: x @ x, X, copied=[0], compiler=TPU) == 0
+
+
+def test_arrays_lie_on_the_chip_while_there_is_room():
+    products = lambda x: ((x @ x) @ x) @ x
+    most = lambda near: of(products, X, compiler=Compiler(into_products=True, near=near))
+    assert [most(near * ARRAY) for near in (0, 1, 2)] == [2 * ARRAY, ARRAY, 0]
+
+
+def test_numbers_are_scattered_in_place():
+    shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64,), "int32")
+    zeros, most = 64 * 64 * 4, of(lambda x, i: jnp.zeros_like(x).at[jnp.arange(64), i].add(1.0) @ x, *shapes)
+    assert zeros < most < 3 * zeros
 
 
 def test_a_products_operand_that_lies_otherwise_is_turned():
