@@ -68,7 +68,9 @@ class _Kernels:
         self.of_products, self.swept, self.turned = set[Var](), set[tuple[frozenset[Var], int]](), set[Var]()
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
         self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
-        self.results = {v for v in jaxpr.outvars if isinstance(v, Var)}
+        self.results = dict.fromkeys(
+            v for v in jaxpr.outvars if isinstance(v, Var)
+        )  # in order: sums are the same each time
         kept = [e for e in jaxpr.eqns if e.primitive.name in _FUSED]
         self.kept = set(self.results)
         for equation in reversed(kept):  # what a result is made of without a kernel between
@@ -87,7 +89,7 @@ class _Kernels:
             apart = name not in _FUSED or (narrow and _bytes(v) < _bytes(operands[0]))
             self.roots[v] = frozenset([v]) if apart else roots
             self.depth[v] = 0 if name in PRODUCTS else depth + (name in REDUCTIONS)
-            if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product - self.results:
+            if not self.chip.fuses and name in ELEMENTWISE and v in self.by_product and v not in self.results:
                 self.roots[v] = frozenset([v])
                 self.seconds += self._pass(v)
         if name in PRODUCTS:
@@ -113,8 +115,8 @@ class _Kernels:
         self.seconds += _product_flops(equation, self.chip) / self.chip.flops
         self.seconds += (read + written) / self.chip.pass_bandwidth
         if self.chip.tile > 1 and equation.primitive.name == "dot_general":
-            turned = {v for v in _turned(equation) if v not in self.turned}
-            self.turned |= turned
+            turned = [v for v in dict.fromkeys(_turned(equation)) if v not in self.turned]
+            self.turned |= {*turned}
             self.seconds += sum(map(self._pass, turned))
 
     def _sweep(self, equation: JaxprEqn, roots: frozenset[Var], depth: int) -> None:
@@ -163,7 +165,7 @@ def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
     return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
 
 
-def _turned(equation: JaxprEqn) -> list[Var | Literal]:
+def _turned(equation: JaxprEqn) -> list[Var]:
     """The arrays that a product joins dimensions of, the last of them shorter than the lanes."""
     contracted, batch = equation.params["dimension_numbers"]
     found, result = list[Var | Literal](), [[len(batch[0])]]

@@ -94,9 +94,8 @@ def predict_time(
     hop = max((bytes_of(gives) for gives in cuts), default=0) / devices / chip.link_bandwidth
     timeline = simulate(schedule, forward, backward, hop, recompute=again, weight=weight)
     busy = float(np.mean(timeline.busy))
-    moved = _update_passes(pipe, [layer.results.outputs for layer in layers]) * holdings(plan).device[
-        "params"
-    ].bytes + 2 * _state_bytes(pipe, batch, tx)
+    passes = _update_passes(pipe, [layer.results.outputs for layer in layers])
+    moved = passes * holdings(plan).device["params"].bytes + 2 * _state_bytes(pipe, batch, tx)
     return StepTime(busy + shared, timeline.makespan - busy, once, moved / chip.pass_bandwidth, timeline)
 
 
