@@ -121,7 +121,7 @@ def compare(model: Model) -> list[tuple[str, ...]]:
 def row(pipe: jpipe.Pipeline, model: Model) -> tuple[str, ...]:
     """What the models predict, and what the compiler says."""
     chip = parse_topology(model.topology).chip
-    time, memory = predict_time(pipe, model.batch, chip, tx=TX), predict_memory(pipe, model.batch, TX)
+    time, memory = predict_time(pipe, model.batch, chip, tx=TX), predict_memory(pipe, model.batch, TX, chip)
     compiled: Forecast = jpipe.forecast(pipe, model.batch, TX, topology=model.topology)
     ms = "-" if compiled.seconds is None else f"{1e3 * compiled.seconds:,.1f}"
     fits = f"{compiled.total_bytes / 2**20:,.0f}" + " (too large)" * (not compiled.fits)

@@ -234,6 +234,6 @@ class Search:
         if pipe.mesh.size > setting.num_stages and lying not in self._sent:
             self._sent[lying] = pipe.communication(self.batch)
         time = predict_time(pipe, self.batch, self.chip, tx=self.tx, sent=self._sent.get(lying))
-        memory = predict_memory(pipe, self.batch, self.tx)
+        memory = predict_memory(pipe, self.batch, self.tx, self.chip)
         self._traced.setdefault(alike, pipe)
         return Choice(setting, setting.options, time, memory, memory.total <= self.room)
