@@ -34,6 +34,7 @@ def test_the_page_says_what_was_kept():
 def test_it_covers_the_grid():
     assert len({step.partition(",")[2] for step in KEPT}) >= 12
     assert {step.partition(",")[0] for step in KEPT} == {"v5e", "v5p", "v6e"}
+    assert len(time_model.kept_rows("cpu")) >= 12
 
 
 @needs_tpu_compiler
