@@ -40,7 +40,7 @@ def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = No
     >>> from jpipe.forecasting.hardware import CHIPS
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
     >>> f"{1e3 * roofline(jax.make_jaxpr(lambda x: x @ x)(x), CHIPS['v5e']):.2f} ms"  # 2 * 4096**3 / 197e12, and bytes
-    '1.05 ms'
+    '1.00 ms'
 
     Args:
       closed: the function.

@@ -52,7 +52,7 @@ def test_the_best_settings_are_printed(factory, file, capsys):
         (["my.py:of_another_size", "--batch", "8"], "returned a batch of [9] examples for --batch 8"),
         (["my.py:model", "--batch", "0"], "--batch 0 is less than 1"),
         (["my.py:model", "--batch", "8", "--topology", "v9:1"], "topology='v9:1' is unknown"),
-        (["my.py:model", "--batch", "8", "--topology", "v5e:1x2", "--memory", "1e-6"], "no plan fits in"),
+        (["my.py:model", "--batch", "8", "--topology", "v5e:1x2", "--memory", "1e-9"], "no plan fits in"),
         (["my.py:model", "--batch", "7", "--topology", "v5e:1x2", "--microbatches", "2"], "a batch of 7 can be cut"),
         (["my.py:model"], "the following arguments are required: --batch"),
     ],
