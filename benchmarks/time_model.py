@@ -14,10 +14,9 @@ import itertools
 import os
 import re
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,12 @@ from common import (
     Size,
     batch_shapes,
     console,
+    init_by_hand,
     lowered_step,
     make_batch,
+    make_layers,
     on_cpu,
+    pipeline_stepper,
     stage_mesh,
     transformer_pipeline,
 )
@@ -38,7 +40,8 @@ from tpu_speed import Setting, make_pipeline
 
 import jpipe
 from jpipe.forecasting.compiled_program import compile_with_text, read
-from jpipe.forecasting.hardware import CHIPS, EXAMPLES, Chip, parse_topology
+from jpipe.forecasting.hardware import CHIPS, EXAMPLES, parse_topology
+from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
 from jpipe.forecasting.time_model import predict_time
 
@@ -72,16 +75,7 @@ DEFAULT = {"width": 128, "M": 8, "remat": "none", "schedule": "1f1b", "V": 1}
 
 
 SIZE = re.compile(r"\d+ wide, \w+|width=\d+")
-CPU_COLUMNS = (
-    "step",
-    "processor, predicted",
-    "processor, ms",
-    "wall, predicted",
-    "wall, ms",
-    "GFLOP/s",
-    "GB/s",
-    "load",
-)
+CPU_COLUMNS = ("step", "predicted, ms", "measured, ms", "GFLOP/s", "copy, GB/s", "pass, GB/s", "load")
 
 
 # --- compiled for TPUs ------------------------------------------------------------------------------------------------
@@ -166,42 +160,24 @@ def make_step(given: dict[str, Any]) -> tuple[Size, int, jpipe.Pipeline]:
     return size, of["M"], transformer_pipeline(size, 2, of["M"], mesh=stage_mesh(jax.devices(), 2), **options)
 
 
-def both_clocks(function: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds, processor seconds) of one call."""
-    clocks = (time.perf_counter, time.process_time)
-    begin = [clock() for clock in clocks]
-    jax.block_until_ready(function())
-    wall, processor = (clock() - start for clock, start in zip(clocks, begin, strict=True))
-    return wall, processor
-
-
 def measure(steps: list[dict[str, Any]], rounds: int) -> None:
-    """Steps in turns, a product and a pass among them in each round; predictions from the medians of these.
-
-    A step's processor seconds are those of both stages, and don't change with other programs that run meanwhile.
-    """
-    made = [make_step(given) for given in steps]
-    batches = [make_batch(size, m) for size, m, _ in made]
-    states = [pipe.create_state(jax.random.key(0), batch, TX) for (*_, pipe), batch in zip(made, batches, strict=True)]
-    x = jnp.ones((1024, 1024))
-    product, copy = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
-
-    def step(i: int) -> Any:
-        states[i], metrics = made[i][2].train_step(states[i], batches[i])
-        return states[i], metrics
-
-    calls = [lambda: product(x), lambda: copy(x), *[partial(step, i) for i in range(len(steps))]]
-    times = [[both_clocks(call) for call in calls] for _ in range(rounds + 1)][1:]  # the first compiles
-    found = [[statistics.median(clock) for clock in zip(*of_call, strict=True)] for of_call in zip(*times, strict=True)]
-    bandwidth = 2 * x.nbytes / found[1][1]
-    chip = Chip("cpu", 2 * 1024**3 / found[0][1], 0, bandwidth, bandwidth, None, "measured")
-    load = f"{os.getloadavg()[0]:.1f}"
+    """The shortest of each step, in turns; predictions by a product, a copy and a pass on both devices."""
+    made = {step_name(given): make_step(given) for given in steps}
+    chip = measure_chip(jax.devices()[:2])
+    steppers = {}
+    for name, (size, m, pipe) in made.items():
+        batch = make_batch(size, m)
+        trees = init_by_hand(make_layers(size), jax.random.key(0), batch)
+        steppers[name] = pipeline_stepper(pipe, TX, batch, trees)
+    for stepper in steppers.values():
+        stepper()  # the first call compiles
+    times = [{name: stepper()[0] for name, stepper in steppers.items()} for _ in range(rounds)]
+    found = {name: min(of_round[name] for of_round in times) for name in steppers}
     rows = {row["step"]: tuple(row.values()) for row in kept_rows("cpu")}
-    for given, (size, m, pipe), (wall, processor) in zip(steps, made, found[2:], strict=True):
-        predicted = predict_time(pipe, batch_shapes(size, m), chip, tx=TX)
-        busy = 2 * (predicted.computation + predicted.update)
-        ms = [f"{1e3 * seconds:.0f}" for seconds in (busy, processor, predicted.total, wall)]
-        rows[step_name(given)] = (step_name(given), *ms, f"{chip.flops / 1e9:.1f}", f"{bandwidth / 1e9:.1f}", load)
+    rates = [f"{rate / 1e9:.1f}" for rate in (chip.flops, chip.memory_bandwidth, chip.pass_bandwidth)]
+    for name, (size, m, pipe) in made.items():
+        predicted = predict_time(pipe, batch_shapes(size, m), chip, tx=TX).total
+        rows[name] = (name, f"{1e3 * predicted:.0f}", f"{1e3 * found[name]:.0f}", *rates, f"{os.getloadavg()[0]:.1f}")
     write("cpu", list(rows.values()), CPU_COLUMNS)
 
 
@@ -251,7 +227,7 @@ def main() -> None:
     parser.add_argument("--chip", nargs="+", default=["v5e", "v5p", "v6e"])
     parser.add_argument("--first", type=int, default=0, help="of the measured steps (default %(default)s)")
     parser.add_argument("--count", type=int, default=len(STEPS), help="of measured steps (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     on_cpu(2)
     if options.what == "compiled":

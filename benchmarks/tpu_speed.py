@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jpipe
 from jpipe.model.remat import MODES
-from jpipe.schedules.simulate import Work, in_lockstep
+from jpipe.schedules.simulate import Work, in_time
 from jpipe.schedules.ticks import lower
 from tpu_program import compile_with_text, largest_move, read, transfers
 
@@ -249,12 +249,9 @@ class Walk:
         Where backwards are split, stages do not wait for each other after each slot: then as simulated.
         """
         if self.schedule.splits:
-            place, stages = self.schedule.placement, range(self.num_stages)
-            of_stage = lambda kind: [
-                max(self.action(kind, place.virtual_stage(k, v), take) for v in range(place.num_chunks)) for k in stages
-            ]
-            work = Work({kind: of_stage(kind) for kind in sorted(self.schedule.kinds)}, [0.0] * self.num_stages)
-            return max(span.end for span in in_lockstep(self.schedule, work))
+            stages = range(self.schedule.placement.num_virtual_stages)
+            times = {kind: [self.action(kind, s, take) for s in stages] for kind in sorted(self.schedule.kinds)}
+            return in_time(self.schedule, Work(times, [0.0] * len(stages))).makespan
         total = 0.0
         for slot in self.table.slots:
             for t, code in itertools.product(range(self.table.num_ticks), range(1, len(slot.kinds) + 1)):

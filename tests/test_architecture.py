@@ -83,6 +83,8 @@ HAND_OVER = {  # what a tool does for methods of the core: imported when they ar
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
     "jpipe.pipeline": {"jpipe.profiling.communication", "jpipe.view.facts", "jpipe.view.page"},
+    "jpipe.pictures.summary": {"jpipe.forecasting.memory_model"},
+    "jpipe.view.facts": {"jpipe.forecasting.memory_model"},
     "jpipe.view.command": {"jpipe.forecasting.plan_command"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -261,7 +263,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 12940
+MOST_LINES = 12991
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

@@ -24,7 +24,7 @@ from jpipe.mesh.device_order import make_mesh
 from jpipe.pictures.tables import Table, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
-from jpipe.profiling.communication import BACKWARD, FORWARD, TICK, communication, words_of
+from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.schedules.simulate import Timeline
 from jpipe.seam.runtime import found_no_room
 from jpipe.terminal.progress import task
@@ -155,7 +155,8 @@ def forecast(
     parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other variables": others}
     held = {name: _on_a_device(tree) for name, tree in parts.items()}
     title = f"A step of {pipe!r} on {topology or device.device_kind}"
-    known = Forecast(title, True, held, _flops(planner, shapes), None, _collectives(planner, shapes, title), None, None)
+    sent, crossing = _collectives(planner, shapes, title)
+    known = Forecast(title, True, held, _flops(planner, shapes), None, sent, None, None)
     with task(f"compiling for {topology or device.device_kind}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
@@ -170,14 +171,14 @@ def forecast(
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
         known = replace(known, bytes=held | beyond)
-    return _with_cycles(known, planner.training_step(shapes), read(text), chip_of(device)) if text else known
+    return _with_cycles(known, planner.training_step(shapes), read(text), chip_of(device), crossing) if text else known
 
 
-def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None) -> Forecast:
-    """With cycles, and with seconds of a chip whose clock is known."""
+def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
+    """With cycles, and with seconds of a chip whose clock is known; what crosses boundaries beside work takes none."""
     cycles = count_cycles(step, program)
-    hidden = all(move.loops for move in transfers(program.find("ticks")[0]))
-    slices = None if chip is None else _slices(cycles, chip, known.collectives, hidden=hidden)
+    hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
+    slices = None if chip is None else _slices(cycles, chip, sum(known.collectives.values()) - hidden)
     by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
     others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
     return replace(known, cycles=by_kind | others, slices=slices, timeline=cycles.timeline)
@@ -220,32 +221,33 @@ def _flops(planner: Planner, batch: Batch) -> float:
     return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
 
 
-def _collectives(planner: Planner, batch: Batch, title: str) -> dict[tuple[str, ...], float]:
-    """Bytes that a device sends in a step, by mesh axes; of layers those of the stage that has the most."""
-    step, sent = planner.training_step(batch), dict[tuple[str, ...], float]()
-    count = step.schedule.num_microbatches * step.schedule.num_chunks
+def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple[str, ...], float], float]:
+    """Bytes that a device sends in a step, by mesh axes; of layers those of the stage that has the most.
+
+    And those among them that cross boundaries.
+    """
+    step, sent, crossing = planner.training_step(batch), dict[tuple[str, ...], float](), 0.0
+    count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
     layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
     for one in communication(planner, batch, title).transfers:
-        turns = count * layers.get(one.layer, 1) if one.loop in (FORWARD, BACKWARD) else 1
-        size = one.bytes * (step.table.num_ticks if one.loop == TICK else turns)
-        sent[one.axes] = sent.get(one.axes, 0.0) + size
-    return sent
+        of_layers = count * chunks * layers.get(one.layer, 1)
+        turns = {FORWARD: of_layers, BACKWARD: of_layers, ENDS: count, TICK: step.table.num_ticks, STEP: 1}[one.loop]
+        sent[one.axes] = sent.get(one.axes, 0.0) + turns * one.bytes
+        crossing += turns * one.bytes * (one.loop == TICK)
+    return sent, crossing
 
 
-def _slices(
-    cycles: StepCycles, chip: Chip, sent: dict[tuple[str, ...], float], *, hidden: bool
-) -> dict[str, float] | None:
+def _slices(cycles: StepCycles, chip: Chip, sent: float) -> dict[str, float] | None:
     """Seconds of a step by what they go into; None without a clock."""
     if chip.clock is None:
         return None
     bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
-    seen = sum(size for axes, size in sent.items() if not (hidden and axes == ("stage",)))
     return {
         "layers": (cycles.timeline.makespan - bubble) / chip.clock,
         "bubble": bubble / chip.clock,
         "between layers": (cycles.ticks + cycles.ends) / chip.clock,
         "update": cycles.update / chip.clock,
-        "links": seen / chip.link_bandwidth,
+        "links": sent / chip.link_bandwidth,
     }
 
 

@@ -34,7 +34,7 @@ class Chip:
       on_chip: bytes up to which an array that is made and read in between stays in the vector memory: half of it, by
         `get_tpu_info`; 0 of two cores that are one device (v4, v5p), since each has its own.
       counted: bytes/s of a pass over an array as the TPU compiler estimates it for `x * 2 + 1` alone, by
-        `benchmarks/time_model.py rates`; None: the memory's.
+        `benchmarks/time_model.py rates`, or as it was measured; None: the memory's.
     """
 
     name: str

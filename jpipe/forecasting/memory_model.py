@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
+from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
 from jpipe.forecasting.hardware import Chip, chip_of
 from jpipe.forecasting.liveness import Compiler, working_bytes
@@ -22,6 +23,7 @@ from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
 from jpipe.pipeline import Pipeline
+from jpipe.planning.holdings import holdings
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import Literal, shapes_of
 from jpipe.types import Batch, PyTree
@@ -76,20 +78,25 @@ def predict_memory(
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    state = pipe.abstract_state(batch, tx)
-    step = pipe.planner.training_step(batch)
-    variables = {name: _on_device(tree) for name, tree in state.variables.items()}
+    optimizer = _on_device(pipe.abstract_state(batch, tx).opt_state)
+    return memory_parts(pipe.planner, batch, optimizer, chip)
+
+
+def memory_parts(planner: Planner, batch: Batch, optimizer: int = 0, chip: Chip | None = None) -> MemoryParts:
+    """The same of a pipeline's planner, and the bytes of an optimiser's state on a device."""
+    step = planner.training_step(batch)
+    at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
     uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)
-    compiler = compiler_for(chip or chip_of(pipe.mesh.devices.flat[0]))
-    with pipe.planner.tracing():
-        work = max(_of_layer(step, g, pipe.mesh, compiler) for g in range(len(step.layers)))
+    compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
+    with planner.tracing():
+        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
     return MemoryParts(
-        parameters=variables.pop("params"),
-        optimizer=_on_device(state.opt_state),
+        parameters=at_rest.pop("params"),
+        optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),
-        other_variables=sum(variables.values())
+        other_variables=sum(at_rest.values())
         + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),

@@ -14,8 +14,9 @@ the kernels that read them, but on chips whose products are calls of a library. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import jax
 from jax.extend.core import jaxprs_in_params
 
 from jpipe.forecasting.hardware import Chip
@@ -49,6 +50,11 @@ def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = No
     """
     chosen = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
     return _Kernels(without_calls(needed_part(closed, chosen)[0]), chip).seconds
+
+
+def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
+    """Seconds of reading and writing each element of arrays once."""
+    return sum(2 * a.size * (4 if chip.tile > 1 else a.dtype.itemsize) for a in arrays) / chip.pass_bandwidth
 
 
 class _Kernels:
@@ -138,7 +144,7 @@ class _Kernels:
 
     def _pass(self, v: Var | Literal) -> float:
         """Seconds of reading and writing each element of a value once."""
-        return 2 * _size(v) * (4 if self.chip.tile > 1 else _itemsize(v)) / self.chip.pass_bandwidth
+        return pass_seconds(shapes_of([v]), self.chip)
 
 
 def _inner(equation: JaxprEqn, chip: Chip) -> float:

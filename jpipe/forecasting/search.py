@@ -17,7 +17,7 @@ from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
-from jpipe.forecasting.time_model import predict_time
+from jpipe.forecasting.time_model import predict_time, sends_more
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh
@@ -83,7 +83,7 @@ def plan(
     found = parse_topology(topology) if topology is not None else None
     at_hand = list(jax.devices() if devices is None else devices)
     number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
-    chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand[0])
+    chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.memory) if memory is None else memory
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
@@ -231,7 +231,7 @@ class Search:
         if alike in self._traced:
             pipe.planner.trace_like(self._traced[alike].planner)
         lying = (*alike, setting.ends, setting.shard_over)
-        if pipe.mesh.size > setting.num_stages and lying not in self._sent:
+        if sends_more(pipe) and lying not in self._sent:
             self._sent[lying] = pipe.communication(self.batch)
         time = predict_time(pipe, self.batch, self.chip, tx=self.tx, sent=self._sent.get(lying))
         memory = predict_memory(pipe, self.batch, self.tx, self.chip)

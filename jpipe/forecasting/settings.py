@@ -88,8 +88,10 @@ class Space:
         return found
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
-        """Others that differ in M; in schedule and remat; in where parameters lie."""
-        yield [replace(setting, num_microbatches=m) for m in self._counts(setting)]
+        """Others that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
+        counts = self._counts(setting)
+        at = counts.index(setting.num_microbatches)
+        yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
         ways = WAYS if setting.num_stages > 1 else WAYS[:1]
         yield [
             self._given(replace(setting, schedule=name, num_chunks=V, remat=remat))

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from jpipe.execution.step import Step
 from jpipe.forecasting.compiled_program import Loop
-from jpipe.schedules.simulate import Timeline, Work, in_lockstep
+from jpipe.schedules.simulate import Timeline, Work, in_time
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class StepCycles:
     """Cycles of a step.
 
     Attributes:
-      actions: by kind and stage `[K]`, of one action; of several chunks their mean.
+      actions: by kind, of one action of each virtual stage `[K*V]`.
       ticks: of all ticks, beyond their actions.
       ends: of the first and the last layer where all stages compute them together.
       update: of what isn't in ticks: the optimiser's update above all.
@@ -52,25 +50,16 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
     found = program.find("ticks")
     if len(found) != 1:
         raise ValueError(f"the compiled program has {len(found)} loops over ticks; a step has 1")
-    (ticks,), schedule, place = found, step.schedule, step.schedule.placement
-    actions = {
-        kind: [
-            float(np.mean([_action(step, ticks, kind, place.virtual_stage(k, v)) for v in range(place.num_chunks)]))
-            for k in range(schedule.num_stages)
-        ]
-        for kind in sorted(schedule.kinds)
-    }
-    work = Work(actions, [0.0] * schedule.num_stages)
-    spans = in_lockstep(schedule, work)
-    busy = tuple(sum(sum(work.takes(k, action)) for action in order) for k, order in enumerate(schedule.actions))
-    timeline = Timeline(schedule, spans, max(span.end for span in spans), busy)
+    (ticks,), schedule = found, step.schedule
+    virtual_stages = range(schedule.placement.num_virtual_stages)
+    actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
     others = sum(_turned(loop) for loop in program.inner if loop is not ticks)
     return StepCycles(
-        actions={kind: tuple(cycles) for kind, cycles in actions.items()},
+        actions=actions,
         ticks=float(step.table.num_ticks * (ticks.own - sum(_unlooped(ticks, kind) for kind in actions))),
         ends=_ends(step, ticks),
         update=float(program.own + others),
-        timeline=timeline,
+        timeline=in_time(schedule, Work(actions, [0.0] * len(virtual_stages))),
     )
 
 

@@ -27,6 +27,7 @@ from jpipe.planning.costs import Cost, layer_costs
 from jpipe.planning.partition import Partition
 from jpipe.planning.request import Request
 from jpipe.terminal.notices import warn_user
+from jpipe.types import Shapes
 
 TOLERATED_SHARE = 1.1
 """By how much a single layer may exceed the mean cost of a stage without a warning."""
@@ -55,6 +56,13 @@ class Plan:
     def model(self) -> Model:
         """The layers as the stages run them (`arranged`)."""
         return self.arranged(self.traced)
+
+    @property
+    def batch(self) -> Shapes:
+        """The shapes of the first batch, of all its micro-batches together."""
+        count = self.request.schedule.num_microbatches
+        whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * count, *a.shape[1:]), a.dtype)
+        return jax.tree.map(whole, self.traced.batch)
 
     def arranged(self, model: Model) -> Model:
         """A model, traced at whatever shapes, as the stages run it: `unrolled`, if the user asked for that."""

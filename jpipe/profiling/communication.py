@@ -21,14 +21,17 @@ from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.types import Batch
 
 MIB = 2**20
-FORWARD, BACKWARD, TICK, STEP = "forward", "backward", "between stages", "step"
+FORWARD, BACKWARD, TICK, ENDS, STEP = "forward", "backward", "between stages", "shared ends", "step"
 HOW_OFTEN = {
     FORWARD: "for each layer and micro-batch",
     BACKWARD: "for each layer and micro-batch",
     TICK: "in each tick",
+    ENDS: "for each micro-batch, where all stages compute the first or the last layer together",
     STEP: "once in a step",
 }
 LOOPS = list(HOW_OFTEN)
+TURNS = {"enter", "leave", "back"}
+"""The scopes of what all stages compute together (`execution.shared_ends`)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Transfer:
     """What is sent at one place.
 
     Attributes:
-      loop: "forward", "backward", "between stages" or "step": in each turn of which loop.
+      loop: "forward", "backward", "between stages", "shared ends" or "step": in each turn of which loop.
       layer: the kind of layer and which ones, as "Block 1-8"; empty outside of layers.
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
       axes: the mesh axes along which devices take part.
@@ -141,6 +144,8 @@ def _loop_of(sent: Sent) -> str:
     """In each turn of which loop a collective is."""
     if "ticks" not in sent.scope:
         return STEP
+    if not TURNS.isdisjoint(sent.scope[sent.scope.index("ticks") + 1 :][:1]):  # a user may call a scope so too
+        return ENDS
     if AXIS in sent.axes:
         return TICK
     action = next(scope for scope in sent.scope if scope in ACTION_KINDS)  # a user may call a scope in it "B" too

@@ -5,12 +5,12 @@ It reads the same tick table as the executor, so it times what will run, and not
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from jpipe.schedules.timing import needs, slot_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
+"""What an action of a stage computes anew, and what it takes without that."""
 
 
 class Span(NamedTuple):
@@ -216,30 +219,20 @@ def simulate(
         raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
     if not 0 <= (hop := float(transfer)) < np.inf:
         raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
-    work = Work.of(schedule, forward, backward, weight, recompute)
-    spans = in_lockstep(schedule, work, hop) if lockstep else _asynchronously(schedule, work, hop)
-    return Timeline(
-        schedule=schedule,
-        spans=spans,
-        makespan=max(span.end for span in spans),
-        busy=tuple(sum(sum(work.takes(k, action)) for action in order) for k, order in enumerate(schedule.actions)),
-        transfer=hop,
-    )
+    return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop, lockstep=lockstep)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What actions take.
+    """What the actions of a schedule take.
 
     Attributes:
-      times: by kind and stage, without what B and I compute anew.
-      anew: by stage, what they do.
-      ahead: those R that do it for them, each with its stage.
+      times: by kind, for each virtual stage, without what B and I compute anew; W may take nothing, and I as long as B.
+      anew: for each virtual stage, what they do, where no R does it for them.
     """
 
-    times: dict[str, list[float]]
-    anew: list[float]
-    ahead: frozenset[Placed] = frozenset()
+    times: Mapping[str, Sequence[float]]
+    anew: Sequence[float]
 
     @staticmethod
     def of(
@@ -250,28 +243,43 @@ class Work:
         recompute: float | Sequence[float],
     ) -> "Work":
         """From the times of whole stages, as `simulate` is given them."""
+        place = schedule.placement
+        stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
         def of_chunks(label: str, time: float | Sequence[float], *, may_be_zero: bool = False) -> np.ndarray:
-            return _stage_times(label, time, schedule.num_stages, may_be_zero=may_be_zero) / schedule.num_chunks
+            whole = _stage_times(label, time, schedule.num_stages, may_be_zero=may_be_zero)
+            return whole[stages] / schedule.num_chunks
 
         anew, both = of_chunks("recompute", recompute, may_be_zero=True), of_chunks("backward", backward)
         part = both / 2 if weight is None else of_chunks("weight", weight, may_be_zero=True)
         if (part > both).any():
             raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
         times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
-        ahead = frozenset(placed for placed in schedule.placed if placed[1].kind == "R")
-        return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist(), ahead)
+        return Work({kind: time.tolist() for kind, time in times.items()}, anew.tolist())
 
-    def takes(self, stage: int, action: Action) -> tuple[float, float]:
+
+def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool = True) -> Timeline:
+    """A schedule whose actions take these times; see `simulate`."""
+    ahead = {placed for placed in schedule.placed if placed[1].kind == "R"}
+
+    def takes(stage: int, action: Action) -> tuple[float, float]:
         """What an action computes anew, and what it takes without that."""
-        anew = 0.0
-        if action.kind in "BI" and not (self.ahead and (stage, action._replace(kind="R")) in self.ahead):
-            anew = self.anew[stage]
-        return anew, self.times[action.kind][stage]
+        s = schedule.placement.virtual_stage(stage, action.chunk)
+        recomputes = action.kind in "BI" and (stage, action._replace(kind="R")) not in ahead
+        return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
+
+    spans = (_in_lockstep if lockstep else _asynchronously)(schedule, takes, hop)
+    return Timeline(
+        schedule=schedule,
+        spans=spans,
+        makespan=max(span.end for span in spans),
+        busy=tuple(sum(sum(takes(stage, action)) for action in order) for stage, order in enumerate(schedule.actions)),
+        transfer=hop,
+    )
 
 
-def in_lockstep(schedule: Schedule, work: Work, hop: float = 0.0) -> tuple[Span, ...]:
-    """Follows the slots; see `simulate`, which takes no times of I and W that are more than B's."""
+def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
+    """Follows the slots."""
     spans: list[Span] = []
     crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
@@ -279,7 +287,7 @@ def in_lockstep(schedule: Schedule, work: Work, hop: float = 0.0) -> tuple[Span,
     for index, actions in _slots(schedule):
         ends = clocks.tolist()
         for stage, action in actions:
-            start, (anew, own) = ends[stage], work.takes(stage, action)
+            start, (anew, own) = ends[stage], takes(stage, action)
             ends[stage] += anew + own
             spans.append(Span(stage, action, start, ends[stage], anew))
         crossed = arriving
@@ -288,14 +296,14 @@ def in_lockstep(schedule: Schedule, work: Work, hop: float = 0.0) -> tuple[Span,
     return tuple(spans)
 
 
-def _asynchronously(schedule: Schedule, work: Work, hop: float) -> tuple[Span, ...]:
+def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
     """Follows the dependencies alone, in the order of the slots, in which what an action needs comes before it."""
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages
     for stage, action in slot_times(schedule):
         arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
-        start, (anew, own) = max([clocks[stage], *arrivals]), work.takes(stage, action)
+        start, (anew, own) = max([clocks[stage], *arrivals]), takes(stage, action)
         ends[stage, action] = clocks[stage] = start + anew + own
         spans.append(Span(stage, action, start, clocks[stage], anew))
     return tuple(spans)

@@ -10,15 +10,13 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
@@ -27,6 +25,9 @@ from jpipe.planning.holdings import holdings
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
+
+if TYPE_CHECKING:
+    from jpipe.forecasting.memory_model import MemoryParts
 
 KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 """The schedules that the page makes itself, for any number of micro-batches."""
@@ -85,10 +86,12 @@ class PipelineFacts:
       forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
         0 if it isn't known apart.
       parameters, gradients: at rest; the sums of gradients while a step runs.
-      other: other collections, and parameters that are gathered for a step.
+      other: other collections, parameters that are gathered for a step, narrow copies of them, and the batch.
       optimizer: the optimiser's state, if there is one.
       residuals: the buffers of residuals.
       activation, cotangent: a row of what waits at a boundary.
+      passing: what is at boundaries besides: a stage's own, and what is on its way.
+      work: the most that a layer holds while it runs.
     """
 
     title: str
@@ -118,6 +121,8 @@ class PipelineFacts:
     residuals: tuple[Rows, ...]
     activation: int
     cotangent: int
+    passing: int
+    work: int
 
 
 def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts:
@@ -136,13 +141,14 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
             "this pipeline has seen no batch yet, so its stages and bytes aren't known; call pipe.view(batch), with a "
             "batch or its jax.ShapeDtypeStructs"
         )
+    from jpipe.forecasting.memory_model import memory_parts
+
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
-    M = schedule.num_microbatches
-    whole = lambda a: jax.ShapeDtypeStruct((a.shape[0] * M, *a.shape[1:]), a.dtype)
-    batch = jax.tree.map(whole, plan.traced.batch) if batch is None else batch
-    step, table = planner.training_step(batch), summarize(title, planner)
-    parameters, gradients, other = _variables(step)
+    batch = plan.batch if batch is None else batch
+    step, table, memory = planner.training_step(batch), summarize(title, planner), memory_parts(planner, batch)
+    parameters, gradients, other = _variables(step, memory)
+    boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return PipelineFacts(
         title=title,
@@ -172,8 +178,9 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
             for name, storage in step.kept.storages.items()
             for _, buffer in storage.named_buffers
         ),
-        activation=_crossing(step.activations),
-        cotangent=_crossing(step.cotangents),
+        **boundaries,
+        passing=memory.boundaries - sum(size * step.table.rows_written(name) for name, size in boundaries.items()),
+        work=memory.work,
     )
 
 
@@ -183,24 +190,21 @@ def _is_known(schedule: Schedule) -> bool:
     return False
 
 
-def _variables(step: Step) -> tuple[Held, Held, Held]:
-    """What devices hold of parameters, of their gradients' sums, and of everything else that is laid out so."""
-    found, layouts, schedule = holdings(step.plan), step.plan.layouts, step.schedule
+def _variables(step: Step, memory: MemoryParts) -> tuple[Held, Held, Held]:
+    """What devices hold of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
+    found, placement = holdings(step.plan), step.schedule.placement
 
     def held(name: str) -> Held:
-        own, device, part = np.zeros(schedule.num_stages), found.device[name].bytes, found.room[name].bytes
+        own, device, part = np.zeros(placement.num_stages), found.device[name].bytes, found.room[name].bytes
         for virtual_stage, amount in enumerate(found.own[name]):
-            own[schedule.placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
+            own[placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
         return Held(tuple(np.minimum(own, device).tolist()), device)  # less where others hold a part of its own
 
-    zeros = step.plan.at_work["params"].zeros
-    at_rest, at_work = jax.eval_shape(layouts["params"].zeros), jax.eval_shape(zeros)
-    copies = bytes_of([a for name, a in at_work.items() if at_rest.get(name) != a])
-    parameters, others = held("params"), [held(name) for name in layouts if name != "params"]
-    others += [parameters.scaled(copies)] * (copies > 0)
-    own = np.sum([(0.0,) * schedule.num_stages, *(each.own for each in others)], axis=0)
-    other = Held(tuple(own.tolist()), sum(each.room for each in others))
-    return parameters, parameters.scaled(bytes_of(jax.eval_shape(partial(zeros, accumulator_dtype)))), other
+    parameters, others = held("params"), [held(name) for name in step.plan.layouts if name != "params"]
+    room = memory.other_variables + memory.casts + memory.batch
+    everywhere = room - sum(each.room for each in others)
+    own = np.sum([(everywhere,) * placement.num_stages, *(each.own for each in others)], axis=0)
+    return parameters, parameters.scaled(memory.gradients), Held(tuple(own.tolist()), room)
 
 
 def _entry(buffer: Buffer) -> int:

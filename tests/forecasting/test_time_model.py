@@ -67,3 +67,27 @@ def test_a_data_axis_shares_the_work_and_sends_gradients():
 def test_shared_ends_are_computed_by_all():
     own, shared = (predict_time(make(ends=ends, remat="layer"), BATCH, V5E) for ends in ("own", "shared"))
     assert np.isfinite(shared.total) and shared.computation == pytest.approx(own.computation, rel=0.05)
+
+
+def test_of_unequal_chunks_the_longest_counts():
+    """In lockstep four chunks of 1, 1, 1 and 5 layers are no faster than two of 4 each have to be."""
+    options = {"schedule": "interleaved", "num_chunks": 2}
+    fast = replace(V5E, link_bandwidth=1e30)
+    even, uneven = (
+        predict_time(make(**options, balance=balance), BATCH, fast) for balance in ([2, 2, 2, 2], [1, 1, 1, 5])
+    )
+    assert uneven.computation == pytest.approx(even.computation)
+    assert uneven.bubble > 2 * even.bubble
+
+
+def test_what_a_split_backward_stashes_takes_time():
+    """All W of a stage take as long as what they leave out of I; the stash comes on top."""
+    split, whole = (predict_time(make(schedule=name), BATCH, V5E).computation for name in ("zero_bubble", "1f1b"))
+    assert whole < split < 1.5 * whole
+
+
+def test_what_shared_ends_send_counts_for_each_micro_batch():
+    fast, shared = replace(V5E, link_bandwidth=1e30), make(ends="shared", remat="layer")
+    found = predict_time(shared, BATCH, V5E).collectives
+    assert found > 8 * 2 * 8 * 128 * 4 / V5E.link_bandwidth * 0.9  # activations in, cotangents out, of 8 micro-batches
+    assert predict_time(shared, BATCH, fast).collectives == pytest.approx(0, abs=1e-15)

@@ -9,6 +9,8 @@ import pytest
 
 import jpipe
 from html_tables import cells
+from jpipe.forecasting.memory_model import predict_memory
+from jpipe.pictures.tables import bytes_in_words
 
 BATCH = {"inputs": np.ones((4, 3), np.float32)}
 
@@ -67,6 +69,9 @@ def test_what_a_device_holds_and_what_is_shared():
     held = [s.data for a in jax.tree.leaves(variables) for s in a.addressable_shards if s.device == device]
     words = " ".join(str(pipe).split())
     assert f"each device holds {sum(a.size for a in held)} parameters ({sum(a.nbytes for a in held)} bytes): " in words
+    memory = predict_memory(pipe, np.ones((4, 3), np.int32), optax.sgd(1.0))
+    assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
+    assert f"gradients {bytes_in_words(memory.gradients)}" in words
     assert "layers 0, 6 share parameters, which lie on stage 0 and count there alone" in words
     after = cells(pipe._repr_html_())
     parameters = [row[after[0].index("parameters")] for row in after[1:]]

@@ -106,3 +106,19 @@ def test_a_mesh_of_stages_alone_sends_between_stages(make_mesh):
     found = make([nn.Dense(4)] * 4, make_mesh((2,), ("stage",))).communication(np.ones((8, 4), np.float32))
     assert {t.axes for t in found.transfers} == {("stage",)}
     assert found.bytes("forward") == found.bytes("backward") == 0
+
+
+def test_what_ends_send_that_all_stages_compute_counts_apart(make_mesh):
+    """Along `stage` and along other axes: activations in, cotangents out, sums over the vocabulary."""
+    split = nn.with_partitioning(nn.initializers.lecun_normal(), ("model", None))
+    layers = [nn.Embed(4096, 64), nn.Dense(64), nn.Dense(64), nn.Dense(4096, kernel_init=split)]
+    loss = lambda y, _: jnp.mean(jax.nn.logsumexp(y, -1))
+    sizes = {"num_stages": 2, "num_microbatches": 4}
+    pipe = jpipe.Pipeline(layers, loss, mesh=make_mesh((2, 2), ("stage", "model")), ends="shared", **sizes)
+    found = pipe.communication(jax.ShapeDtypeStruct((8, 16), jnp.int32))
+    ends = [t for t in found.transfers if t.loop == "shared ends"]
+    assert {t.axes for t in ends} == {("stage",), ("model",)} and not any(t.layer for t in ends)
+    assert {t.collective for t in found.transfers if t.loop == "between stages"} == {"permute"}
+    activation = 2 * 16 * 64 * 4
+    assert found.bytes("shared ends") > 3 * activation
+    assert "shared ends: for each micro-batch, where all stages compute" in " ".join(str(found).split())

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from time import process_time
@@ -14,9 +15,9 @@ from any_schedule import schedules
 from cases import ahead, names, one_slot_from_k
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.simulate import Timeline, simulate
+from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
-from jpipe.schedules.timing import needs
+from jpipe.schedules.timing import needs, slot_times
 from jpipe.schedules.zero_bubble import zero_bubble
 
 CHUNKED = names(chunks=2, split=None)
@@ -425,3 +426,17 @@ def test_a_large_schedule_is_lowered_and_simulated_in_seconds(name):
     assert schedule.ticks.num_ticks >= 2048
     assert simulate(schedule).makespan > 3 * 2048
     assert process_time() - before < 5.0
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("interleaved", 2), ("interleaved", 3)])
+def test_of_chunks_that_differ_the_slowest_of_each_slot_counts(name, num_chunks):
+    """Two stages in a loop wait for each other after every slot, and so for the slowest action of each."""
+    schedule = make_schedule(name, num_stages=2, num_microbatches=4, num_chunks=num_chunks)
+    place, numbers = schedule.placement, [3.0, 1.0, 4.0, 1.5, 9.0, 2.0][: 2 * num_chunks]
+    work = Work({"F": numbers, "B": [2 * number for number in numbers]}, [0.0] * len(numbers))
+    slots = defaultdict(list)
+    for (stage, action), time in slot_times(schedule).items():
+        slots[time].append(work.times[action.kind][place.virtual_stage(stage, action.chunk)])
+    found = in_time(schedule, work)
+    assert found.makespan == sum(map(max, slots.values()))
+    assert sum(found.busy) == 4 * 3 * sum(numbers)

@@ -12,6 +12,7 @@ import pytest
 
 import jpipe
 from cases import compilations
+from jpipe.forecasting.memory_model import predict_memory
 from jpipe.view.facts import facts_of
 
 BATCH = np.ones((8, 16), np.float32)
@@ -40,7 +41,7 @@ def bytes_of(tree, device) -> int:
 
 @pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
 def test_bytes_are_those_of_the_arrays(make_mesh, axes):
-    """With `fsdp` kernels are gathered for a step, and gradients' sums are as large; sums of bfloat16 are float32."""
+    """With `fsdp` sums of gradients are as large as gathered kernels; those of bfloat16 are float32."""
     pipe = make(("fsdp", "tp") if "tp" in axes else (None, None), mesh=make_mesh(tuple(axes.values()), tuple(axes)))
     found = facts_of(pipe.planner, "", BATCH)
     state = pipe.create_state(jax.random.key(0), BATCH, optax.sgd(0.1))
@@ -50,8 +51,9 @@ def test_bytes_are_those_of_the_arrays(make_mesh, axes):
         gathered = at_rest + (2 * kernel if "fsdp" in axes else 0)
         assert found.parameters.room == at_rest
         assert found.gradients.room == gathered + 2 * (2 * kernel + narrow)
-        copies = 4 * kernel if "fsdp" in axes else 0
-        assert found.other.room == bytes_of(state.variables["batch_stats"], device) + copies
+        statistics = bytes_of(state.variables["batch_stats"], device)
+        casts, part = 4 * (2 * kernel + narrow), BATCH.nbytes // axes.get("fsdp", 1)
+        assert found.other.room == 2 * statistics + casts + part
     own = np.sum(found.parameters.own) / found.parameters.room
     trees = [tree["params"] for tree in pipe.layer_variables(state.variables)]
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
@@ -68,6 +70,20 @@ def test_rows_of_residuals_are_those_of_the_step(options):
     held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
     assert found.activation == found.cotangent == 2 * 16 * 4, "two examples of 16 float32 values cross"
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 2, "fsdp": 2, "tp": 2}])
+def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
+    """As the page adds it up: rows as the schedule's ticks need them."""
+    names = ("fsdp", "tp") if "tp" in axes else (None, None)
+    pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
+    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(BATCH).table
+    rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
+    moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
+    moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
+    fixed = found.parameters.room + found.gradients.room + found.other.room
+    assert fixed + moving == predict_memory(pipe, BATCH, optax.sgd(0.1)).total
 
 
 @pytest.mark.parametrize("remat", ["none", "stage"])

@@ -683,6 +683,8 @@ FACTS = PipelineFacts(
     residuals=(Rows("residual", 10**8, (3, 2)), Rows("residual", 10**6, (1, 5))),
     activation=10**7,
     cotangent=2 * 10**7,
+    passing=3 * 10**6,
+    work=4 * 10**8,
 )
 
 
@@ -709,8 +711,8 @@ def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
     room = tab.get("jpipe.shown()[0].memory.room")
     assert room == pytest.approx({
         "parameters": 6e9, "gradients": 6e9, "optimiser": 2.5e9, "other": 2e6,
-        "activations": 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1),
-        "boundaries": 1e7 * table.rows_written("activation") + 2e7 * table.rows_written("cotangent"),
+        "activations": 4e8 + 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1),
+        "boundaries": 3e6 + 1e7 * table.rows_written("activation") + 2e7 * table.rows_written("cotangent"),
     })  # fmt: skip
     move(tab, "optimiser", "adam")
     assert tab.get("jpipe.shown()[0].memory.room.optimiser") == 2 * 6e9
@@ -726,7 +728,7 @@ def test_other_micro_batches_of_a_pipeline_are_as_much_smaller(tab, tmp_path):
     timeline = simulate(schedule_of("1f1b", 2, 12, 1), third([2, 3]), third([5, 6]))
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     found = tab.get("jpipe.shown()[0].memory.room.activations")
-    assert found == pytest.approx((1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1)) / 3)
+    assert found == pytest.approx((4e8 + 1e8 * max(3 * 3, 2 * 1) + 1e6 * max(1 * 3, 5 * 1)) / 3)
     assert shown(tab, "in-flight-beside") == 12, "GPipe holds them all"
     kept = address(tab)
     assert kept == "#view=time&schedule=1f1b&beside=gpipe&M=12&transfer=0&optimiser=state&device=16"
@@ -767,7 +769,7 @@ def test_a_schedule_of_a_paper_has_the_numbers_of_simulate(tab, tmp_path, name):
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
     found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
+    assert found == [FACTS.work + 1e6 * sum(rows) for rows in zip(*schedule.ticks.rows.values(), strict=True)]
 
 
 def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
@@ -779,7 +781,8 @@ def test_recomputation_ahead_has_the_numbers_of_simulate(tab, tmp_path):
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert tab.get("jpipe.shown()[0].peak_in_flight") == list(timeline.peak_in_flight)
     found = tab.get("jpipe.shown()[0].memory.stages.map((stage) => stage.activations)")
-    assert found == [1e6 * rows for rows in table.rows["residual"]] == [2e6, 1e6]
+    assert found == [FACTS.work + 1e6 * rows for rows in table.rows["residual"]]
+    assert table.rows["residual"] == (2, 1)
     rows = [tab.get(f"jpipe.waiting('own', 2, 6, 1, '{name}', true).rows") for name in ("activation", "cotangent")]
     assert rows == [table.rows_written("activation"), table.rows_written("cotangent")]
 
