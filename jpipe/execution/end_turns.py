@@ -1,6 +1,8 @@
 """What all stages do together for one micro-batch, where they share the ends (`jpipe.execution.shared_ends`).
 
 All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
+What `leave` and `back` take from the layers between is read apart (`left_by_layers`, `come_back`), since it is in the
+carry and stays as it is: read in their own loops, compilers computed all that follows from it in every tick.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ def enter(stage: Stage, microbatch: Index) -> list[Leaf]:
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
 
 
+def left_by_layers(stage: Stage, forward: ForwardWork) -> list[Leaf]:
+    """What the last layer takes, on its predecessor's stage."""
+    return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
+
+
 def leave(
-    stage: Stage, microbatch: Index, forward: ForwardWork, backward: BackwardWork
+    stage: Stage, microbatch: Index, x: list[Leaf], forward: ForwardWork, backward: BackwardWork
 ) -> tuple[ForwardWork, BackwardWork, list[Leaf]]:
     """The last layer and the loss, and if it trains their backward: (both works, cotangents of what it takes)."""
     step, last, ends = stage.step, stage.step.model.last, stage.step.ends
     assert ends is not None
     turn = Turn(last, 0, microbatch, {})
     arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == ends.last
-    x = _from_stage(mine, step.activations.read(forward.activation, step.model.num_layers - 2, 0))
+    x = _from_stage(mine, x)
     cotangents: list[Leaf] = []
     if step.schedule.trains:
         found, residuals = step.layers[last].forward(arguments, x)
@@ -43,11 +50,16 @@ def leave(
     return forward._replace(results=stage.collected(turn, forward.results, outputs)), backward, cotangents
 
 
-def back(stage: Stage, microbatch: Index, backward: BackwardWork) -> BackwardWork:
+def come_back(stage: Stage, backward: BackwardWork) -> list[Leaf]:
+    """The cotangents of what the first layer gave, on its successor's stage."""
+    return stage.step.cotangents.read(backward.cotangent, 0, 0)
+
+
+def back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
     """The first layer's backward, which computes what it needs of its forward anew."""
     step, turn, ends = stage.step, Turn(0, 0, microbatch, {}), stage.step.ends
     assert ends is not None
-    cotangents = _from_stage(stage.device == ends.first, step.cotangents.read(backward.cotangent, 0, 0))
+    cotangents = _from_stage(stage.device == ends.first, cotangents)
     arguments = stage.arguments(turn, stage.batch_of(turn))
     _, residuals = step.layers[0].forward(arguments, [])
     return stage.add_gradients(turn, backward, step.layers[0].backward(arguments, residuals, cotangents).params)

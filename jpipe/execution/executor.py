@@ -231,16 +231,18 @@ def _after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -
     if (ends := stage.step.ends) is None:
         return carry
 
-    def leave(m: Index, carry: TickCarry) -> TickCarry:
-        forward, backward, left = end_turns.leave(stage, m, carry.forward, carry.backward)
+    def leave(given: tuple[Index, list[Leaf]], carry: TickCarry) -> TickCarry:
+        forward, backward, left = end_turns.leave(stage, *given, carry.forward, carry.backward)
         return carry._replace(forward=forward, backward=backward, left=left)
 
-    back = lambda m, carry: carry._replace(backward=end_turns.back(stage, m, carry.backward))
-    for name, body in (("leave", leave), ("back", back)):
+    to_leave = lambda m, carry: (m, end_turns.left_by_layers(stage, carry.forward))
+    back = lambda given, carry: carry._replace(backward=end_turns.back(stage, given[0], given[1], carry.backward))
+    to_come_back = lambda m, carry: (m, end_turns.come_back(stage, carry.backward))
+    for name, reads, body in (("leave", to_leave, leave), ("back", to_come_back, back)):
         if (getattr(ends.turns[slot], name) >= 0).any():
             m = jnp.asarray(getattr(turns[slot], name))
             with jax.named_scope(name):
-                carry = when(m >= 0, m, body, carry)
+                carry = when(m >= 0, m, body, carry, reads=reads)
     return carry
 
 

@@ -74,10 +74,18 @@ def each(
     return jax.lax.while_loop(goes_on, turn, (last - 1 if reverse else first, carry))[1]
 
 
-def when(condition: bool | jax.Array, given: Given, body: Callable[[Given, Carry], Carry], carry: Carry) -> Carry:
-    """The carry after `body(given, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
+def when(
+    condition: bool | jax.Array,
+    given: Given,
+    body: Callable[[Any, Carry], Carry],
+    carry: Carry,
+    *,
+    reads: Callable[[Given, Carry], PyTree] | None = None,
+) -> Carry:
+    """The carry after `body(values, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
     trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
-    return each(0, trips, given, lambda _, given, carry: body(given, carry), carry)
+    found = None if reads is None else lambda _, given, carry: reads(given, carry)
+    return each(0, trips, given, lambda _, values, carry: body(values, carry), carry, reads=found)
 
 
 def of_trip(array: jax.Array, trip: Index) -> jax.Array:

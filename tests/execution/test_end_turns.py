@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+import collectives
 import jpipe
 from cases import assert_close
 from vocabulary import WIDTH, WORDS, batch_of, cross_entropy, pipeline, tied, untied
@@ -78,6 +79,19 @@ def test_each_stage_has_its_part_of_the_vocabulary_and_computes_that_alone():
     products = [line.rpartition("->")[2] for line in text.splitlines() if "dot_general" in line]
     assert any(f"x{WORDS // 4}xf64" in line for line in products), "logits of its words"
     assert not any(f"x{WORDS}xf64" in line for line in products), "and of no others"
+
+
+def test_no_compiler_moves_them_out_of_their_loops():
+    """All that a turn sends is sent in the turn's own loop, which has no trip where there is no turn."""
+    batch = batch_of()
+    pipe = pipeline(untied(), 2, 2)
+    state = pipe.abstract_state(batch, optax.sgd(0.1))
+    text = jax.jit(pipe.value_and_grad).lower(state.variables, batch, state.key).compile().as_text()
+    for turn in ("enter", "leave", "back"):
+        sent = [c for c in collectives.read(text) if turn in c.op_name.split("/")]
+        assert sent, turn
+        outside = [c for c in sent if not any(turn in scope.split("/") for scope in c.scopes)]
+        assert not outside, [*map(str, outside)]
 
 
 def test_a_train_step_learns_and_is_saved_in_any_layout(tmp_path):
