@@ -17,7 +17,7 @@ from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
-from jpipe.forecasting.time_model import predict_time, sends_more
+from jpipe.forecasting.time_model import predict_time
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh
@@ -25,7 +25,7 @@ from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pictures.tables import bytes_in_words
 from jpipe.pipeline import Pipeline
-from jpipe.profiling.communication import Communication, words_of
+from jpipe.profiling.communication import words_of
 from jpipe.terminal.progress import task
 from jpipe.types import Batch, Device, Shapes
 
@@ -139,7 +139,6 @@ class Search:
         self.remarks: dict[Setting, list[str]] = {}
         self._rated: dict[Setting, Choice | None] = {}
         self._traced: dict[tuple[object, ...], Pipeline] = {}
-        self._sent: dict[tuple[object, ...], Communication] = {}
         self._groups: tuple[LayerGroup, ...] = ()
         self._refusal: Exception | None = None
 
@@ -230,10 +229,7 @@ class Search:
         pipe, alike = self.pipeline(setting), (setting.axes, setting.num_microbatches, setting.remat)
         if alike in self._traced:
             pipe.planner.trace_like(self._traced[alike].planner)
-        lying = (*alike, setting.ends, setting.shard_over)
-        if sends_more(pipe) and lying not in self._sent:
-            self._sent[lying] = pipe.communication(self.batch)
-        time = predict_time(pipe, self.batch, self.chip, tx=self.tx, sent=self._sent.get(lying))
+        time = predict_time(pipe, self.batch, self.chip, tx=self.tx)
         memory = predict_memory(pipe, self.batch, self.tx, self.chip)
         self._traced.setdefault(alike, pipe)
         return Choice(setting, setting.options, time, memory, memory.total <= self.room)

@@ -6,22 +6,33 @@ of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
+from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.step import Step
 from jpipe.forecasting.hardware import Chip
 from jpipe.forecasting.roofline import pass_seconds, roofline
-from jpipe.jax_tools.random_keys import key_shape
+from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
-from jpipe.model.traced_layer import TracedLayer
+from jpipe.memory.layout import device_index
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.on_stages import on_stages
+from jpipe.model.groups import WEIGHTS
+from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.conversions import ring_bytes
+from jpipe.partitioner.traffic import sent_in
 from jpipe.pipeline import Pipeline
 from jpipe.planning.holdings import holdings
-from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, Communication
 from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.seam.inside import needed_part
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree
 
 
@@ -61,75 +72,94 @@ class StepTime:
 
 
 def predict_time(
-    pipe: Pipeline,
-    batch: Batch,
-    chip: Chip,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    sent: Communication | None = None,
+    pipe: Pipeline, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepTime:
     """What a step of training should take; nothing is compiled.
-
-    The devices of a stage are taken to share its layers' work equally.
 
     Args:
       pipe: the pipeline.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       chip: one device (`jpipe.forecasting.hardware.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
-      sent: what devices send, as another schedule's; default: `pipe.communication(batch)`.
     """
     plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
-    num_stages, devices = schedule.num_stages, pipe.mesh.size // schedule.num_stages
-    layers = pipe.planner.layers(pipe.planner.for_training(batch), key_shape())
-    by_group = np.array([_layer_seconds(layer, chip) for layer in layers]) / devices
-    apart = 0.0
-    if sends_more(pipe):
-        found = sent or pipe.communication(batch)
-        _add_collectives(pipe, found, chip, by_group)
-        apart = found.bytes(STEP) + schedule.num_microbatches * found.bytes(ENDS)
-    if schedule.splits:
-        by_group[:, 4] = _stash_seconds(pipe.planner.training_step(batch), chip, len(layers))
-    by_layer, shared = by_group[list(plan.traced.group_of)], 0.0
-    if plan.request.shares_ends:
-        shared = schedule.num_microbatches * float(by_layer[[0, -1], :3].sum()) / num_stages
+    step = pipe.planner.training_step(batch)
+    of = {g: _layer_seconds(step.layers[i], step, chip) for i, g in enumerate(step.model.traced_as)}
+    by_layer = np.array([of[g] for g in plan.traced.group_of])  # [N, 2, 5]
+    shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
+    if step.ends is not None:
+        shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
+        apart += links + schedule.num_microbatches * _sent_to_all(step) / chip.link_bandwidth
         by_layer[[0, -1]] = 0.0
-    by_stage = np.array([by_layer[start:stop].sum(axis=0) for start, stop in plan.partition.bounds])
+    by_stage = np.array([by_layer[start:stop].sum(axis=(0, 1)) for start, stop in plan.partition.bounds])
     forward, backward, again, weight, stashing = by_stage.T
     times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
     work = Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist())
-    cuts = [plan.traced.group_at(stop - 1).gives for _, stop in plan.partition.bounds[:-1]]
-    hop = max((bytes_of(gives) for gives in cuts), default=0) / devices / chip.link_bandwidth
-    timeline = in_time(schedule, work, hop)
+    crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
+    timeline = in_time(schedule, work, bytes_of(crossing) / chip.link_bandwidth)
     busy = float(np.mean(timeline.busy))
-    passes = _update_passes(pipe, [layer.results.outputs for layer in layers])
+    passes = _update_passes(pipe, [layer.forward.results.outputs for layer in step.layers])
     moved = passes * holdings(plan).device["params"].bytes + 2 * _state_bytes(pipe, batch, tx)
     return StepTime(
-        computation=busy + shared,
+        computation=busy + float(shared),
         bubble=timeline.makespan - busy,
-        collectives=apart / chip.link_bandwidth,
+        collectives=float(apart),
         update=moved / chip.pass_bandwidth,
         timeline=timeline,
     )
 
 
-def sends_more(pipe: Pipeline) -> bool:
-    """Whether its devices send more than what crosses boundaries."""
-    return pipe.mesh.size > pipe.schedule.num_stages or pipe.planner.request.shares_ends
+def _layer_seconds(on_device: DeviceLayer, step: Step, chip: Chip) -> np.ndarray:
+    """`[2, 5]`: what a layer's kernels take on a device, and what it sends to the others of its stage.
 
-
-def _layer_seconds(layer: TracedLayer, chip: Chip) -> tuple[float, float, float, float, float]:
-    """Of a layer's forward, its backward, what is computed anew before that where stages keep their inputs alone, that
-    part of the backward which only gradients of parameters need, and 0 for what it stashes (`_stash_seconds`).
+    Of its forward, its backward, what is computed anew before that where stages keep their inputs alone, that part of
+    the backward which only gradients of parameters need, and what a split backward writes down in between.
     """
-    results, params = (len(jax.tree.leaves(tree)) for tree in (layer.results, layer.gradients.params))
-    numbers, gradients = range(len(layer.forward.out_avals)), range(len(layer.backward.out_avals))
-    whole = roofline(layer.forward, chip, [i < results or i - results in layer.stored for i in numbers])
-    backward = roofline(layer.backward, chip)
-    weight = backward - roofline(layer.backward, chip, [i >= params for i in gradients])
-    if not layer.function.remat.keep_inputs:
-        return whole, backward, 0.0, weight, 0.0
-    return roofline(layer.forward, chip, [i < results for i in numbers]), backward, whole, weight, 0.0
+    forward, backward, sizes = on_device.forward, on_device.transposed, step.plan.request.mesh.shape
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
+    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+
+    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
+        return np.array(
+            [roofline(jaxpr, chip, wanted), _sent(needed_part(jaxpr, wanted)[0], sizes) / chip.link_bandwidth]
+        )
+
+    first = again = seconds(forward.jaxpr, [i < results or i in forward.residuals_at for i in numbers])
+    if step.stores_residuals:
+        again = np.zeros(2)
+    else:
+        first = seconds(forward.jaxpr, [i < results for i in numbers])
+    whole = seconds(backward, [True] * len(gradients))
+    weight = whole - seconds(backward, [i >= params for i in gradients])
+    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), chip)
+    return np.stack([first, whole, again, weight, np.array([stash, 0.0])], axis=1)
+
+
+def _sent_once(step: Step) -> float:
+    """Bytes that a device sends once a step: weights on their way to where they are used, gradients on theirs back."""
+    mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
+
+    def program() -> list[jax.Array]:
+        weights = step.collections(*WEIGHTS)
+        there = {name: layouts[name].gathered(layouts[name].rest.zeros()) for name in weights}
+        shared = send_shared(step, there, device_index(mesh))
+        back = [jax.lax.psum(leaves["params"], AXIS) for v, leaves in shared.items() if v not in step.shared_sets]
+        sums = params.reduced(params.zeros(accumulator_dtype), step.gradient_sums.partial_along)
+        return jax.tree.leaves((there, shared, back, sums))
+
+    return _sent(jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))(), mesh.shape)
+
+
+def _sent_to_all(step: Step) -> float:
+    """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
+    first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+    count = step.schedule.num_stages
+    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), count)
+
+
+def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:
+    """Bytes that a device sends in a program."""
+    return sum(one.bytes * math.prod(one.loops) for one in sent_in(closed.jaxpr, sizes))
 
 
 def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
@@ -140,22 +170,6 @@ def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
     """
     narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
     return 7 + 2 * (narrow and pipe.planner.request.options.cast == "step")
-
-
-def _stash_seconds(step: Step, chip: Chip, count: int) -> list[float]:
-    """Of writing what the first part of a split backward keeps for the second, for each of `count` traced layers."""
-    kept = zip(step.model.traced_as, step.layers, strict=True)
-    stashes = {g: layer.split.stash for g, layer in kept if layer.split is not None}
-    return [pass_seconds(stashes.get(g, ()), chip) for g in range(count)]
-
-
-def _add_collectives(pipe: Pipeline, found: Communication, chip: Chip, by_group: np.ndarray) -> None:
-    """Adds what layers send to their seconds, `[groups, 5]`."""
-    groups = {group.indices[0]: g for g, group in enumerate(pipe.plan.traced.groups)}
-    for sent in found.transfers:
-        if sent.layer and sent.loop in (FORWARD, BACKWARD):
-            first = int(sent.layer.rpartition(" ")[2].partition("-")[0])
-            by_group[groups[first], int(sent.loop == BACKWARD)] += sent.bytes / chip.link_bandwidth
 
 
 def _state_bytes(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation | None) -> int:

@@ -219,7 +219,8 @@ class DeviceLayer:
     Attributes:
       forward: the layer's forward that also returns its residuals.
       remake: variables -> those leaves of the vjp that are made again.
-      transpose: leaves of the vjp, cotangents -> what `backward` gives.
+      transposed: leaves of the vjp, cotangents -> what `backward` gives; all flat.
+      gradients: of the structure of that.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
@@ -229,7 +230,8 @@ class DeviceLayer:
 
     forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
-    transpose: Callable[[list[Leaf], list[Leaf]], Gradients]
+    transposed: ClosedJaxpr
+    gradients: Gradients
     sources: tuple[_Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
@@ -243,7 +245,7 @@ class DeviceLayer:
 
     def backward(self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
         """The whole backward."""
-        return self.transpose(self._leaves(arguments, residuals), cotangents)
+        return replay(self.transposed, self.gradients)(self._leaves(arguments, residuals), cotangents)
 
     def backward_inputs(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -296,7 +298,8 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     return DeviceLayer(
         forward=forward,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
-        transpose=replay(backward.jaxpr, layer.gradients),
+        transposed=backward.jaxpr,
+        gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
