@@ -8,7 +8,7 @@ from typing import overload
 
 from jpipe.forecasting.forecaster import Forecast
 from jpipe.forecasting.memory_model import MemoryParts
-from jpipe.forecasting.settings import Setting
+from jpipe.forecasting.settings import Setting, word_of
 from jpipe.forecasting.time_model import StepTime
 from jpipe.mesh.axes import AXIS
 from jpipe.pictures.tables import Table, bytes_in_words
@@ -47,8 +47,8 @@ class Choice:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of the ticks in which a stage idles, predicted."""
-        return self.time.timeline.bubble_fraction
+        """The share of the time in which a stage waits, predicted; ends that all stages share are work."""
+        return self.time.bubble / (self.time.bubble + self.time.computation)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -68,15 +68,17 @@ class Choice:
     @property
     def words(self) -> str:
         """Its settings in a line."""
-        axes = ", ".join(f"{name}={size}" for name, size in self.setting.axes if size > 1 or name == AXIS)
-        others = f"M={self.setting.num_microbatches}, {self.setting.schedule}, remat={self.setting.remat}"
-        return f"{axes}, {others}, ends={self.setting.ends}"
+        own = self.setting
+        axes = ", ".join(f"{name}={size}" for name, size in own.axes if size > 1 or name == AXIS)
+        schedule = word_of(own.schedule) + f" V={own.num_chunks}" * (own.num_chunks > 1)
+        over = f", shard_over={'+'.join(own.shard_over)}" * bool(own.shard_over)
+        return f"{axes}, M={own.num_microbatches}, {schedule}, remat={word_of(own.remat)}, ends={own.ends}{over}"
 
     def column(self) -> dict[str, str]:
         """What a table shows of it."""
         rows: dict[str, str] = {name: str(size) for name, size in self.setting.axes}
-        rows |= {"M": str(self.setting.num_microbatches), "schedule": self.setting.schedule}
-        rows |= {"V": str(self.setting.num_chunks), "remat": self.setting.remat, "ends": self.setting.ends}
+        rows |= {"M": str(self.setting.num_microbatches), "schedule": word_of(self.setting.schedule)}
+        rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
         rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-"}
         rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= {f"ms: {part}": f"{1e3 * seconds:,.1f}" for part, seconds in self.time.parts.items()}
@@ -153,14 +155,14 @@ def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -
     count, microbatch = setting.num_microbatches, f"micro-batches of its M={setting.num_microbatches}"
     if choice.bubble_fraction > LARGE_BUBBLE:
         found.append(
-            f"stages idle {choice.bubble_fraction:.0%} of the ticks at M={count} on {setting.num_stages} stages; a "
-            "larger batch of more micro-batches would have them idle less"
+            f"stages wait {choice.bubble_fraction:.0%} of the time at M={count} on {setting.num_stages} stages; a "
+            "larger batch of more micro-batches would have them wait less"
         )
     half = next((one for one in rated if one.setting == replace(setting, num_microbatches=count // 2)), None)
     if count > 1 and half is not None and half.time.computation < SMALL * choice.time.computation:
         less = 1 - half.time.computation / choice.time.computation
         found.append(
             f"{microbatch} are too small to fill the device: of twice the size (M={count // 2}) layers take {less:.0%} "
-            f"less time, and stages idle {half.bubble_fraction:.0%} of the ticks"
+            f"less time, and stages wait {half.bubble_fraction:.0%} of it"
         )
-    return (*found, *remarks)
+    return tuple(dict.fromkeys([*found, *remarks]))

@@ -74,8 +74,19 @@ CHIPS = {
 }
 """By name."""
 
-KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5p": "v5p", "v5": "v5p", **{name: name for name in CHIPS}}
-"""Chips by what JAX calls them, those first that begin like others."""
+KINDS = {
+    "v5 lite": "v5e",
+    "v5e": "v5e",
+    "v6 lite": "v6e",
+    "v5p": "v5p",
+    "v5": "v5p",
+    **{n: n for n, chip in CHIPS.items() if chip.clock},
+}
+"""TPUs by a part of what JAX calls them, those first that begin like others."""
+GPUS = {"nvidia h100 80gb hbm3": "h100", "nvidia h200": "h200"}
+"""SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
+MOST_GPUS = 8
+"""Of one host, whose links are those of the table."""
 
 EXAMPLES = {
     "v2": "2x2",
@@ -139,7 +150,7 @@ def parse_topology(name: str) -> Topology:
       name: chip and shape, such as "v5p:4x4x8".
 
     Raises:
-      ValueError: no chip is called so, or the shape isn't one of its slices.
+      ValueError: no chip is called so, the shape isn't one of its slices, or it has more GPUs than a host.
 
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("v3:2x2").num_devices
     (128, 8)
@@ -149,10 +160,17 @@ def parse_topology(name: str) -> Topology:
     if found is None or example is None or found.group(2).count("x") != example.count("x"):
         known = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
         raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {known}")
-    return Topology(CHIPS[found.group(1)], tuple(map(int, found.group(2).split("x"))))
+    topology = Topology(CHIPS[found.group(1)], tuple(map(int, found.group(2).split("x"))))
+    if topology.chip.clock is None and topology.num_devices > MOST_GPUS:
+        raise ValueError(
+            f"topology={name!r} has {topology.num_devices} GPUs, but their links are known within a host alone; "
+            f"pass {topology.chip.name}:{MOST_GPUS} or less"
+        )
+    return topology
 
 
 def chip_of(device: Device) -> Chip | None:
     """The chip of a device of JAX; None if it isn't known."""
     kind = device.device_kind.lower()
-    return next((CHIPS[name] for word, name in KINDS.items() if word in kind), None)
+    names = (name for word, name in KINDS.items() if word in kind)
+    return CHIPS.get(GPUS.get(kind) or next(names, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import runpy
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ def made(model: str, batch_size: int) -> Sequence:
         raise ValueError(f"{model!r} names no function; pass FILE.py:FACTORY")
     if not Path(name).is_file():
         raise FileNotFoundError(f"there is no file {name}")
+    sys.path.insert(0, str(Path(name).resolve().parent))  # as Python does, for what the file imports
     own = runpy.run_path(name)
     function = own.get(factory)
     if not callable(function):

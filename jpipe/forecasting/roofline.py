@@ -29,7 +29,8 @@ from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call"])
 _FUSED = ELEMENTWISE | MOVES
-_SWEEPS = ("argm", "cum", "reduce", "sort")
+_SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
+_WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
 _SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
 _LANES = 128
 
@@ -104,6 +105,8 @@ class _Kernels:
             self._sweep(equation, roots, depth)
         elif name.startswith(("gather", "scatter")):  # of the operand only the rows that are asked for
             self.seconds += self._pass((equation.invars[2:3] or equation.outvars)[0])
+        elif name.startswith(_WHOLE):
+            self.seconds += sum(map(self._pass, [*operands, *equation.outvars])) / 2
         elif name not in _FUSED:
             self.seconds += _inner(equation, self.chip)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import jax
 import optax
@@ -13,7 +14,7 @@ import optax
 from jpipe.execution.batches import batch_size
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
-from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
+from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
@@ -26,6 +27,7 @@ from jpipe.model.loss import LossFn
 from jpipe.pictures.tables import bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.profiling.communication import words_of
+from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import task
 from jpipe.types import Batch, Device, Shapes
 
@@ -45,7 +47,7 @@ def plan(
     topology: str | None = None,
     devices: Sequence[Device] | None = None,
     memory: int | None = None,
-    axes: Sequence[str] = (),
+    axes: str | Sequence[str] = (),
     compiled: int = 0,
     **options: object,
 ) -> Choices:
@@ -66,22 +68,20 @@ def plan(
       devices: instead of it, devices at hand; default: all. Of a kind that isn't known (`CHIPS`) a product and a copy
         are timed.
       memory: bytes that a device has for a step; default: nine tenths of its memory.
-      axes: names of the other mesh axes; default: those that the layers' metadata names, and one of examples.
+      axes: name, or names, of the other mesh axes; default: those that the layers' metadata names, and one of examples.
       compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
         that turn out not to fit come last.
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
-      ValueError: an unknown topology; nothing fits, and the least memory that would do; no setting is possible, and
-        why the first isn't.
+      ValueError: an unknown topology, or one without the devices that `compiled` or `balance="time"` need; nothing
+        fits, and the least memory that would do; no setting is possible, and why the first isn't.
       TypeError, ImportError: as of `jpipe.Pipeline` and `jpipe.forecast`.
     """
-    if topology is not None and devices is not None:
-        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
-    found = parse_topology(topology) if topology is not None else None
     at_hand = list(jax.devices() if devices is None else devices)
+    found = _slice_of(topology, devices, compiled, options.get("balance"))
     number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.memory) if memory is None else memory
@@ -93,7 +93,8 @@ def plan(
         raise ValueError(search.nothing_fits(where))
     chosen = sorted_out(fitting)[:SHOWN]
     for i in range(min(compiled, len(chosen))):
-        proof = forecast(search.pipeline(chosen[i].setting), shapes, tx, topology=topology, devices=devices)
+        there, hand = search.pipeline(chosen[i].setting), None if found else at_hand
+        proof = forecast(there, shapes, tx, topology=topology, devices=hand)
         chosen[i] = replace(chosen[i], compiled=proof)
     chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
     advice = advice_on(chosen[0], rated, search.remarks[chosen[0].setting])
@@ -102,11 +103,44 @@ def plan(
     return Choices(title, tuple(chosen), advice)
 
 
+def _slice_of(
+    topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
+) -> Topology | None:
+    """The slice that is planned for, None for devices at hand; checked."""
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+    if devices is not None and len(devices) == 0:
+        raise ValueError("devices=[] has nothing to plan for; pass devices such as jax.devices(), or topology=")
+    if topology is None:
+        return None
+    found = parse_topology(topology)
+    if compiled and found.chip.clock is None:
+        raise ValueError(
+            f"compiled={compiled} for topology={topology!r}: programs compile for TPUs alone without a device; use "
+            "compiled=0, or pass devices= where there are such"
+        )
+    if isinstance(balance, str) and balance == "time":
+        raise ValueError(
+            f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
+            'balance="flops", or pass one cost a layer as floats'
+        )
+    return found
+
+
 def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, object]:
     """The mesh of a choice, if there are so many devices."""
     if len(devices) < number:
         return {}
     return {"mesh": make_mesh(devices=devices[:number], axis_types=None, **dict(choice.setting.axes))}
+
+
+def _pinned(options: Mapping[str, object]) -> dict[str, object]:
+    """Those of the searched arguments that are given; a schedule of the user's own was made for its sizes."""
+    schedule, found = options.get("schedule"), {name: value for name, value in options.items() if name in PINNED}
+    if "shard_over" in found:
+        names = cast("str | Sequence[str] | None", found["shard_over"])
+        found["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
+    return (schedule.sizes if isinstance(schedule, Schedule) else {}) | found
 
 
 class Search:
@@ -134,7 +168,7 @@ class Search:
         options: Mapping[str, object],
     ):
         self.make, self.batch, self.tx, self.chip, self.room = make, batch, tx, chip, room
-        self.pinned = {name: value for name, value in options.items() if name in PINNED}
+        self.pinned = _pinned(options)
         self.options = {name: value for name, value in options.items() if name not in PINNED}
         self.remarks: dict[Setting, list[str]] = {}
         self._rated: dict[Setting, Choice | None] = {}
@@ -142,19 +176,20 @@ class Search:
         self._groups: tuple[LayerGroup, ...] = ()
         self._refusal: Exception | None = None
 
-    def run(self, num_devices: int, axes: Sequence[str] = ()) -> list[Choice]:
+    def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
 
         Raises:
           ValueError: none could.
         """
-        space = self._space(num_devices, axes)
+        space, possible = self._space(num_devices, [axes] if isinstance(axes, str) else axes), list[Setting]()
         starts = space.starts()
         with task("comparing meshes", total=len(starts), unit="meshes") as advance:
             for start in starts:
-                self._rate(start)
+                others = () if self._rate(start) else space.instead(start)
+                possible += list(filter(self._rate, [start, *others]))[:1]
                 advance()
-        ranked = sorted(filter(self._rate, starts), key=self._rank)[:IMPROVED]
+        ranked = sorted(possible, key=self._rank)[:IMPROVED]
         with task("varying settings", total=len(ranked), unit="meshes") as advance:
             for start in ranked:
                 self._improve(start, space)
@@ -194,7 +229,8 @@ class Search:
         whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **free)
         with warnings.catch_warnings(action="ignore"):
             self._groups = whole.planner.plan_for(self.batch).traced.groups
-        names = {*axes} or {name for group in self._groups for name in group.asked_axes | group.constrained} - {AXIS}
+        named = {name for group in self._groups for name in group.asked_axes | group.constrained}
+        names = ({*axes} or named) - {AXIS}
         given = whole.planner.request.splits.batch_axes
         data = given or tuple(name for name in BATCH_AXES if name in names) or ("data",)
         others = tuple(sorted(names.difference(data)))

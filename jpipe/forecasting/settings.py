@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.mesh.axes import AXIS
-from jpipe.model.remat import MODES
+from jpipe.model.remat import MODES, Policy
 from jpipe.planning.request import ENDS
+from jpipe.schedules.schedule import Schedule
 
 WAYS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v", 2))
 """Schedules with V. "gpipe" takes the time of "1f1b" and more memory; those of papers gain nothing in lockstep."""
@@ -29,18 +31,18 @@ class Setting:
     Attributes:
       axes: (name, devices) of each mesh axis, `stage` first.
       num_microbatches: M.
-      schedule: its name.
+      schedule: its name, or the user's own.
       num_chunks: V.
-      remat: its name.
+      remat: its name, or a policy.
       ends: where the weights of the first and the last layer lie.
       shard_over: data axes that parameters are split over.
     """
 
     axes: tuple[tuple[str, int], ...]
     num_microbatches: int
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     num_chunks: int = 1
-    remat: str = "layer"
+    remat: str | Policy = "layer"
     ends: str = "own"
     shard_over: tuple[str, ...] = ()
 
@@ -80,24 +82,26 @@ class Space:
         found = []
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
-            counts = self._counts(setting)
+            counts, ways = self._counts(setting), self._ways(setting.num_stages)
             most = MICROBATCHES_A_STAGE * setting.num_stages
-            if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts:
-                count = max([m for m in counts if m <= most] or counts[:1])
-                found.append(self._given(replace(setting, num_microbatches=count)))
+            if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts and ways:
+                count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
+                found.append(self._given(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
         return found
+
+    def instead(self, start: Setting) -> list[Setting]:
+        """What to begin with where a start isn't possible: a schedule that is pinned may need another V or remat."""
+        return list(self.moves(start))[1] if {"schedule", "num_chunks"} & self.pinned.keys() else []
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
         """Others that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches)
         yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
-        ways = WAYS if setting.num_stages > 1 else WAYS[:1]
         yield [
             self._given(replace(setting, schedule=name, num_chunks=V, remat=remat))
-            for name, V in ways
+            for name, V in self._ways(setting.num_stages)
             for remat in MODES
-            if V * setting.num_stages <= self.num_layers
         ]
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         yield [
@@ -108,12 +112,22 @@ class Space:
 
     def why_empty(self) -> str:
         """Why there is no setting, in words."""
-        kept = ", ".join(f"{name}={value!r}" for name, value in self.pinned.items()) or "nothing kept"
+        kept = ", ".join(f"{name}={word_of(value)}" for name, value in self.pinned.items()) or "nothing kept"
         return (
             f"a batch of {self.batch_size} can be cut into {divisors(self.batch_size)} micro-batches, and "
             f"{self.num_layers} layers lie on {self.num_layers} stages at most; with {kept}, none suits "
             f"{self.num_devices} devices"
         )
+
+    def _ways(self, num_stages: int) -> list[tuple[str | Schedule, int]]:
+        """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
+        given = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        name, count = cast("tuple[str | Schedule | None, int | None]", given)
+        found = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
+        if num_stages == 1 and name is None and count is None:
+            found = found[:1]
+        found = found or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
+        return [(name, V) for name, V in found if V * num_stages <= self.num_layers]
 
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
@@ -129,6 +143,11 @@ class Space:
     def _given(self, setting: Setting) -> Setting:
         """With what the user gave."""
         return replace(setting, **{name: value for name, value in self.pinned.items() if name != "num_stages"})
+
+
+def word_of(value: object) -> str:
+    """What the user gave in a word: a schedule or a policy by its name."""
+    return value.name if isinstance(value, Schedule) else getattr(value, "__name__", str(value))
 
 
 def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:

@@ -54,8 +54,15 @@ def test_advice_on_the_bubble_and_on_small_micro_batches(choice):
     rated = [choice, replace(choice, setting=replace(choice.setting, num_microbatches=1))]
     assert choice.bubble_fraction > 0.1
     (idle,) = advice_on(choice, rated, [])
-    assert "of the ticks at M=2 on 2 stages" in idle
+    assert "stages wait" in idle and "of the time at M=2 on 2 stages" in idle
     rated[1] = replace(rated[1], time=replace(choice.time, computation=choice.time.computation / 2))
-    _, small, said = advice_on(choice, rated, ["said"])
+    _, small, said = advice_on(choice, rated, ["said", "said"])
     assert "too small to fill the device: of twice the size (M=1) layers take 50% less time" in small
     assert said == "said"
+
+
+def test_what_shared_ends_compute_is_no_waiting(choice):
+    own = choice.time.timeline.bubble_fraction
+    assert choice.bubble_fraction == pytest.approx(own)
+    worked = replace(choice.time, computation=2 * choice.time.computation)
+    assert replace(choice, time=worked).bubble_fraction == pytest.approx(own / (2 - own))

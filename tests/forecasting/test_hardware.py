@@ -1,8 +1,9 @@
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
-from jpipe.forecasting.hardware import CHIPS, EXAMPLES, parse_topology
+from jpipe.forecasting.hardware import CHIPS, EXAMPLES, chip_of, parse_topology
 from tpu_program import needs_tpu_compiler
 
 
@@ -33,6 +34,25 @@ def test_passes_go_no_faster_than_the_memory():
     for chip in CHIPS.values():
         assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
         assert chip.fuses == (chip.clock is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[("TPU v2", "v2"), ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5p", "v5p")],
+        *[("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
+        *[(f"NVIDIA {kind}", None) for kind in ("H100 PCIe", "H100 NVL", "H200 NVL", "GH200 480GB", "A100-SXM4-80GB")],
+        *[("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("cpu", None)],
+    ],
+)
+def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
+    """Any H100 was taken for the SXM module."""
+    assert chip_of(SimpleNamespace(device_kind=kind)) == (CHIPS[name] if name else None)
+
+
+def test_gpus_of_several_hosts_are_not_known():
+    with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs, .*; pass h200:8 or less"):
+        parse_topology("h200:16")
 
 
 def test_gpus_need_devices():

@@ -1,5 +1,7 @@
 """`jpipe plan`: what it prints, and what it says of wrong arguments."""
 
+import sys
+
 import pytest
 
 from jpipe.view import command
@@ -37,6 +39,14 @@ def test_the_best_settings_are_printed(factory, file, capsys):
     assert text.startswith("Plans for v5e:1x2, 14.4 GiB a device")
     for name in ("stage", "M", "schedule", "remat", "ms a step", "bubble", "a device", "parameters", "limit"):
         assert name in text
+
+
+def test_a_file_may_import_its_neighbours(file, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (file.parent / "next_to_my.py").write_text(MODEL)
+    file.write_text("from next_to_my import model\n")
+    assert command.main(["plan", f"{file}:model", "--batch", "8", "--topology", "v5e:1x2", "--stages", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Plans for")
 
 
 @pytest.mark.parametrize(

@@ -82,3 +82,15 @@ def test_loops_take_their_trips_and_branches_the_longest():
 def test_what_is_not_wanted_takes_nothing():
     both = of(lambda x: (x @ x, x.sum()), (512, 512))
     assert roofline(both, V5E, [False, True]) == pytest.approx(roofline(of(jnp.sum, (512, 512)), V5E))
+
+
+def test_operations_on_whole_arrays_read_and_write_them():
+    """They took nothing: the backward of a max-pool, Fourier transforms, the largest of a row."""
+    size = 64 * 64 * 8
+    pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    pooled = of(jax.grad(lambda x: pool(x).sum()), (1, 64, 64, 8))
+    assert roofline(pooled, V5E) > one_pass(size) + one_pass(size)  # the gradient is a result
+    assert roofline(of(lambda x: jnp.fft.ifft(jnp.fft.fft(x)), (64, 512), dtype=jnp.complex64), V5E) > 2 * one_pass(
+        size
+    )
+    assert roofline(of(lambda x: jax.lax.top_k(x, 4)[1], (64, 512)), V5E) > one_pass(size)

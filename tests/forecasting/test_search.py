@@ -130,13 +130,46 @@ def test_without_a_topology_the_devices_at_hand_are_planned_for():
     assert {choice.options["remat"] for choice in found} == {"layer"}
 
 
-def test_its_first_choices_are_compiled_if_that_is_asked_for():
-    found = jpipe.plan(
-        layers_of(2), loss_fn, words(), TX, devices=jax.devices()[:2], compiled=1, num_stages=2, remat="layer"
-    )
+def test_its_first_choices_are_compiled_for_the_devices_at_hand_if_that_is_asked_for():
+    """Compiled was for what stood for them in the search: one CPU for all of a mesh."""
+    kept = {"num_microbatches": 2, "remat": "layer", "schedule": "1f1b", "ends": "own", "shard_over": ()}
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, compiled=1, num_stages=2, **kept)
     assert found[0].compiled is not None and found[0].compiled.fits
     assert found[0].compiled.seconds is None  # of a CPU no cycles are known
     assert "bytes were off by" in str(found)
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"schedule": "v"},
+        {"schedule": "dualpipe-v"},
+        {"schedule": "gpipe"},
+        {"schedule": jpipe.make_schedule("zb-v", num_stages=2, num_microbatches=4, num_chunks=2)},
+        {"num_chunks": 2},
+        {"shard_over": "data"},
+        {"axes": "fsdp", "shard_over": ["fsdp"]},
+        {"axes": ("stage", "data"), "remat": jax.checkpoint_policies.dots_saveable},
+    ],
+    ids=str,
+)
+def test_what_is_pinned_alone_has_the_rest_chosen_to_fit(pinned):
+    pinned = {"num_microbatches": 4, "ends": "own"} | pinned
+    found = jpipe.plan(layers_of(2), loss_fn, words(), TX, topology="v5e:1x2", **pinned)
+    for name, value in pinned.items():
+        wanted = (value,) if isinstance(value, str) and name == "shard_over" else value
+        assert name == "axes" or found[0].options[name] == (tuple(wanted) if isinstance(wanted, list) else wanted)
+    assert found[0].options["num_chunks"] == {"v": 2, "dualpipe-v": 2, "gpipe": 1}.get(
+        str(pinned.get("schedule")), found[0].setting.num_chunks
+    )
+    assert "<" not in str(found)  # no repr of an object
+
+
+def test_a_schedule_of_ones_own_is_printed_by_its_name():
+    own = jpipe.Schedule([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], name="mine")
+    found = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", schedule=own)
+    assert found[0].words.startswith("stage=2, M=2, mine, remat=")
+    assert "mine" in str(found) and "<Schedule" not in str(found)
 
 
 def test_too_little_memory_is_said_with_the_least_that_would_do():
@@ -154,6 +187,14 @@ def test_too_little_memory_is_said_with_the_least_that_would_do():
         ({"topology": "v9:2x2"}, "topology='v9:2x2' is unknown; pass a chip and a shape such as one of v2:2x2"),
         ({"topology": "v5e:1x2", "devices": []}, "topology='v5e:1x2' and devices are both given"),
         ({"topology": "v5e:1x2", "mesh": None}, "mesh= is what is searched"),
+        ({"devices": []}, r"devices=\[\] has nothing to plan for; pass devices such as jax.devices"),
+        ({"topology": "h100:64"}, "topology='h100:64' has 64 GPUs, .*; pass h100:8 or less"),
+        ({"topology": "h100:8", "compiled": 1}, "compiled=1 for topology='h100:8': programs compile for TPUs alone"),
+        ({"topology": "v5e:1x2", "balance": "time"}, "balance=\"time\" measures .*, and topology='v5e:1x2' has none"),
+        (
+            {"topology": "v5e:1x2", "schedule": "v", "num_chunks": 4},
+            "schedule='v' has 2 chunks a stage, got num_chunks=4",
+        ),
         ({"topology": "v5e:1x2", "num_microbatches": 3}, "num_microbatches=3, none suits 2 devices"),
         ({"topology": "v5e:1x2", "num_stages": 3}, "num_stages=3, none suits 2 devices"),
         ({"topology": "v5e:1x2", "remat": "some"}, "no setting is possible: remat='some' is unknown"),
