@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import cluster
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -48,9 +49,12 @@ def epoch(
         yield {name: array[chosen] for name, array in digits.items()}
 
 
-def make_pipeline(options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
+def make_pipeline(
+    options: argparse.Namespace, mesh: Mesh | None = None, *, num_classes: int = 10, dtype: jnp.dtype = jnp.float32
+) -> jpipe.Pipeline:
+    size = (options.layers, options.filters, num_classes)
     return jpipe.Pipeline(
-        amoebanet.amoebanet(options.layers, options.filters, 10, stem="small", dropout=0.2, decay=0.9),
+        amoebanet.amoebanet(*size, stem="small", dropout=0.2, decay=0.9, dtype=dtype),
         amoebanet.loss_fn,
         num_stages=options.stages,
         num_microbatches=options.microbatches,
@@ -87,6 +91,7 @@ def accuracy(pipe: jpipe.Pipeline, variables, digits: Batch) -> float:
 
 
 def train(pipe: jpipe.Pipeline, state, digits: Batch, options: argparse.Namespace):
+    """(the state after all epochs, the loss of each step)."""
     random, losses = np.random.default_rng(options.seed), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     figures = TextColumn("loss {task.fields[loss]:.3f}")
@@ -97,7 +102,7 @@ def train(pipe: jpipe.Pipeline, state, digits: Batch, options: argparse.Namespac
                 state, metrics = pipe.train_step(state, pipe.place(batch))
                 losses.append(float(metrics["loss"]))
                 progress.update(task, advance=1, loss=np.mean(losses[-10:]))
-    return state
+    return state, losses
 
 
 def num_steps(digits: Batch, options: argparse.Namespace) -> int:
@@ -138,7 +143,7 @@ def main() -> None:
     example = {name: array[: options.batch] for name, array in digits.items()}
     state = pipe.create_state(jax.random.key(options.seed), example, tx)
     show_pipeline(pipe, state.variables, options)
-    state = train(pipe, state, digits, options)
+    state, _ = train(pipe, state, digits, options)
     reached = accuracy(pipe, state.variables, tested)
     console.print(
         f"Test accuracy {reached:.1%} of {NUM_TESTED} digits, after {time.perf_counter() - begin:.0f} s "

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .precision import at_least_float32, dtypes
+
 _CHANNELS = (None, None, None, "model")  # a mesh axis `model` splits the channels that a convolution gives
 _init = nn.with_partitioning(nn.initializers.variance_scaling(2.0, "fan_out", "truncated_normal"), _CHANNELS)
 
@@ -91,7 +93,7 @@ def amoebanet(
     decay: float = 0.9997,
     dtype: Any = jnp.float32,
 ) -> list[nn.Module]:
-    """Images `[B, H, W, C]` to float32 logits `[B, num_classes]`.
+    """Images `[B, H, W, C]` to logits `[B, num_classes]`, float32 or float64.
 
     Args:
       num_layers: L, the normal cells in three stacks; a multiple of 3.
@@ -101,7 +103,7 @@ def amoebanet(
       stem: "imagenet" takes an eighth of the size (a strided convolution and two reduction cells), "small" keeps it.
       dropout: the fraction dropped before the classifier.
       decay: of BatchNorm's running averages.
-      dtype: to compute in; parameters are float32.
+      dtype: to compute in; parameters are float32, or float64 with it.
     """
     if variant not in NORMAL or stem not in ("imagenet", "small"):
         raise ValueError(f"variant={variant!r}, stem={stem!r}: use 'B' or 'D', and 'imagenet' or 'small'")
@@ -120,7 +122,9 @@ def amoebanet(
 
 def loss_fn(logits: jax.Array, batch: dict[str, jax.Array], label_smoothing: float = 0.0) -> jax.Array:
     """Nats an image: the mean over `batch["targets"]` `[B]`. The reference smooths the labels by 0.1."""
-    labels = optax.smooth_labels(jax.nn.one_hot(batch["targets"], logits.shape[-1]), label_smoothing)
+    labels = optax.smooth_labels(
+        jax.nn.one_hot(batch["targets"], logits.shape[-1], dtype=logits.dtype), label_smoothing
+    )
     return optax.softmax_cross_entropy(logits, labels).mean()
 
 
@@ -135,7 +139,7 @@ class Stem(nn.Module):
     def __call__(self, x, train: bool):
         padding = "SAME" if self.stride == 1 else "VALID"
         x = x.astype(self.dtype)
-        x = nn.Conv(32, (3, 3), self.stride, padding, use_bias=False, kernel_init=_init, dtype=self.dtype)(x)
+        x = nn.Conv(32, (3, 3), self.stride, padding, use_bias=False, kernel_init=_init, **dtypes(self.dtype))(x)
         return _norm(x, self.decay, self.dtype, train)
 
 
@@ -202,9 +206,9 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, net, prev, *, train: bool):
         del prev
-        x = jnp.mean(nn.relu(net), axis=(1, 2), dtype=jnp.float32)
+        x = jnp.mean(at_least_float32(nn.relu(net)), axis=(1, 2))
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
-        return nn.Dense(self.num_classes)(x)
+        return nn.Dense(self.num_classes, **dtypes(x.dtype))(x)
 
 
 class ConvNorm(nn.Module):
@@ -220,7 +224,7 @@ class ConvNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        conv = partial(nn.Conv, use_bias=False, kernel_init=_init, dtype=self.dtype)
+        conv = partial(nn.Conv, use_bias=False, kernel_init=_init, **dtypes(self.dtype))
         x = nn.relu(x) if self.relu else x
         if self.separable:
             init, channels = nn.initializers.he_normal(), x.shape[-1]
@@ -242,13 +246,13 @@ class FactorizedReduction(nn.Module):
     def __call__(self, x, train):
         x = nn.relu(x)
         shifted = jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)))[:, 1:, 1:]
-        conv = partial(nn.Conv, self.features // 2, (1, 1), 2, use_bias=False, kernel_init=_init, dtype=self.dtype)
+        conv = partial(nn.Conv, self.features // 2, (1, 1), 2, use_bias=False, kernel_init=_init, **dtypes(self.dtype))
         return _norm(jnp.concatenate([conv()(x), conv()(shifted)], axis=-1), self.decay, self.dtype, train)
 
 
 def _norm(x: jax.Array, decay: float, dtype: Any, train: bool) -> jax.Array:
     """BatchNorm as a submodule of the caller."""
-    return nn.BatchNorm(use_running_average=not train, momentum=decay, epsilon=1e-3, dtype=dtype)(x)
+    return nn.BatchNorm(use_running_average=not train, momentum=decay, epsilon=1e-3, **dtypes(dtype))(x)
 
 
 _POOLS = {

@@ -100,8 +100,8 @@ def split(*axes: str | None, scale: float = 1.0) -> nn.initializers.Initializer:
     return nn.with_partitioning(init, axes)
 
 
-def sinusoids(length: int, width: int) -> jax.Array:
+def sinusoids(length: int, width: int, dtype: Any = jnp.float32) -> jax.Array:
     """Positions as sines and cosines of geometric wavelengths, `[length, width]` (arXiv 1706.03762, section 3.5)."""
-    rates = jnp.exp(jnp.arange(0, width, 2, dtype=jnp.float32) * (-math.log(10000.0) / width))
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * rates
+    rates = jnp.exp(jnp.arange(0, width, 2, dtype=dtype) * (-math.log(10000.0) / width))
+    angles = jnp.arange(length, dtype=dtype)[:, None] * rates
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

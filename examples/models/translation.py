@@ -19,6 +19,7 @@ import optax
 
 import jpipe
 
+from .precision import at_least_float32, dtypes
 from .transformer_l import sinusoids, split
 
 PADDING = 0  # as a decoder's input also the start of a sentence
@@ -49,14 +50,14 @@ def translation(
       vocab: the number of tokens, padding included.
       scale_init: divides the initial weights of the feed-forward networks by L, for stability at depth.
       clip_logits: the largest magnitude that logits may have, for the same reason.
-      dtype: to compute in; parameters are float32.
+      dtype: to compute in; parameters are float32, or float64 with it.
     """
     scale = 1 / num_layers if scale_init else 1.0
     tokens = jpipe.Shared(Vocabulary(vocab, width, dtype))
     return [
         tokens,
         *(jpipe.reads(EncoderLayer(hidden, heads, scale, dtype), source_mask) for _ in range(num_layers)),
-        nn.LayerNorm(dtype=dtype),
+        nn.LayerNorm(**dtypes(dtype)),
         jpipe.reads(tokens.using("start_decoder"), target_tokens),
         *(jpipe.reads(DecoderLayer(hidden, heads, scale, dtype), source_mask) for _ in range(num_layers)),
         Head(vocab, clip_logits, dtype),
@@ -76,8 +77,8 @@ def target_tokens(batch: dict[str, jax.Array]) -> jax.Array:
 def loss_fn(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(nats, number of tokens), padding left out: jpipe divides once, so every token of a batch weighs the same."""
     targets = batch["targets"]
-    weights = (targets != PADDING).astype(jnp.float32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    nats = optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), targets)
+    weights = (targets != PADDING).astype(nats.dtype)
     return jnp.sum(nats * weights), jnp.sum(weights)
 
 
@@ -89,10 +90,10 @@ class Vocabulary(nn.Module):
     dtype: Any = jnp.float32
 
     def setup(self):
-        self.table = nn.Embed(self.vocab, self.width, dtype=self.dtype)
+        self.table = nn.Embed(self.vocab, self.width, **dtypes(self.dtype))
 
     def __call__(self, tokens):
-        positions = sinusoids(tokens.shape[1], self.width)
+        positions = sinusoids(tokens.shape[1], self.width, dtypes(self.dtype)["param_dtype"])
         return self.table(tokens) * math.sqrt(self.width) + positions.astype(self.dtype)
 
     def start_decoder(self, memory, targets):
@@ -110,7 +111,7 @@ class EncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask):
-        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.LayerNorm(**dtypes(self.dtype))(x)
         x = x + Attention(self.heads, self.dtype)(h, h, mask[:, None, None, :])
         return x + FeedForward(self.hidden, self.scale, self.dtype)(x)
 
@@ -126,9 +127,9 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, carried, mask):
         x, memory = carried
-        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.LayerNorm(**dtypes(self.dtype))(x)
         x = x + Attention(self.heads, self.dtype)(h, h, is_causal=True)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.LayerNorm(**dtypes(self.dtype))(x)
         x = x + Attention(self.heads, self.dtype)(h, memory, mask[:, None, None, :])
         return x + FeedForward(self.hidden, self.scale, self.dtype)(x), memory
 
@@ -141,12 +142,20 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, source, mask=None, is_causal=False):
-        linear = partial(nn.DenseGeneral, use_bias=False, dtype=self.dtype)
+        linear = partial(nn.DenseGeneral, use_bias=False, **dtypes(self.dtype))
         shape = (self.heads, CHANNELS)
         query = linear(shape, kernel_init=split(None, "model", None))(x)
         both = linear((2, *shape), kernel_init=split(None, None, "model", None))(source)
-        h = jax.nn.dot_product_attention(query, both[:, :, 0], both[:, :, 1], mask=mask, is_causal=is_causal)
+        h = attend(query, both[:, :, 0], both[:, :, 1], mask, is_causal)
         return linear(x.shape[-1], axis=(-2, -1), kernel_init=split("model", None, None))(h)
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, is_causal: bool) -> jax.Array:
+    """Attention, `[B, T, heads, 64]`; in float64 Flax's, since JAX's own takes the softmax in float32 all the same."""
+    if query.dtype != jnp.float64:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
+    causal = nn.make_causal_mask(query[:, :, 0, 0]) if is_causal else None
+    return nn.dot_product_attention(query, key, value, mask=nn.combine_masks(mask, causal, dtype=bool))
 
 
 class FeedForward(nn.Module):
@@ -158,8 +167,8 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        linear = partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
+        linear = partial(nn.Dense, use_bias=False, **dtypes(self.dtype))
+        h = nn.LayerNorm(**dtypes(self.dtype))(x)
         h = nn.relu(linear(self.hidden, kernel_init=split(None, "model", scale=self.scale))(h))
         return linear(x.shape[-1], kernel_init=split("model", None, scale=self.scale))(h)
 
@@ -174,6 +183,6 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x, memory):
         del memory
-        x = nn.LayerNorm(dtype=self.dtype)(x)
-        logits = nn.Dense(self.vocab, use_bias=False, kernel_init=split(None, "model"), dtype=self.dtype)(x)
+        x = nn.LayerNorm(**dtypes(self.dtype))(x)
+        logits = nn.Dense(self.vocab, use_bias=False, kernel_init=split(None, "model"), **dtypes(self.dtype))(x)
         return logits if self.clip_logits is None else jnp.clip(logits, -self.clip_logits, self.clip_logits)

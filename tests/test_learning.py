@@ -1,0 +1,166 @@
+"""The examples that learn: names into English, and digits of which only a few are seen. What they learnt is on a page."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import digits
+import names
+import same_losses
+import transfer
+import translate
+
+SMALL = ["--layers", "1", "--hidden", "64", "--heads", "1", "--width", "32", "--stages", "2", "--microbatches", "2"]
+SMALL += ["--languages", "fr", "mt", "--tokens", "3000", "--batch", "32", "--tested", "2"]
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As users have it: optax's schedules mix types."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def learnt() -> names.Pairs:
+    return names.read()[0]
+
+
+def run(monkeypatch, script, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *arguments])
+    monkeypatch.setattr(script.cluster, "join", lambda *_: None)  # the devices are there
+    script.main()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_languages_enough_and_no_name_held_out_was_learnt(learnt):
+    held_out = names.read()[1]
+    assert len(learnt) >= 90
+    assert min(len(pairs) + len(held_out[language]) for language, pairs in learnt.items()) >= names.LEAST_NAMES
+    written = lambda pairs: {name for rows in pairs.values() for name, _ in rows}
+    assert not written(learnt) & written(held_out)
+    assert ("Allemagne", "Germany") in learnt["fr"] + held_out["fr"]
+
+
+def test_resources(learnt):
+    groups = names.by_resources(learnt)
+    assert sorted(sum(groups.values(), [])) == sorted(learnt)
+    assert all(groups.values())
+    assert min(len(learnt[key]) for key in groups["high"]) > max(len(learnt[key]) for key in groups["middle"])
+    assert min(len(learnt[key]) for key in groups["middle"]) > max(len(learnt[key]) for key in groups["low"])
+
+
+def test_a_vocabulary_gives_names_back(learnt):
+    vocabulary = names.Vocabulary.train({"ja": learnt["ja"], "mt": learnt["mt"]}, 600)
+    pairs = learnt["ja"][:20] + learnt["hi"][:5]  # what it never saw is spelt in bytes
+    examples = names.Examples.encode(pairs, vocabulary)
+    assert examples.inputs.shape == (len(examples.targets), names.SOURCE_TOKENS)
+    assert examples.targets.shape[1] == names.TARGET_TOKENS
+    assert 10 <= len(examples.inputs) <= len(pairs)
+    texts = {(vocabulary.text(i), vocabulary.text(t)) for i, t in zip(examples.inputs, examples.targets, strict=True)}
+    assert texts <= set(pairs)
+
+
+def test_languages_are_drawn_by_temperature():
+    np.testing.assert_allclose(names.shares([900, 100], 1), [0.9, 0.1])
+    np.testing.assert_allclose(names.shares([900, 100], 2), [0.75, 0.25])
+    np.testing.assert_allclose(names.shares([900, 100], 1e9), [0.5, 0.5], atol=1e-6)
+    one, other = (names.Examples(np.full((size, 2), size), np.full((size, 2), size)) for size in (90, 10))
+    rows = next(names.batches([one, other], 4000, 2, seed=0))["inputs"][:, 0]
+    assert np.mean(rows == 90) == pytest.approx(0.75, abs=0.03)
+    whole, first, last = (next(names.batches([one, other], 8, 2, 0, part)) for part in ((0, 1), (0, 2), (1, 2)))
+    np.testing.assert_array_equal(whole["inputs"], np.concatenate([first["inputs"], last["inputs"]]))
+
+
+# --- translation ------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_what_it_is_shown(learnt):
+    """Sixteen French names to the letter; a decoder that doesn't see what the encoder read can't tell them apart."""
+    options = translate.parse_options([*SMALL, "--lr", "1e-2", "--steps", "100", "--batch", "16"])
+    vocabulary = names.Vocabulary.train({"fr": learnt["fr"]}, 500)
+    examples = names.Examples.encode(learnt["fr"][::40], vocabulary)
+    examples = names.Examples(examples.inputs[:16], examples.targets[:16])
+    pipe = translate.make_pipeline(options, vocabulary.size)
+    state = pipe.create_state(jax.random.key(0), examples.batch(slice(16)), translate.make_optimizer(options))
+    state, losses = translate.train(pipe, state, iter([examples.batch(slice(16))] * options.steps), options)
+    assert losses[0] > 6 and losses[-1] < 0.1
+    nats, right = translate.scores(pipe, state.variables, {"fr": examples}, vocabulary)["fr"]
+    assert nats == pytest.approx(losses[-1], abs=0.05)
+    assert right >= 15 / 16
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:layer 5 .Head. alone takes")
+def test_a_run_goes_on_and_knows_its_vocabulary(monkeypatch, capsys, tmp_path, learnt):
+    folder, picture = tmp_path / "run", tmp_path / "picture.png"
+    run(monkeypatch, translate, *SMALL, "--steps", "2", "--run", str(folder))
+    first = capsys.readouterr().out
+    assert "2/2" in first and "Names held out, into English" in first
+    run(monkeypatch, translate, *SMALL, "--steps", "3", "--run", str(folder), "--picture", str(picture))
+    assert "3/3" in capsys.readouterr().out
+    assert picture.stat().st_size > 10_000
+
+    other = tmp_path / "other.model"
+    other.write_bytes(names.Vocabulary.train({"ja": learnt["ja"]}, 3000).model)
+    with pytest.raises(SystemExit, match="trained with another vocabulary"):
+        run(monkeypatch, translate, *SMALL, "--steps", "3", "--run", str(folder), "--vocabulary", str(other))
+
+
+@pytest.mark.filterwarnings("ignore:layer 5 .Head. alone takes")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--languages", "fr", "klingon"], r"no names in klingon; there are: .*\bfr\b"),
+        (["--vocabulary", "nowhere.model"], "nowhere.model isn't there"),
+        (["--tokens", "1000"], "--tokens 1000: .*Vocabulary size is smaller"),
+        (["--vocabulary", __file__], "is no vocabulary of sentencepiece's"),
+    ],
+)
+def test_bad_input(monkeypatch, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, translate, *SMALL, *arguments)
+
+
+# --- long -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(same_losses.MODELS))
+def test_losses_are_those_of_one_stage_in_float64(model):
+    command = [sys.executable, str(ROOT / "benchmarks" / "same_losses.py"), model, "--steps", "10", "--float64"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    apart = re.findall(r"at most (\S+) apart", printed)
+    assert len(apart) == 4
+    assert float(apart[-1]) < 1e-12, printed
+
+
+@pytest.mark.slow
+def test_what_was_learnt_of_some_digits_helps_with_others(capsys):
+    options = transfer.parse_options(["--filters", "8", "--few", "4", "--epochs", "2", "--tuned", "8", "--stages", "2"])
+    rows = transfer.compare(options, 0)
+    transfer.show(rows)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"seed 0: (\S+)%", printed)[1]) > 85  # digits 0 to 4 that it never saw; 20 % by chance
+    [(_, few, anew, tuned)] = rows
+    assert few == 4 and tuned > 0.5 and tuned > anew
+
+
+def test_parts_of_digits():
+    training, tested = digits.read_digits()
+    few = transfer.part_of(training, transfer.SECOND, 3)
+    assert sorted(few["targets"].tolist()) == sorted([*range(5)] * 3)
+    assert len(transfer.part_of(tested, transfer.FIRST)["targets"]) + len(
+        transfer.part_of(tested, transfer.SECOND)["targets"]
+    ) == len(tested["targets"])
