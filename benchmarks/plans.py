@@ -2,7 +2,7 @@
 
     python benchmarks/plans.py gpt           # a vocabulary of 128k words, v5e:2x4
     python benchmarks/plans.py llama         # Llama's blocks over stage, data, fsdp and model axes, v5e:4x4
-    python benchmarks/plans.py amoebanet     # v5e:2x2
+    python benchmarks/plans.py amoebanet     # AmoebaNet-D (3, 128), v5e:2x2
     python benchmarks/plans.py cpu           # K=2, both cores
 
 The default is `Pipeline(layers, loss_fn, num_stages=K, num_microbatches=4 * K)` with all devices as stages, or with as
@@ -88,11 +88,11 @@ MODELS = {
         {"stage": 2, "data": 2, "fsdp": 2, "model": 2},
     ),
     "amoebanet": Model(
-        lambda: amoebanet.amoebanet(6, 128, dtype="bfloat16"),
+        lambda: amoebanet.amoebanet(3, 128, dtype="bfloat16"),
         amoebanet.loss_fn,
         images(128, 224),
         "v5e:2x2",
-        {"cast": "use"},
+        {"cast": "use", "axes": ("data",)},
         {"stage": 4},
     ),
 }
@@ -109,7 +109,7 @@ def compare(model: Model) -> list[tuple[str, ...]]:
     chosen = {name: value for name, value in found[0].options.items() if name != "mesh"}
     rows = []
     for name, options, axes in (
-        (f"default: K={sizes['num_stages']}, M={count}", {**own, **sizes}, model.default),
+        (f"default: {', '.join(f'{a}={n}' for a, n in model.default.items())}, M={count}", own | sizes, model.default),
         (f"plan: {found[0].words}", chosen, dict(found[0].setting.axes)),
     ):
         pipe = jpipe.Pipeline(model.make(), model.loss_fn, mesh=mesh_of_nowhere(axes), **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -84,7 +85,8 @@ def predict_time(
     """
     plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
     step = pipe.planner.training_step(batch)
-    of = {g: _layer_seconds(step.layers[i], step, chip) for i, g in enumerate(step.model.traced_as)}
+    sizes, stores = tuple(pipe.mesh.shape.items()), step.stores_residuals
+    of = {g: _layer_seconds(step.layers[i], sizes, chip, stores) for i, g in enumerate(step.model.traced_as)}
     by_layer = np.array([of[g] for g in plan.traced.group_of])  # [N, 2, 5]
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends is not None:
@@ -109,23 +111,25 @@ def predict_time(
     )
 
 
-def _layer_seconds(on_device: DeviceLayer, step: Step, chip: Chip) -> np.ndarray:
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _layer_seconds(
+    on_device: DeviceLayer, sizes: tuple[tuple[str, int], ...], chip: Chip, stores_residuals: bool
+) -> np.ndarray:
     """`[2, 5]`: what a layer's kernels take on a device, and what it sends to the others of its stage.
 
     Of its forward, its backward, what is computed anew before that where stages keep their inputs alone, that part of
     the backward which only gradients of parameters need, and what a split backward writes down in between.
     """
-    forward, backward, sizes = on_device.forward, on_device.transposed, step.plan.request.mesh.shape
+    forward, backward = on_device.forward, on_device.transposed
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
 
     def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
-        return np.array(
-            [roofline(jaxpr, chip, wanted), _sent(needed_part(jaxpr, wanted)[0], sizes) / chip.link_bandwidth]
-        )
+        sent = _sent(needed_part(jaxpr, wanted)[0], dict(sizes))
+        return np.array([roofline(jaxpr, chip, wanted), sent / chip.link_bandwidth])
 
     first = again = seconds(forward.jaxpr, [i < results or i in forward.residuals_at for i in numbers])
-    if step.stores_residuals:
+    if stores_residuals:
         again = np.zeros(2)
     else:
         first = seconds(forward.jaxpr, [i < results for i in numbers])
