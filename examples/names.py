@@ -1,9 +1,9 @@
 """Names of countries, regions, languages and currencies in many languages, to be translated into English.
 
 They come with pycountry, which ships Debian's iso-codes and what its translators made of them. A language has from 50
-names (Swahili) to 14,000 (Ukrainian): a tail of languages with few resources, as real ones have. A tenth of them is held
-out, by a checksum of the name as it is written, so in all languages that write it so. Its English name may be known from
-others: that is what languages can learn from one another.
+names (Swahili) to 14,000 (Ukrainian): a tail of languages with few resources, as real ones have. A tenth of the names
+is held out, by a checksum of the name as it is written, so in all languages that write it so. Its English name may be
+known from others: that is what languages can learn from one another.
 """
 
 from __future__ import annotations

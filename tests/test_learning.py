@@ -1,4 +1,4 @@
-"""The examples that learn: names into English, and digits of which only a few are seen. What they learnt is on a page."""
+"""The examples that learn: names into English, digits of which few are seen; and the page of what they learnt."""
 
 import re
 import subprocess
@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import digits
 import names
@@ -19,6 +18,7 @@ import same_losses
 import transfer
 import translate
 
+ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--hidden", "64", "--heads", "1", "--width", "32", "--stages", "2", "--microbatches", "2"]
 SMALL += ["--languages", "fr", "mt", "--tokens", "3000", "--batch", "32", "--tested", "2"]
 
@@ -55,7 +55,7 @@ def test_there_are_languages_enough_and_no_name_held_out_was_learnt(learnt):
 
 def test_resources(learnt):
     groups = names.by_resources(learnt)
-    assert sorted(sum(groups.values(), [])) == sorted(learnt)
+    assert sorted(language for group in groups.values() for language in group) == sorted(learnt)
     assert all(groups.values())
     assert min(len(learnt[key]) for key in groups["high"]) > max(len(learnt[key]) for key in groups["middle"])
     assert min(len(learnt[key]) for key in groups["middle"]) > max(len(learnt[key]) for key in groups["low"])
