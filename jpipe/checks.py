@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
-from jpipe.execution.batches import check_no_example
+from jpipe.execution.batches import check_no_example, is_bare
+from jpipe.execution.planner import Planner
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
-from jpipe.layers.base import AnyLayer
+from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, Leaf, PyTree
 
 
 def check_batch(plan: Plan, batch: Batch) -> None:
@@ -105,7 +107,34 @@ def check_key(model: Model, key: jax.Array | None) -> None:
         )
 
 
-def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
+def check_prompts(plan: Plan, prompts: Leaf, num_tokens: int, key: jax.Array | None, temperature: float) -> None:
+    """Checks what `generate` is given.
+
+    Raises:
+      TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
+        below 0, or one without a key; a layer reads the batch.
+    """
+    if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        given = describe(prompts) if hasattr(prompts, "shape") else type(prompts).__name__
+        raise TypeError(f"prompts is {given}; pass an array of tokens, integers [B, S]")
+    shape = prompts.shape
+    if len(shape) != 2 or not shape[1]:
+        raise ValueError(f"prompts has the shape {shape}; pass tokens [B, S] of at least one place")
+    if shape[0] < (stages := plan.request.schedule.num_stages):
+        raise ValueError(
+            f"{shape[0]} prompts are fewer than the {stages} stages, which would wait for one another; pass at least "
+            f"{stages} (repeat some), or generate with a pipeline of fewer stages"
+        )
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} is below 0; use 0 for the likeliest token, or more to sample")
+    if temperature and key is None:
+        raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
+    check_reads_nothing(plan.request.layers, ", which are all that generate feeds")
+
+
+def check_reads_nothing(layers: Sequence[AnyLayer], whose: str = "; pass the whole batch to apply") -> None:
     """Checks that no layer has a side input, where there is no batch but only the model's inputs.
 
     Raises:
@@ -113,10 +142,34 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
     """
     for index, layer in enumerate(layers):
         if layer.reads_batch:
-            raise ValueError(
-                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
-                "apply"
-            )
+            raise ValueError(f"layer {index} ({layer.name}) can't read its side input from the bare inputs{whose}")
+
+
+def check_training(planner: Planner, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None) -> None:
+    """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
+    plan = planner.plan_for(batch)
+    check_batch(plan, batch)
+    check_complete(plan, variables)
+    micro = planner.for_training(batch)
+    model, _ = planner.model(micro), planner.loss(micro)
+    check_key(model, key)
+
+
+def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> bool:
+    """Raises what is wrong with the arguments of `apply`; traces the model at new shapes.
+
+    Returns:
+      Whether the batch is bare inputs.
+    """
+    check_is_variables(variables)
+    request, seen = planner.request, planner.plan_for(batch).traced
+    bare = is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
+    if bare:
+        check_reads_nothing(request.layers)
+    check_no_example(batch, seen.inputs if bare else seen.batch)
+    check_complete(planner.known_plan(), variables)
+    planner.model(planner.for_evaluation(batch, bare=bare))
+    return bare
 
 
 def check_callable(**functions: object) -> None:

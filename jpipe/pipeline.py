@@ -39,7 +39,7 @@ from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState, abstract_state
 from jpipe.training.train_step import TrainSteps, Variables
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, Leaf, PyTree
 
 if TYPE_CHECKING:
     from jpipe.profiling.communication import Communication
@@ -140,6 +140,7 @@ class Pipeline:
         self._jit_value_and_grad = jax.jit(value_and_grad)
         self._jit_evaluate = jax.jit(partial(programs.evaluate, self.planner))
         self._jit_apply = jax.jit(partial(programs.apply, self.planner), static_argnames="bare")
+        self._jit_generate = jax.jit(partial(programs.generate, self.planner), static_argnames="num_tokens")
         self._jit_to_layers = jax.jit(to_layers)
 
     def __repr__(self) -> str:
@@ -258,7 +259,7 @@ class Pipeline:
         Returns:
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
-        self._check_training(variables, batch, key)
+        checks.check_training(self.planner, variables, batch, key)
         self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
         (loss, updates, _), grads = self._run("loss and gradients", self._jit_value_and_grad, variables, batch, key)
@@ -266,16 +267,25 @@ class Pipeline:
 
     def apply(self, variables: Variables, batch: Batch) -> PyTree:
         """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only; of a batch or of bare inputs."""
-        checks.check_is_variables(variables)
-        request, seen = self.planner.request, self.planner.plan_for(batch).traced
-        bare = batches.is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
-        if bare:
-            checks.check_reads_nothing(request.layers)
-        batches.check_no_example(batch, seen.inputs if bare else seen.batch)
-        checks.check_complete(self.plan, variables)
-        self.planner.model(self.planner.for_evaluation(batch, bare=bare))
+        bare = checks.check_apply(self.planner, variables, batch)
         self.agreement.check(batch, "bare" if bare else "apply")
         return self._run("the forward pass", self._jit_apply, variables, batch, bare=bare)
+
+    def generate(
+        self, variables: Variables, prompts: Leaf, num_tokens: int, key: jax.Array | None = None, temperature: float = 0
+    ) -> jax.Array:
+        """Prompts `[B, S]`, at least K, and what follows, `[B, S + num_tokens]`: K micro-batches go round the stages.
+
+        Layers see a token at a time and keep a cache: Linen modules with a field `decode`, as Flax's attention has, nnx
+        modules that hold attributes `decode` and methods `init_cache`. A temperature of 0 takes the likeliest token,
+        others draw from `softmax(logits / temperature)` by `fold_in(fold_in(key, row), place)` alone.
+        """
+        checks.check_complete(self.plan, variables)
+        checks.check_prompts(self.plan, prompts, num_tokens, key, temperature)
+        programs.decoding_of(self.planner, prompts.shape, num_tokens)  # which refuses what can't be decoded
+        self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}", key)
+        drawn = (None, None) if not temperature else (as_key(key), jnp.float32(temperature))
+        return self._run("generation", self._jit_generate, variables, prompts, *drawn, num_tokens=num_tokens)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -358,7 +368,7 @@ class Pipeline:
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         checks.check_state(state)
-        self._check_training(state.variables, batch, state.key)
+        checks.check_training(self.planner, state.variables, batch, state.key)
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         with first_call("the training step", (state, batch)) as done:
@@ -368,22 +378,12 @@ class Pipeline:
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        jitted: tuple[Any, ...] = self._jit_value_and_grad, self._jit_evaluate, self._jit_apply, self._jit_to_layers
-        for function in jitted:
-            function.clear_cache()
+        for name in ("value_and_grad", "evaluate", "apply", "generate", "to_layers"):
+            getattr(self, f"_jit_{name}").clear_cache()
         self.__dict__.pop("_jit_init", None)
         self.planner.clear_cache()
 
-    def _check_training(self, variables: Variables, batch: Batch, key: jax.Array | None) -> None:
-        """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
-        plan = self.planner.plan_for(batch)
-        checks.check_batch(plan, batch)
-        checks.check_complete(plan, variables)
-        micro = self.planner.for_training(batch)
-        model, _ = self.planner.model(micro), self.planner.loss(micro)
-        checks.check_key(model, key)
-
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: bool) -> Any:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: int) -> Any:
         """What a jitted program gives."""
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:

@@ -275,16 +275,19 @@ def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
         sent = step.activations.crossing(carry.forward.activation)
     else:
         sent = step.cotangents.crossing(carry.backward.cotangent)
-    pairs = step.schedule.placement.routes(flow)[route]
-    hops = [pair for pair in pairs if pair[0] != pair[1]]
-    turns = [stage.device == sender for sender, receiver in pairs if sender == receiver]
+    return moved(sent, step.schedule.placement.routes(flow)[route], stage.device)
 
-    def moved(leaf: Leaf) -> Leaf:
-        """What a stage sends to itself stays where it is."""
+
+def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
+    """What arrives on a stage where each of `pairs` (from stage, to stage) sends; what it sends to itself stays."""
+    hops = [pair for pair in pairs if pair[0] != pair[1]]
+    turns = [device == sender for sender, receiver in pairs if sender == receiver]
+
+    def of_leaf(leaf: Leaf) -> Leaf:
         there = jax.lax.ppermute(leaf, AXIS, hops) if hops else leaf
         return jnp.where(turns[0], leaf, there) if hops and turns else there
 
-    return jax.tree.map(moved, sent)
+    return jax.tree.map(of_leaf, sent)
 
 
 def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry) -> TickCarry:

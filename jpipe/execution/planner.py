@@ -18,6 +18,7 @@ from functools import cache
 import jax
 
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
+from jpipe.execution.decoding import Decoding, make_decoding
 from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
@@ -50,6 +51,7 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
       step: micro-batch, the layers of each group in training -> the step of training.
+      decoding: b, the longest sequence -> what generation follows.
     """
 
     def __init__(self, request: Request):
@@ -58,11 +60,11 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss = cache(self._model), cache(self._loss)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
-        self.step = cache(self._step)
+        self.step, self.decoding = cache(self._step), cache(self._decoding)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.layers, self.on_device, self.step):
+        for kept in (self.model, self.loss, self.layers, self.on_device, self.step, self.decoding):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -182,6 +184,10 @@ class Planner:
         with self.tracing():
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
+
+    def _decoding(self, size: int, length: int) -> Decoding:
+        with self.tracing(), task(f"tracing {len(self.request.layers)} layers in decode mode"):
+            return make_decoding(self.known_plan(), size, length)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""

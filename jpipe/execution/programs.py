@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
+from jpipe.execution.decoding import Decoding, Round, run_decoding
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.planner import Planner
@@ -136,11 +137,56 @@ def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, ba
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)
 
 
+def generate(
+    planner: Planner,
+    variables: dict[str, StageTree],
+    prompts: jax.Array,
+    key: jax.Array | None,
+    temperature: jax.Array | None,
+    *,
+    num_tokens: int,
+) -> jax.Array:
+    """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
+    decoding = decoding_of(planner, prompts.shape, num_tokens)
+    step, splits, count = decoding.step, planner.request.splits, prompts.shape[0]
+    size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
+    spec = lambda rows: to_spec(splits.of_examples(rows), step.model.axes, 2)
+
+    def fill(given: tuple[jax.Array, jax.Array | None]) -> Batch:
+        """Prompts, their indices and temperatures, `[K * b, ...]` each."""
+        prompts, temperature = given
+        filled = jnp.pad(prompts, ((0, size * stages - count), (0, 0)), mode="edge")
+        each = None if temperature is None else jnp.full(size * stages, temperature)
+        return filled, jnp.arange(size * stages, dtype=jnp.int32), each
+
+    def work(stage: Stage) -> jax.Array:
+        own, rows, temperatures = stage.batch
+        return run_decoding(stage, decoding, Round(own, rows, temperatures, num_tokens))
+
+    return _run(
+        step,
+        work,
+        (variables, (prompts, temperature), key, None),
+        PartitionSpec(None, *spec(size)),
+        fill,
+        after=lambda found: join_microbatches(found)[:count],
+        result_specs=spec(count),
+    )
+
+
+def decoding_of(planner: Planner, shape: tuple[int, ...], num_tokens: int) -> Decoding:
+    """What generation follows for prompts of this shape `[B, S]`: of micro-batches that data axes split evenly."""
+    stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
+    size = -(-shape[0] // (stages * shards)) * shards
+    return planner.decoding(size, shape[1] + num_tokens - 1)
+
+
 def _run(
     step: Step,
     work: Callable[[Stage], PyTree],
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],
     out_specs: PyTree,
+    fill: Callable[[Batch], Batch] = lambda batch: batch,
     **results: Any,
 ) -> PyTree:
     """What each device gives for its part of a batch.
@@ -150,6 +196,7 @@ def _run(
       work: what a device does.
       arguments: all variables, the batch `[B, ...]`, and of `Stage` its key and `only`.
       out_specs, results: as of `on_stages`.
+      fill: what is cut into micro-batches, from the batch; on whole arrays.
 
     Raises:
       TypeError: somebody differentiates it.
@@ -165,10 +212,12 @@ def _run(
         return work(Stage(step, variables, batch, key, only, scales, send_shared(step, variables, device), device))
 
     splits = plan.request.splits
-    of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0]), splits.axes, a.ndim))
-    in_specs = _specs(plan), jax.tree.map(of_examples, step.model.batch), PartitionSpec(), PartitionSpec()
+    count = step.schedule.num_microbatches
+    of_examples = lambda a: PartitionSpec(None, *to_spec(splits.of_examples(a.shape[0] // count), splits.axes, a.ndim))
+    rows = jax.tree.map(of_examples, jax.eval_shape(fill, arguments[1]))
+    in_specs = _specs(plan), rows, PartitionSpec(), PartitionSpec()
     # Micro-batches are cut inside of `on_stages`: a mesh with Explicit axes allows that reshape nowhere else.
-    cut = lambda tree, batch, *others: (tree, split_microbatches(batch, step.schedule.num_microbatches), *others)
+    cut = lambda tree, batch, *others: (tree, split_microbatches(fill(batch), count), *others)
     run = jax.custom_jvp(on_stages(on_device, mesh, in_specs, out_specs, cut, **results))
 
     def refuse(primals: PyTree, tangents: PyTree) -> NoReturn:

@@ -151,7 +151,7 @@ class Stage:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
             return work
 
-        return self._sweep(job, reads, visit, work)
+        return self.sweep(job, reads, visit, work)
 
     def backward(self, job: Job, work: BackwardWork, kept: Kept, *, whole: bool = True) -> tuple[BackwardWork, Kept]:
         """Runs the virtual stage's layers backwards, adding up gradients layer by layer.
@@ -199,7 +199,7 @@ class Stage:
             return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
 
         among, stash = step.groups_in("B" if whole else "I"), {} if whole else kept["stash"]
-        work, stash = self._sweep(job, reads, visit, (work, stash), reverse=True, among=among)
+        work, stash = self.sweep(job, reads, visit, (work, stash), reverse=True, among=among)
         return work, kept if whole else kept | {"stash": stash}
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
@@ -217,7 +217,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
             return self.add_gradients(turn, work, gradients)
 
-        return self._sweep(job, reads, visit, work, reverse=True, among=step.groups_in("W"))
+        return self.sweep(job, reads, visit, work, reverse=True, among=step.groups_in("W"))
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -269,6 +269,13 @@ class Stage:
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
             key = layer_key(self.key, look_up(group.indices, turn.position), turn.microbatch)
+        params, fixed = self.weights(turn)
+        state = self._read(self.variables, group.state_names, turn.g, turn.position)
+        return Arguments(params, state, fixed, key, batch)
+
+    def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
+        """(a layer's parameters, the leaves of collections that it only reads)."""
+        group = self.step.model.groups[turn.g]
 
         def read(names: list[str]) -> list[Leaf]:
             if group.variable_set in self.shared:
@@ -282,7 +289,7 @@ class Stage:
         plan = self.step.plan
         if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
             params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
-        return Arguments(params, read(group.state_names), fixed, key, batch)
+        return params, fixed
 
     def of_loss(self, g: int) -> list[Leaf]:
         """The cotangents of the sums of the loss."""
@@ -291,7 +298,7 @@ class Stage:
 
     # --- all layers ---
 
-    def _sweep(
+    def sweep(
         self,
         job: Job,
         reads: Callable[[Turn, Carry], Reads],

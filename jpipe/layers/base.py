@@ -167,12 +167,17 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
-    """What all layers without connections have in common; see `AnyLayer`."""
+    """What all layers without connections have in common; see `AnyLayer`.
+
+    Attributes:
+      writes: the collections of which they give new values in evaluation too.
+    """
 
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
     repeats: int | None = None
+    writes: tuple[str, ...] = ()
 
     def to_item(self, variables: LayerVariables) -> Item:
         return variables
@@ -203,6 +208,24 @@ class Around:
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The inner layer, to be called with its own inputs."""
         return self.inner.bind(item)
+
+
+@dataclass(frozen=True)
+class Passing(Around):
+    """What layers around another one have in common that have its variables as they are."""
+
+    @property
+    def ready(self) -> LayerVariables | None:
+        return self.inner.ready
+
+    def to_item(self, variables: LayerVariables) -> Item:
+        return self.inner.to_item(variables)
+
+    def from_item(self, item: Item) -> LayerVariables:
+        return self.inner.from_item(item)
+
+    def partition_specs(self, variables: LayerVariables) -> Specs:
+        return self.inner.partition_specs(variables)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,11 @@ import numpy as np
 from jpipe.layers.base import (
     Activation,
     AnyLayer,
-    Around,
     Context,
     Inputs,
-    Item,
     LayerError,
     LayerVariables,
-    Specs,
+    Passing,
     describe,
     positional,
 )
@@ -152,7 +150,7 @@ class WithSkips(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConnectedLayer(Around):
+class ConnectedLayer(Passing):
     """A layer that is called with more or with less than the activation; its variables are those of the layer inside.
 
     Where skips are under way it takes and gives `WithSkips`.
@@ -170,10 +168,6 @@ class ConnectedLayer(Around):
     pops: int | None = None
     read: Read | None = None
     read_inputs: Read | None = None
-
-    @property
-    def ready(self) -> LayerVariables | None:
-        return self.inner.ready
 
     @property
     def reads_batch(self) -> bool:
@@ -197,15 +191,6 @@ class ConnectedLayer(Around):
         if self.stashes is not None:
             skips = {**skips, self.stashes: outputs}
         return (WithSkips(outputs, skips) if skips else outputs), updates
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return self.inner.to_item(variables)
-
-    def from_item(self, item: Item) -> LayerVariables:
-        return self.inner.from_item(item)
-
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        return self.inner.partition_specs(variables)
 
     def _split(self, inputs: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
         """(the layer's own positional inputs, the skips that pass it)."""

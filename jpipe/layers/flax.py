@@ -139,7 +139,7 @@ class LinenLayer(Single):
         key, train, _ = context
         # A stream that isn't named here falls back to "params", as Flax does.
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
-        mutable = [name for name in variables if name != "params"] if train else []
+        mutable = [name for name in variables if (name != "params" if train else name in self.writes)]
         try:
             outputs, changed = self.module.apply(
                 _unboxed(variables), *inputs, rngs=rngs, mutable=mutable, method=self.method, **self._mode(train)
@@ -297,7 +297,7 @@ class NnxLayer(Single):
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Merges a fresh module, sets its mode, calls it, and splits its state again."""
         key, train, _ = context
-        state = self._state(variables, key)
+        state = self.state(variables, key)
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
         function, drawn = self._function(module), _counts(state)
@@ -309,12 +309,12 @@ class NnxLayer(Single):
         if lost := [name for name in found if train and name not in (*variables, "intermediates")]:
             raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
         new = {name: tree for name, tree in found.items() if name in variables and name != "params"}
-        return outputs, (new if train else {})
+        return outputs, {name: tree for name, tree in new.items() if train or name in self.writes}
 
     def _function(self, module: nnx.Module) -> Callable[..., Activation]:
         return getattr(module, self.method) if isinstance(self.method, str) else module
 
-    def _state(self, variables: LayerVariables, key: jax.Array | None) -> nnx.State:
+    def state(self, variables: LayerVariables, key: jax.Array | None) -> nnx.State:
         """The module's whole state: the variables, and random number streams that start from `key`."""
         seed, numbers = jax.random.key(0) if key is None else key, itertools.count()
         filled = []
@@ -342,7 +342,7 @@ class NnxLayer(Single):
 
     def bind(self, item: Item) -> Callable[..., Activation]:
         """The module itself, in evaluation mode, or its method."""
-        module = nnx.merge(self.graphdef, self._state(self.from_item(item), None))
+        module = nnx.merge(self.graphdef, self.state(self.from_item(item), None))
         module.eval()
         return self._function(module)
 

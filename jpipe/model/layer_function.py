@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.layers.base import Context, LayerError, describe, positional
+from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import GRADIENT, LayerGroup, same_shapes
@@ -148,7 +149,10 @@ class LayerFunction:
         more = (REPLICATED,) * splits.over_stages
         over_axes = lambda shardings: [(*s, *more) for s in shardings] if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
-        at_work = lambda names: [splits.at_work(spec) for name in names for spec in group.specs[name]]
+        caches = {CACHE: self.caches_at(splits)}
+        at_work = lambda names: [
+            at for name in names for at in caches.get(name) or map(splits.at_work, group.specs[name])
+        ]
         variables, fixed = at_work(group.names), at_work(group.fixed_names)
         params = variables[: len(self.arguments.params)]
         key = [replicated(axes)] * self.train
@@ -167,6 +171,16 @@ class LayerFunction:
             cotangents=sums if self.loss is not None else of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(s, axes) for s in params), *map(always, whole)],
         )
+
+    def caches_at(self, splits: Splits) -> list[Sharding]:
+        """How the leaves of a decoding layer's cache lie, which are of examples; none of other layers."""
+        group, size = self.group, jax.tree.leaves(self.batch)[0].shape[0]
+        if group.rules.get(CACHE) != CACHE or CACHE not in group.variables:
+            return []
+        return [
+            splits.of_examples(size) if leaf.shape[:1] == (size,) else replicated(splits.axes)
+            for leaf in group.leaves([CACHE])
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""Layers as they decode: called with a token at a time, they keep what they need of those before in a cache.
+
+A cache is Flax's own: the collection `cache` of a Linen module with a field `decode`, or the `nnx.Cache` variables that
+`init_cache` makes. It is as long as the sequence that the layer is initialised for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpipe.layers.base import Activation, AnyLayer, Around, Context, Inputs, LayerVariables, Passing
+from jpipe.layers.flax import LinenLayer, NnxLayer
+from jpipe.layers.functions import signature_of
+from jpipe.types import Batch, Shapes
+
+CACHE = "cache"
+"""The collection that a decoding layer writes, of Linen modules and of `nnx.Cache` variables."""
+
+
+def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
+    """The layer in decode mode, with caches for sequences of a length; one without such a mode as it is.
+
+    Args:
+      layer: any layer.
+      takes: what it takes in training, `[b, T, ...]`; a pytree of shapes.
+      size: the sequences that it is called with at a time.
+      length: of the longest sequence.
+    """
+    if isinstance(layer, Around):
+        return replace(layer, inner=decoding(layer.inner, takes, size, length))
+    if isinstance(layer, LinenLayer) and "decode" in {field.name for field in dataclasses.fields(layer.module)}:
+        layer = replace(layer, module=layer.module.clone(decode=True), writes=(CACHE,))
+    elif isinstance(layer, NnxLayer):
+        first = jax.tree.leaves(takes)[0]
+        layer = _nnx_decoding(layer, (size, length, *first.shape[2:]), first.dtype)
+    return DecodingLayer(layer, length)
+
+
+def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> NnxLayer:
+    """An nnx layer of which all modules are in decode mode, with caches for inputs of this type."""
+
+    def prepared(module: object) -> nnx.Module:
+        assert isinstance(module, nnx.Module)
+        module.set_attributes(decode=True, raise_if_not_found=False)
+        for _, part in nnx.iter_graph(module):
+            make = getattr(part, "init_cache", None)
+            if callable(make):
+                make(shape, **({"dtype": dtype} if "dtype" in signature_of(make) else {}))
+        return module
+
+    if layer.factory is None:
+        assert layer.ready is not None
+        with jax.ensure_compile_time_eval():  # the caches of a ready module are values too
+            made = NnxLayer.from_module(prepared(nnx.merge(layer.graphdef, layer.state(layer.ready, None))))
+    else:
+        factory = layer.factory
+        made = NnxLayer.from_factory(lambda rngs: prepared(factory(rngs=rngs)), 0)
+    return replace(made, method=layer.method, shared=layer.shared, writes=(CACHE,))
+
+
+@dataclass(frozen=True)
+class DecodingLayer(Passing):
+    """A layer in decode mode: it is called with a token at a time, in evaluation mode, and gives its new cache.
+
+    Attributes:
+      length: of the sequences that it is initialised for.
+    """
+
+    length: int
+
+    @property
+    def reads_batch(self) -> bool:
+        return self.inner.reads_batch
+
+    @property
+    def made_of(self) -> Sequence[object]:
+        return type(self.inner), self.inner.made_of, self.length
+
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+        """Variables as for whole sequences, which is what makes the cache as long as they are."""
+        whole = lambda a: jnp.zeros((a.shape[0], self.length, *a.shape[2:]), a.dtype)
+        return self.inner.init(key, jax.tree.map(whole, inputs), batch)
+
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        return self.inner.apply(variables, inputs, Context(None, False, context.batch))

@@ -1,0 +1,276 @@
+"""Generation equals Flax's own loop on one device, token by token, however the model is cut."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe.execution.decoding import ring
+from jpipe.schedules.placement import Placement
+
+VOCABULARY, WIDTH, TRAINED = 17, 8, 6
+
+
+class Embed(nn.Module):
+    """Tokens and their positions, which in decode mode are counted in the cache."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = self.param("positions", nn.initializers.normal(0.5), (32, WIDTH), jnp.float64)
+        if self.decode:
+            is_ready = self.has_variable("cache", "index")
+            index = self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
+            places = jax.lax.dynamic_slice_in_dim(table, index.value, tokens.shape[1]) if is_ready else 0.0
+            index.value += is_ready
+        else:
+            places = table[: tokens.shape[1]]
+        init = nn.initializers.normal(1.0)
+        return nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=init)(tokens) + places
+
+
+class Block(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        mask = None if self.decode else nn.make_causal_mask(x[..., 0])
+        attention = nn.MultiHeadDotProductAttention(2, decode=self.decode, param_dtype=jnp.float64)
+        x = x + attention(nn.LayerNorm(param_dtype=jnp.float64)(x), mask=mask)
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return x + nn.Dense(WIDTH, kernel_init=init, param_dtype=jnp.float64)(nn.gelu(x))
+
+
+def linen(num_blocks: int = 4, **options) -> list:
+    return [
+        Embed(**options),
+        *(Block(**options) for _ in range(num_blocks)),
+        nn.Dense(VOCABULARY, param_dtype=jnp.float64),
+    ]
+
+
+def loss_fn(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def batch_of(rows: int = 8) -> dict:
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (rows, TRAINED + 1)).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def chosen(logits, place, key, temperature):
+    """The next token of each row, as documented."""
+    if not temperature:
+        return jnp.argmax(logits, -1)
+    own = lambda row, logits: jax.random.categorical(
+        jax.random.fold_in(jax.random.fold_in(key, row), place), logits / temperature
+    )
+    return jax.vmap(own)(jnp.arange(len(logits)), logits)
+
+
+def without_cache(apply, prompts, num_tokens, key=None, temperature=0.0) -> np.ndarray:
+    """The whole sequence through the model for each token: the slowest way, and the plainest."""
+    length = prompts.shape[1] + num_tokens
+    tokens, apply = np.pad(prompts, ((0, 0), (0, num_tokens))), jax.jit(apply)
+    for place in range(prompts.shape[1], length):
+        tokens[:, place] = chosen(apply(tokens)[:, place - 1], place, key, temperature)  # what follows isn't looked at
+    return tokens
+
+
+def sequential(layers, trees):
+    def apply(x):
+        for layer, tree in zip(layers, trees, strict=True):
+            x = layer.apply(tree, x)
+        return x
+
+    return apply
+
+
+PLACES = {
+    "K=1": {"num_stages": 1},
+    "K=2": {"num_stages": 2},
+    "K=4": {"num_stages": 4},
+    "K=2, V=2": {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved"},
+    "v": {"num_stages": 3, "num_chunks": 2, "schedule": "v"},
+    "unrolled": {"num_stages": 2, "unroll": True},
+    "spread": {"num_stages": 2, "ends": "spread"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", PLACES)
+def test_equals_the_model_without_a_cache(name, temperature):
+    layers, batch = linen(), batch_of()
+    pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=4, balance="even", **PLACES[name])
+    variables = pipe.init(jax.random.key(1), batch)
+    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (12, 5)).astype(np.int32)
+    key = jax.random.key(2) if temperature else None
+    found = pipe.generate(variables, prompts, 7, key, temperature)
+    np.testing.assert_array_equal(found, without_cache(apply, prompts, 7, key, temperature))
+
+
+def test_equals_flax_s_own_loop():
+    """One token at a time through Flax's modules, with the caches that they keep."""
+    batch, prompts = batch_of(), np.random.default_rng(2).integers(0, VOCABULARY, (5, 4)).astype(np.int32)
+    pipe = jpipe.Pipeline(linen(), loss_fn, num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(1), batch)
+    found = pipe.generate(variables, prompts, 6)  # five prompts in two micro-batches
+
+    trees = jax.device_get(pipe.layer_variables(variables))
+    layers, caches, x = linen(decode=True), [], jnp.zeros((5, 9), jnp.int32)
+    for layer, tree in zip(layers, trees, strict=True):
+        x, made = layer.init_with_output(jax.random.key(0), x)
+        caches.append({name: tree for name, tree in made.items() if name == "cache"})
+    tokens = list(prompts.T)
+    for place in range(9):
+        x = tokens[place][:, None]
+        for i, (layer, tree) in enumerate(zip(layers, trees, strict=True)):
+            x, new = layer.apply({**tree, **caches[i]}, x, mutable=["cache"])
+            caches[i] = {"cache": new["cache"]} if "cache" in new else {}
+        if place >= 3:
+            tokens.append(np.asarray(jnp.argmax(x[:, 0], -1)))
+    np.testing.assert_array_equal(found, np.stack(tokens, axis=1))
+
+
+class NnxEmbed(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.normal(1.0)
+        self.table = nnx.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=init, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        options = {"param_dtype": jnp.float64, "rngs": rngs}
+        self.norm = nnx.LayerNorm(WIDTH, **options)
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, **options)
+
+    def __call__(self, x):
+        mask = None if self.attention.decode else nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.linear(self.dropout(nnx.gelu(x)))
+
+
+def nnx_layers(*, ready: bool) -> list:
+    made = [NnxEmbed, *[NnxBlock] * 3, lambda rngs: nnx.Linear(WIDTH, VOCABULARY, param_dtype=jnp.float64, rngs=rngs)]
+    factories = [lambda rngs, make=make: make(rngs) for make in made]
+    return [make(nnx.Rngs(i)) for i, make in enumerate(factories)] if ready else factories
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["factories", "ready"])
+def test_nnx(ready):
+    batch, prompts = batch_of(), np.random.default_rng(3).integers(0, VOCABULARY, (6, 5)).astype(np.int32)
+    pipe = jpipe.Pipeline(nnx_layers(ready=ready), loss_fn, num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(1), batch)
+    modules = pipe.modules(jax.device_get(variables))
+
+    def apply(x):
+        for module in modules:
+            x = module(x)
+        return x
+
+    found = pipe.generate(variables, prompts, 5)
+    np.testing.assert_array_equal(found, without_cache(apply, prompts, 5))
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2, "data": 2}, {"fsdp": 2}])
+def test_other_axes(axes, make_mesh):
+    """Prompts and their caches are split over data axes."""
+    layers, batch = linen(), batch_of()
+    mesh = make_mesh((2, *axes.values()), ("stage", *axes), explicit="data" in axes)
+    over = {"shard_over": ("fsdp",), "gather": "use"} if "fsdp" in axes else {}
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, **over)
+    variables = pipe.init(jax.random.key(1), batch)
+    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
+    key = jax.random.key(5)
+    found = pipe.generate(variables, prompts, 4, key, 1.3)
+    np.testing.assert_array_equal(found, without_cache(apply, prompts, 4, key, 1.3))
+
+
+def test_inside_of_jit():
+    pipe = jpipe.Pipeline(linen(), loss_fn, num_stages=2, num_microbatches=2)
+    variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
+    found = jax.jit(lambda variables, prompts: pipe.generate(variables, prompts, 3))(variables, prompts)
+    np.testing.assert_array_equal(found, pipe.generate(variables, prompts, 3))
+
+
+class Short(nn.Module):
+    """A cache that is as long as its author says."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.decode:
+            self.variable("cache", "keys", jnp.zeros, (x.shape[0], 8, WIDTH))
+            self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
+        return x
+
+
+SMALL = [nn.Embed(VOCABULARY, WIDTH), nn.Dense(WIDTH), nn.Dense(VOCABULARY)]
+WITH_SHORT = [SMALL[0], Short(), SMALL[2]]
+TOKENS = np.zeros((4, 5), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "arguments", "error", "message"),
+    [
+        (SMALL, (TOKENS, 3), ValueError, r"no layer keeps a cache \(Embed, Dense\)"),
+        (
+            WITH_SHORT,
+            (TOKENS, 5),
+            ValueError,
+            r"9 tokens .* cache of layer 1 \(Short\), float64\[2,8,8\]",
+        ),
+        (WITH_SHORT, (TOKENS[:1], 3), ValueError, "1 prompts are fewer than the 2 stages"),
+        (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is no positive integer"),
+        (WITH_SHORT, (TOKENS * 1.0, 3), TypeError, r"prompts is float64\[4,5\]; pass an array of tokens"),
+        (WITH_SHORT, ("Hello", 3), TypeError, "prompts is str"),
+        (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
+        (WITH_SHORT, (TOKENS, 3, None, 0.5), ValueError, "temperature=0.5 draws random numbers, but key=None"),
+        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is below 0"),
+    ],
+)
+def test_bad_input(layers, arguments, error, message):
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
+    variables = pipe.init(jax.random.key(0), batch_of())
+    with pytest.raises(error, match=message):
+        pipe.generate(variables, *arguments)
+
+
+def test_models_without_tokens():
+    pipe = jpipe.Pipeline([nn.Dense(4), nn.Dense(4)], lambda y, _: y.mean(), num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(0), {"inputs": np.zeros((4, 4), np.float32)})
+    with pytest.raises(ValueError, match=r"takes float32\[2,4\] and gives float32\[2,4\]"):
+        pipe.generate(variables, TOKENS, 3)
+
+
+@pytest.mark.parametrize(("chunks", "style"), [(1, "loop"), (3, "loop"), (2, "v")])
+@pytest.mark.parametrize("stages", [1, 2, 4, 5])
+def test_no_stage_waits_after_the_fill(stages, chunks, style):
+    placement, rounds = Placement(stages, chunks, style), 4
+    table = ring(placement, rounds)
+    busy = table[:, 2] >= 0
+    assert busy.sum() == stages * chunks * stages * rounds
+    first, last = busy.argmax(axis=0).max(), len(busy) - busy[::-1].argmax(axis=0).max()
+    assert busy[first:last].all(), "from the last stage's first action to the first's last"
+    for stage in range(stages):
+        done = [tuple(row) for row in table[busy[:, stage], :3, stage].tolist()]
+        assert len(set(done)) == len(done), "each virtual stage, micro-batch and round once"

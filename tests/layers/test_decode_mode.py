@@ -1,0 +1,70 @@
+"""Which layers have a cache in decode mode, and how long it is."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import Context
+from jpipe.layers.decode_mode import decoding
+
+TAKES = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
+SIZE, LENGTH = 3, 9
+
+
+class Attention(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(2, decode=self.decode)(x)
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Attention(),
+        lambda rngs: NnxAttention(rngs),
+        NnxAttention(nnx.Rngs(0)),
+        jpipe.freeze(Attention(), lambda path: path.endswith("bias")),
+    ],
+    ids=["linen", "nnx factory", "nnx module", "frozen"],
+)
+def test_caches(layer):
+    """As long as sequences are, for as many as there are at a time; filled one after the other."""
+    found = decoding(as_layers([layer])[0], TAKES, SIZE, LENGTH)
+    x = jax.random.normal(jax.random.key(1), (SIZE, 1, 8))
+    variables = found.init(jax.random.key(0), (x,), None)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(variables["cache"]))
+    assert shapes == [(), (SIZE, LENGTH, 2, 4), (SIZE, LENGTH, 2, 4)]
+    for count in (1, 2):
+        _, new = found.apply(variables, (x,), Context(None, True))
+        assert list(new) == ["cache"]
+        variables |= new
+        filled = [leaf for leaf in jax.tree.leaves(new["cache"]) if leaf.ndim > 1]
+        assert all(
+            (jnp.abs(leaf).sum((0, 2, 3)) > 0).tolist() == [True] * count + [False] * (LENGTH - count)
+            for leaf in filled
+        )
+
+
+@pytest.mark.parametrize("layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs)])
+def test_layers_without_a_cache_stay_as_they_are(layer):
+    (adapted,) = as_layers([layer])
+    found, x = decoding(adapted, TAKES, SIZE, LENGTH), jnp.ones((SIZE, 1, 8))
+    variables = adapted.init(jax.random.key(0), (x,), None)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found.init(jax.random.key(0), (x,), None), variables))
+    outputs, new = found.apply(variables, (x,), Context(None, True))
+    assert not new
+    assert jnp.array_equal(outputs, adapted.apply(variables, (x,), Context(None, False))[0])
