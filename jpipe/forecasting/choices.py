@@ -163,6 +163,6 @@ def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -
         less = 1 - half.time.computation / choice.time.computation
         found.append(
             f"{microbatch} are too small to fill the device: of twice the size (M={count // 2}) layers take {less:.0%} "
-            f"less time, and stages wait {half.bubble_fraction:.0%} of it"
+            f"less time, and stages wait {half.bubble_fraction:.0%} of the time"
         )
     return tuple(dict.fromkeys([*found, *remarks]))
