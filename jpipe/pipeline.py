@@ -284,7 +284,7 @@ class Pipeline:
         checks.check_prompts(self.plan, prompts, num_tokens, key, temperature)
         programs.decoding_of(self.planner, prompts.shape, num_tokens)  # which refuses what can't be decoded
         self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}", key)
-        drawn = (None, None) if not temperature else (as_key(key), jnp.float32(temperature))
+        drawn = (None, None) if not temperature else (as_key(key), jnp.asarray(float(temperature)))
         return self._run("generation", self._jit_generate, variables, prompts, *drawn, num_tokens=num_tokens)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:

@@ -189,8 +189,9 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     count = place.num_stages
     starts = [_starts(group, step) for group in groups]
     numbers = sorted({number for own in starts for number in own})
-    # Leaves that start from different numbers lie in buffers of their own.
-    tags = [[(numbers.index(number),) for number in own] for own in starts]
+    # Each leaf of a cache lies in a buffer of its own: were keys and values in one, a compiler would copy all of it
+    # where one is read after the other was written. So do leaves that start from other numbers.
+    tags = [[(i, numbers.index(number)) for i, number in enumerate(own)] for own in starts]
     storage = build_storage(
         leaves,
         owners,
