@@ -4,18 +4,20 @@
 
 A decoder of equal blocks with Flax attention and caches is compiled for K=4. Every tick of a stage runs its layers for
 one token of each prompt of a micro-batch; the rest of a tick is reading tables, choosing a token and sending. Needs
-`pip install libtpu`, and no TPU.
+`pip install libtpu`, and no TPU. Beside it a block in plain JAX, scanned over blocks and tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from common import console, on_cpu, show, stage_mesh, tpu_devices
+from common import on_cpu, show, stage_mesh, tpu_devices
+from jax.sharding import SingleDeviceSharding
 
 import jpipe
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read
@@ -65,10 +67,35 @@ def compiled_ticks(options: argparse.Namespace) -> Loop:
     return ticks
 
 
+def compiled_plain(options: argparse.Namespace) -> float:
+    """Cycles of one block and token in plain JAX: a scan over tokens of a scan over a stage's blocks, on one chip."""
+    chip = SingleDeviceSharding(tpu_devices(TOPOLOGIES[options.chip])[0])
+    block, count = Block(options.heads, decode=True), options.layers // K
+    shape = (options.size, options.prompt + options.tokens - 1, options.width)
+    made = jax.eval_shape(lambda: block.init(jax.random.key(0), jnp.zeros(shape, jnp.bfloat16)))
+    stacked = lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype, sharding=chip)
+    x = jax.ShapeDtypeStruct((options.size, 1, options.width), jnp.bfloat16, sharding=chip)
+
+    def layer(x, found):
+        x, new = block.apply({"params": found[0], "cache": found[1]}, x, mutable=["cache"])
+        return x, new["cache"]
+
+    def token(carry, _, params):
+        return jax.lax.scan(layer, carry[0], (params, carry[1])), None
+
+    def run(variables, x):
+        step = partial(token, params=variables["params"])
+        return jax.lax.scan(step, (x, variables["cache"]), None, length=shape[1])[0][0]
+
+    _, text = compile_with_text(jax.jit(run).lower(jax.tree.map(stacked, made), x))
+    (tokens,) = [loop for loop in read(text).walk() if loop.trips == shape[1]]
+    return turned(tokens) / count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chip", default="v5e", choices=list(TOPOLOGIES), help="(default %(default)s)")
-    parser.add_argument("--layers", type=int, default=14, help="blocks (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="blocks (default %(default)s)")
     parser.add_argument("--width", type=int, default=2048, help="(default %(default)s)")
     parser.add_argument("--heads", type=int, default=16, help="(default %(default)s)")
     parser.add_argument("--size", type=int, default=16, help="prompts of a micro-batch (default %(default)s)")
@@ -77,13 +104,19 @@ def main() -> None:
     options = parser.parse_args()
     on_cpu()
     ticks = compiled_ticks(options)
-    found = [loop for loop in ticks.walk() if loop is not ticks]
-    rows = [(loop.scope[-70:], f"{loop.own / 1e3:.1f}", f"{loop.trips}") for loop in found]
-    show("Loops inside of a tick", ("loop", "own kcycles a trip", "trips"), rows, options.chip)
-    layers = sum(turned(loop) for loop in ticks.inner)
-    console.print(
-        f"A tick beyond its loops: {ticks.own / 1e3:.1f} kcycles, {ticks.own / layers:.2%} of one trip of each."
-    )
+    (action,) = ticks.inner
+    cycles = {loop.name.partition(".")[0]: turned(loop) for loop in action.inner}
+    beyond, layers = ticks.own + action.own, cycles["Block"] * options.layers / K
+    kilo = lambda number: f"{number / 1e3:,.1f}"
+    rows = [
+        ("a block and token, plain JAX", kilo(compiled_plain(options))),
+        ("a block and token, jpipe", kilo(cycles["Block"])),
+        ("embedding", kilo(cycles["Embed"])),
+        ("head and choice", kilo(cycles["Dense"])),
+        ("a tick beyond its layers", f"{kilo(beyond)} ({beyond / layers:.2%} of a stage's blocks)"),
+    ]
+    sizes = f"width {options.width}, {options.size} prompts, {options.prompt} + {options.tokens} tokens"
+    show("Generation with K=4", ("", "kcycles"), rows, f"{options.chip}, {sizes}, jax {jax.__version__}")
 
 
 if __name__ == "__main__":

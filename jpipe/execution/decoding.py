@@ -26,6 +26,7 @@ from jpipe.execution.stage import Job, Stage, Turn
 from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.indexing import Index, put_slice, take_row, take_slice
 from jpipe.jax_tools.loops import when
+from jpipe.jax_tools.memory_order import in_order
 from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
@@ -260,15 +261,17 @@ def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
     mine = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
     caches = {n: jnp.full(a.shape, plan.starts.get(n, 0), a.dtype) for n, a in plan.caches.named_buffers}
+    # The last layer's weights are brought to their order once: they may lie turned, and be copied in every tick else.
+    rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
+    head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
     carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, 0], jnp.zeros((), jnp.int32), said)
 
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
         microbatch, virtual_stage, round_, route = now
         virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
         carry = carry._replace(place=round_)
-        carry = when(
-            round_ >= 0, (microbatch, virtual_stage), lambda at, carry: _work(stage, plan, call, at, carry), carry
-        )
+        work = lambda at, carry: _work(stage, plan, call, head, at, carry)
+        carry = when(round_ >= 0, (microbatch, virtual_stage), work, carry)
         return _passed_on(stage, place, route, carry), None
 
     with jax.named_scope("ticks"):
@@ -279,9 +282,14 @@ def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
 
 
 def _work(
-    stage: Stage, plan: Decoding, call: Round, at: tuple[jax.Array, Index], carry: DecodingCarry
+    stage: Stage,
+    plan: Decoding,
+    call: Round,
+    head: tuple[list[Leaf], ...],
+    at: tuple[jax.Array, Index],
+    carry: DecodingCarry,
 ) -> DecodingCarry:
-    """One token of a micro-batch through the layers of a virtual stage."""
+    """One token of a micro-batch through the layers of a virtual stage; `head` are the last layer's weights."""
     step, groups, (microbatch, virtual_stage) = stage.step, stage.step.model.groups, at
     prompt_length = call.prompts.shape[-1]
     of_prompt = take_slice(
@@ -300,7 +308,7 @@ def _work(
 
     def visit(turn: Turn, found: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
         token, x, cache = found
-        params, fixed = stage.weights(turn)
+        params, fixed = head if turn.g == step.model.last else stage.weights(turn)
         batch = token if step.functions[turn.g].reads_batch else None
         results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
         v = groups[turn.g].variable_set
