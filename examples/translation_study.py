@@ -155,7 +155,9 @@ def draw(figures: Figures, path: Path) -> None:
     for color, run in zip(COLORS, (run for run in RUNS if run.startswith("64")), strict=False):
         steps = sorted(int(key.split()[1]) for name, key in figures if name == run and key.startswith("loss"))
         losses = np.array([figures[run, f"loss {step}"] for step in steps])
-        axes[1, 1].plot(steps, losses.mean(axis=1), color=color, label=run.removeprefix("64 layers, "))
+        label = run.removeprefix("64 layers, ")
+        style = "--" if label in ("clipped", "both") else "-"  # which lie on the others where no logit is that large
+        axes[1, 1].plot(steps, losses.mean(axis=1), style, color=color, label=label)
         axes[1, 1].fill_between(steps, losses.min(axis=1), losses.max(axis=1), color=color, alpha=0.15, lw=0)
     axes[1, 1].set(xlabel="step", ylabel="training loss, nats a token")
     axes[1, 1].set_title("64 layers: initial weights divided, logits clipped", loc="left")
@@ -178,6 +180,7 @@ def bars(ax, groups: Sequence[str], runs: dict[str, str], values) -> None:
         for place, seeds in zip(places, found, strict=True):
             ax.plot([place] * len(seeds), seeds, ".", color="black", markersize=4)
     ax.set_xticks(np.arange(len(groups)), groups)
+    ax.set_xlabel("language" if groups == ALONE else "resource of the languages")
     ax.set_ylabel("right of the names held out, %")
 
 

@@ -17,6 +17,7 @@ import names
 import same_losses
 import transfer
 import translate
+import translation_study
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--hidden", "64", "--heads", "1", "--width", "32", "--stages", "2", "--microbatches", "2"]
@@ -131,6 +132,17 @@ def test_a_run_goes_on_and_knows_its_vocabulary(monkeypatch, capsys, tmp_path, l
 def test_bad_input(monkeypatch, arguments, message):
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, translate, *SMALL, *arguments)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_runs_gave():
+    page = (ROOT / "docs" / "learning.md").read_text()
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    for title, rows in translation_study.tables(translation_study.kept()).items():
+        for row in rows:
+            assert row in shown, (title, row)
 
 
 # --- long -------------------------------------------------------------------------------------------------------------
