@@ -10,9 +10,13 @@ import jax.numpy as jnp
 
 def dtypes(dtype: Any) -> dict[str, Any]:
     """For a Flax module that computes in `dtype`: its parameters are float32, or float64 to compute in float64."""
-    return {"dtype": dtype, "param_dtype": jnp.promote_types(jnp.float32, dtype)}
+    return {"dtype": dtype, "param_dtype": _at_least_float32(dtype)}
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
     """As losses take it: float32, or float64 where that is given."""
-    return x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    return x.astype(_at_least_float32(x.dtype))
+
+
+def _at_least_float32(dtype: Any) -> Any:
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
