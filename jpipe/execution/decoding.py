@@ -35,7 +35,7 @@ from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.trace import trace_model
-from jpipe.partitioner.shardings import part_structs
+from jpipe.partitioner.shardings import names_in, part_structs
 from jpipe.planning.plan import Plan
 from jpipe.schedules.orders import forward_only
 from jpipe.schedules.placement import Placement
@@ -103,11 +103,12 @@ def make_decoding(plan: Plan, size: int, length: int) -> Decoding:
       length: the longest sequence that is fed: what caches are made for.
 
     Raises:
-      ValueError: the model takes no tokens or gives no logits; its ends are shared; no layer has a cache, or one too
-        short; decoding needs other variables than training.
+      ValueError: the model takes no tokens or gives no logits; its ends are shared in a way that can't be undone; no
+        layer has a cache, or one too short; decoding needs other variables than training.
     """
     request, traced = plan.request, plan.traced
     tokens = _check_tokens(plan)
+    plan = _with_ends_apart(plan) if plan.shares_ends else plan
     takes = [traced.called_with(i) for i in range(traced.num_layers)]
     layers = [decoding(*pair, size, length) for pair in zip(request.layers, takes, strict=True)]
     names = {name for group in traced.groups for name in group.variables} - {"params"}
@@ -136,13 +137,23 @@ def _check_tokens(plan: Plan) -> jax.ShapeDtypeStruct:
             f"generate needs a model that takes tokens [B, T] and gives logits [B, T, vocabulary]; this one takes "
             f"{describe(plan.traced.inputs)} and gives {describe(plan.traced.groups[-1].gives)}"
         )
-    if plan.request.shares_ends:
+    return given[0]
+
+
+def _with_ends_apart(plan: Plan) -> Plan:
+    """The plan with each end on its own stage, where its weights are brought to for all tokens.
+
+    Raises:
+      ValueError: another axis splits the same dimension of such a weight, of which the stages then have no runs.
+    """
+    specs = (spec for layout in plan.layouts.values() for known in layout.storage.record_types for spec in known.specs)
+    if any(AXIS in names_in(entry) and len(names_in(entry)) > 1 for spec in specs for entry in spec):
         raise ValueError(
-            "generate: ends='shared' computes both ends on all stages together, which decoding doesn't; make a "
-            "pipeline with ends='own' or 'spread', and pass it "
+            "generate: ends='shared' splits weights of the ends over the stages and another mesh axis along one "
+            "dimension, of which no stage can have all; make a pipeline with ends='own' or 'spread', and pass it "
             "pipe.from_layer_variables(trained.layer_variables(variables), batch)"
         )
-    return given[0]
+    return replace(plan, ends_apart=True)
 
 
 def _check_model(plan: Plan, model: Model, length: int) -> None:

@@ -149,7 +149,7 @@ def build_step(
 
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)
     cuts, ends = [stop - 1 for _, stop in bounds[:-1]], None
-    if request.shares_ends:
+    if plan.shares_ends:
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         cuts = sorted({0, *cuts, model.num_layers - 2})

@@ -4,11 +4,13 @@ A kernel is a product of matrices, a reduction, or what gives a result; moves an
 the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:
 
 - A product takes its FLOPs, of dimensions padded to the matrix unit's, at the chip's peak, and the bytes that it reads
-  and writes, but for those of arrays made here that fit on the chip.
+  and writes, but for those of arrays made here that fit on the chip. A convolution reads and writes all of them: on a
+  TPU its images lie with channels along the lanes and examples along the sublanes, and are padded to these.
 - A *pass* reads and writes each element once, as 32 bits on a TPU whatever its dtype. A reduction takes one, shared by
   all of the same arrays; none, if it can be done while a product makes its operand. Each result takes one: it is
   written to a buffer of residuals, added to a sum of gradients, or copied. An array whose last dimension doesn't fill
   the lanes takes one where a product has to turn it.
+- However small, a product or a reduction takes the time that a kernel takes to start.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _FUSED = ELEMENTWISE | MOVES
 _SWEEPS = ("approx_top_k", "argm", "cum", "reduce", "sort", "top_k")
 _WHOLE = ("fft", "select_and_")  # read each operand and write each result, as the backward of a max-pool does
 _SMALL = 8  # an array of so many times fewer elements than another is nothing beside it
-_LANES = 128
+_LANES, _SUBLANES = 128, 8
 
 
 def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = None) -> float:
@@ -65,6 +67,7 @@ class _Kernels:
       seconds: of them all.
       roots: by value the arrays that it is computed from as it is read: itself alone, if it is one.
       depth: by value how many reductions lie between it and the product or input that it comes from.
+      padding: by shape, of images of convolutions, what they grow by where they are padded.
     """
 
     def __init__(self, closed: ClosedJaxpr, chip: Chip):
@@ -73,6 +76,8 @@ class _Kernels:
         self.roots = {v: frozenset([v]) for v in self.inputs}
         self.depth: dict[Var, int] = {}
         self.of_products, self.swept, self.turned = set[Var](), set[tuple[frozenset[Var], int]](), set[Var]()
+        convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
+        self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
         self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
         self.results = dict.fromkeys(
@@ -113,6 +118,11 @@ class _Kernels:
     def _product(self, equation: JaxprEqn) -> None:
         """A product: FLOPs, and bytes that aren't on the chip."""
         self.of_products |= set(equation.outvars)
+        self.seconds += self.chip.start
+        if equation.primitive.name == "conv_general_dilated" and self.chip.fuses:
+            moved = sum(_bytes(v) * self._padded(v) for v in [*equation.invars, *equation.outvars])
+            self.seconds += _convolution_flops(equation) / self.chip.flops + moved / self.chip.memory_bandwidth
+            return
         read = sum(
             min(_size(root), _size(v)) * _itemsize(root)
             for v in equation.invars
@@ -135,6 +145,7 @@ class _Kernels:
         if (large, depth) in self.swept:
             return
         self.swept.add((large, depth))
+        self.seconds += self.chip.start
         if len(large) == 1:  # in the product that makes it; after another reduction, in one that reads it
             free = depth == 0 or self.kept.isdisjoint(equation.outvars)
         else:
@@ -147,7 +158,10 @@ class _Kernels:
 
     def _pass(self, v: Var | Literal) -> float:
         """Seconds of reading and writing each element of a value once."""
-        return pass_seconds(shapes_of([v]), self.chip)
+        return pass_seconds(shapes_of([v]), self.chip) * self._padded(v)
+
+    def _padded(self, v: Var | Literal) -> float:
+        return self.padding.get(shapes_of([v])[0].shape, 1.0)
 
 
 def _inner(equation: JaxprEqn, chip: Chip) -> float:
@@ -172,6 +186,39 @@ def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
     rows, columns = (math.prod(shape) // (common * depth) for shape in shapes)
     padded = lambda n: math.ceil(n / chip.tile) * chip.tile
     return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
+
+
+def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
+    """The two arrays of a convolution that have pixels: (shape, dimension of examples, of channels) of each.
+
+    The third, with the fewest pixels, are the weights or, in a backward, their gradient; then examples are summed over.
+    """
+    numbers, arrays = equation.params["dimension_numbers"], [*equation.invars[:2], *equation.outvars]
+    specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    shapes = [a.shape for a in shapes_of(arrays)]
+    pixels = [math.prod(shape[d] for d in spec[2:]) for shape, spec in zip(shapes, specs, strict=True)]
+    weights = pixels.index(min(pixels))
+    at = 0 if weights == 1 else 1  # where a spec that isn't of weights names the examples
+    return [(shapes[i], specs[i][at], specs[i][1 - at]) for i in range(3) if i != weights]
+
+
+def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
+    """By the shape of a convolution's images how many times larger they are with channels and examples padded."""
+    more = lambda n, tile: math.ceil(n / tile) * tile / n
+    return {
+        shape: more(shape[examples], _SUBLANES) * more(shape[channels], _LANES)
+        for shape, examples, channels in _images(equation)
+    }
+
+
+def _convolution_flops(equation: JaxprEqn) -> float:
+    """FLOPs of all channels that there are with padding; of channels in groups without."""
+    (left, examples, channels), (right, _, others) = _images(equation)
+    flops, more = flops_of(equation).flops, lambda n, tile: math.ceil(n / tile) * tile / n
+    if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
+        return flops
+    padded = more(left[channels], _LANES) * more(right[others], _LANES)
+    return flops * padded * more(left[examples], _SUBLANES)
 
 
 def _turned(equation: JaxprEqn) -> list[Var]:

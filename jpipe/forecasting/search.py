@@ -18,7 +18,7 @@ from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
-from jpipe.forecasting.time_model import predict_time
+from jpipe.forecasting.time_model import layer_seconds, predict_time
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh
@@ -54,7 +54,8 @@ def plan(
     """The settings that should train a model fastest, of those that fit; predicted, and nothing is compiled.
 
     For each way to share the devices out to mesh axes, `stage` the first, M, V, schedule, remat, ends and FSDP are
-    varied, one after the other, as long as that gains. All devices are used.
+    varied, one after the other, as long as that gains. All devices are used. The model is cut by the layers' predicted
+    times, unless `balance` is given.
     The same arguments give the same choices, at most five; each further one is slower and takes less memory.
 
         best = jpipe.plan(layers, loss_fn, batch, tx, topology="v5e:4x4")[0]
@@ -93,12 +94,12 @@ def plan(
         raise ValueError(search.nothing_fits(where))
     chosen = sorted_out(fitting)[:SHOWN]
     for i in range(min(compiled, len(chosen))):
-        there, hand = search.pipeline(chosen[i].setting), None if found else at_hand
+        there, hand = search.pipeline(chosen[i].setting, chosen[i].options["balance"]), None if found else at_hand
         proof = forecast(there, shapes, tx, topology=topology, devices=hand)
         chosen[i] = replace(chosen[i], compiled=proof)
     chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
     advice = advice_on(chosen[0], rated, search.remarks[chosen[0].setting])
-    chosen = [replace(one, options={**options, **one.setting.options, **_mesh(one, at_hand, number)}) for one in chosen]
+    chosen = [replace(one, options={**options, **one.options, **_mesh(one, at_hand, number)}) for one in chosen]
     title = f"Plans for {where}, {bytes_in_words(room)} a device: {len(rated)} settings compared"
     return Choices(title, tuple(chosen), advice)
 
@@ -169,10 +170,12 @@ class Search:
     ):
         self.make, self.batch, self.tx, self.chip, self.room = make, batch, tx, chip, room
         self.pinned = _pinned(options)
-        self.options = {name: value for name, value in options.items() if name not in PINNED}
+        self.options = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
+        self.balance = options.get("balance")
         self.remarks: dict[Setting, list[str]] = {}
         self._rated: dict[Setting, Choice | None] = {}
         self._traced: dict[tuple[object, ...], Pipeline] = {}
+        self._costs: dict[tuple[object, ...], list[float]] = {}
         self._groups: tuple[LayerGroup, ...] = ()
         self._refusal: Exception | None = None
 
@@ -218,15 +221,15 @@ class Search:
             f"{part.replace('_', ' ')}; {remedy}"
         )
 
-    def pipeline(self, setting: Setting) -> Pipeline:
+    def pipeline(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there."""
-        return self.make(mesh=mesh_of_nowhere(dict(setting.axes)), **setting.options, **self.options)
+        mesh = mesh_of_nowhere(dict(setting.axes))
+        return self.make(mesh=mesh, balance=balance, **setting.options, **self.options)
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
-        free = {name: value for name, value in self.options.items() if name != "balance"}
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
-        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **free)
+        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **self.options)
         with warnings.catch_warnings(action="ignore"):
             self._groups = whole.planner.plan_for(self.batch).traced.groups
         named = {name for group in self._groups for name in group.asked_axes | group.constrained}
@@ -262,10 +265,27 @@ class Search:
         return self._rated[setting]
 
     def _predict(self, setting: Setting) -> Choice:
-        pipe, alike = self.pipeline(setting), (setting.axes, setting.num_microbatches, setting.remat)
-        if alike in self._traced:
-            pipe.planner.trace_like(self._traced[alike].planner)
+        pipe = self._like_others(setting, self.balance if self.balance is not None else self._predicted_costs(setting))
         time = predict_time(pipe, self.batch, self.chip, tx=self.tx)
         memory = predict_memory(pipe, self.batch, self.tx, self.chip)
-        self._traced.setdefault(alike, pipe)
-        return Choice(setting, setting.options, time, memory, memory.total <= self.room)
+        counts = list(pipe.partition.counts)
+        return Choice(setting, {**setting.options, "balance": counts}, time, memory, memory.total <= self.room)
+
+    def _predicted_costs(self, setting: Setting) -> list[float]:
+        """Each layer's predicted seconds, by which the model is cut."""
+        alike = *_alike(setting), setting.ends, setting.shard_over
+        if alike not in self._costs:
+            with warnings.catch_warnings(action="ignore"):  # of another cut
+                self._costs[alike] = layer_seconds(self._like_others(setting, "flops"), self.batch, self.chip)
+        return self._costs[alike]
+
+    def _like_others(self, setting: Setting, balance: object) -> Pipeline:
+        """The pipeline of a setting, with what those like it have traced."""
+        pipe = self.pipeline(setting, balance)
+        pipe.planner.trace_like(self._traced.setdefault(_alike(setting), pipe).planner)
+        return pipe
+
+
+def _alike(setting: Setting) -> tuple[object, ...]:
+    """What decides how layers are traced."""
+    return setting.axes, setting.num_microbatches, setting.remat

@@ -85,9 +85,7 @@ def predict_time(
     """
     plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
     step = pipe.planner.training_step(batch)
-    sizes, stores = tuple(pipe.mesh.shape.items()), step.stores_residuals
-    of = {g: _layer_seconds(step.layers[i], sizes, chip, stores) for i, g in enumerate(step.model.traced_as)}
-    by_layer = np.array([of[g] for g in plan.traced.group_of])  # [N, 2, 5]
+    by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends is not None:
         shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
@@ -109,6 +107,29 @@ def predict_time(
         update=moved / chip.pass_bandwidth,
         timeline=timeline,
     )
+
+
+def layer_seconds(pipe: Pipeline, batch: Batch, chip: Chip) -> list[float]:
+    """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
+
+    0 of a first and a last layer that all stages compute together.
+    """
+    pipe.planner.plan_for(batch)
+    step = pipe.planner.training_step(batch)
+    seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
+    if step.ends is not None:
+        seconds[[0, -1]] = 0.0
+    return seconds.tolist()
+
+
+def _by_layer(step: Step, chip: Chip) -> np.ndarray:
+    """`[N, 2, 5]`, of each layer what `_layer_seconds` gives."""
+    sizes = tuple(step.plan.request.mesh.shape.items())
+    of = {
+        g: _layer_seconds(step.layers[i], sizes, chip, step.stores_residuals)
+        for i, g in enumerate(step.model.traced_as)
+    }
+    return np.array([of[g] for g in step.plan.traced.group_of])
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules

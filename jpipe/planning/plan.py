@@ -44,6 +44,7 @@ class Plan:
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
+      ends_apart: the first and the last layer run on their own stages, though in training all share them.
     """
 
     request: Request
@@ -51,6 +52,12 @@ class Plan:
     loss: TracedLoss
     partition: Partition
     costs: tuple[Cost, ...]
+    ends_apart: bool = False
+
+    @property
+    def shares_ends(self) -> bool:
+        """Whether all stages compute the first and the last layer together."""
+        return self.request.shares_ends and not self.ends_apart
 
     @cached_property
     def model(self) -> Model:
@@ -80,7 +87,7 @@ class Plan:
         """Where they lie in a step, by collection."""
         splits = self.request.splits
         gathers = splits.batch_axes if splits.gather == "step" else ()
-        brings = self.request.options.ends == "spread"
+        brings = self.request.options.ends == "spread" or self.ends_apart
         return {name: WorkLayout(layout, gathers, brings) for name, layout in self.layouts.items()}
 
     @cached_property

@@ -12,7 +12,7 @@ import jpipe
 from jpipe.execution.decoding import ring
 from jpipe.schedules.placement import Placement
 
-VOCABULARY, WIDTH, TRAINED = 17, 8, 6
+VOCABULARY, WIDTH, TRAINED = 18, 8, 6
 
 
 class Embed(nn.Module):
@@ -99,6 +99,8 @@ PLACES = {
     "v": {"num_stages": 3, "num_chunks": 2, "schedule": "v"},
     "unrolled": {"num_stages": 2, "unroll": True},
     "spread": {"num_stages": 2, "ends": "spread"},
+    "shared": {"num_stages": 2, "ends": "shared"},
+    "shared by one": {"num_stages": 1, "ends": "shared"},
 }
 
 
@@ -110,12 +112,13 @@ def float64():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", PLACES)
-def test_equals_the_model_without_a_cache(name, temperature):
+def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
+    monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
     layers, batch = linen(), batch_of()
     pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=4, balance="even", **PLACES[name])
     variables = pipe.init(jax.random.key(1), batch)
     apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
-    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (12, 5)).astype(np.int32)
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (200, 5)).astype(np.int32)
     key = jax.random.key(2) if temperature else None
     found = pipe.generate(variables, prompts, 7, key, temperature)
     np.testing.assert_array_equal(found, without_cache(apply, prompts, 7, key, temperature))
@@ -253,6 +256,19 @@ def test_bad_input(layers, arguments, error, message):
     variables = pipe.init(jax.random.key(0), batch_of())
     with pytest.raises(error, match=message):
         pipe.generate(variables, *arguments)
+
+
+def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
+    """Of a vocabulary in parts of stages, each in parts of `model`, a stage would get back every other run."""
+    layers = linen(1)[:-1]
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    layers += [nn.Dense(512, kernel_init=init, param_dtype=jnp.float64)]
+    mesh = make_mesh((2, 2), ("stage", "model"), explicit=False)
+    words = [nn.Embed(512, WIDTH, param_dtype=jnp.float64), *layers[1:]]
+    pipe = jpipe.Pipeline(words, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, ends="shared")
+    variables = pipe.init(jax.random.key(0), batch_of())
+    with pytest.raises(ValueError, match="another mesh axis along one dimension"):
+        pipe.generate(variables, TOKENS, 3)
 
 
 def test_models_without_tokens():

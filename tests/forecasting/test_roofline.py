@@ -7,7 +7,8 @@ import pytest
 from jpipe.forecasting.hardware import CHIPS, Chip
 from jpipe.forecasting.roofline import roofline
 
-V5E, CPU = CHIPS["v5e"], Chip("cpu", 50e9, 2**34, 10e9, 10e9, None, "none")
+V5E = replace(CHIPS["v5e"], start=0.0)  # of kernels' starts there is a test of its own
+CPU = Chip("cpu", 50e9, 2**34, 10e9, 10e9, None, "none")
 ENDLESS = replace(V5E, counted=1e30)  # nothing but FLOPs
 
 
@@ -94,3 +95,43 @@ def test_operations_on_whole_arrays_read_and_write_them():
         size
     )
     assert roofline(of(lambda x: jax.lax.top_k(x, 4)[1], (64, 512)), V5E) > one_pass(size)
+
+
+def test_each_product_and_each_reduction_has_to_start():
+    started = replace(V5E, start=1.0)
+    for count, function in (
+        (1, lambda x: x @ x),
+        (2, lambda x: x @ x @ x),
+        (1, jnp.sum),
+        (2, lambda x: jnp.exp(x - jnp.max(x)) @ x),
+    ):
+        traced = of(function, (8, 8))
+        assert roofline(traced, started) - roofline(traced, V5E) == pytest.approx(count)
+
+
+CHANNELS = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "window_strides": (1, 1), "padding": "SAME"}
+
+
+@pytest.mark.parametrize("batch, channels", [(8, (128, 256)), (2, (32, 8)), (12, (200, 96))])
+def test_images_are_padded_to_lanes_and_sublanes(batch, channels):
+    """FLOPs and bytes of forward, and of the backward by its three products, as if all channels were there."""
+    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, **CHANNELS)
+    shapes = (batch, 14, 14, channels[0]), (1, 1, *channels)
+    padded = lambda n, tile: -(-n // tile) * tile
+    examples, read, given = padded(batch, 8), padded(channels[0], 128), padded(channels[1], 128)
+    flops = 2 * examples * 14 * 14 * read * given / V5E.flops
+    image = lambda size: 4 * examples * 14 * 14 * size
+    weights = 4 * channels[0] * channels[1]
+    once = (image(read) + image(given) + weights) / V5E.memory_bandwidth
+    traced = of(lambda x, w: jnp.sum(convolve(x, w)), *shapes)
+    assert roofline(traced, V5E) == pytest.approx(flops + once, abs=one_pass(2))
+
+    backward = of(lambda x, w, g: jax.vjp(convolve, x, w)[1](g), *shapes, (batch, 14, 14, channels[1]))
+    results = one_pass(examples * 14 * 14 * read + channels[0] * channels[1])
+    assert roofline(backward, V5E) == pytest.approx(2 * (flops + once) + results)
+
+
+def test_groups_of_channels_are_counted_as_they_are():
+    convolve = lambda x, w: jnp.sum(jax.lax.conv_general_dilated(x, w, **CHANNELS, feature_group_count=64))
+    found = roofline(of(convolve, (8, 14, 14, 64), (1, 1, 1, 64)), replace(V5E, memory_bandwidth=1e30, counted=1e30))
+    assert found == pytest.approx(2 * 8 * 14 * 14 * 64 / V5E.flops)

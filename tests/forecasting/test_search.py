@@ -16,7 +16,7 @@ from jpipe.forecasting import search
 from jpipe.forecasting.hardware import CHIPS
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import mesh_of_nowhere
-from jpipe.forecasting.time_model import predict_time
+from jpipe.forecasting.time_model import layer_seconds, predict_time
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 
@@ -64,6 +64,17 @@ def test_what_it_says_is_what_the_models_say(chosen):
         assert choice.total_bytes == sum(choice.bytes.values()) == held.total
 
 
+def test_layers_are_cut_by_their_predicted_times(chosen):
+    best = chosen[0]
+    pipe = jpipe.Pipeline(LAYERS, loss_fn, **best.options)
+    seconds = layer_seconds(pipe, words(), CHIPS["v5e"])
+    cut = jpipe.partition(seconds, 2, num_chunks=best.setting.num_chunks)
+    assert list(cut.counts) == best.options["balance"]
+    kept = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, balance=[1, 5], num_chunks=1)
+    assert {tuple(choice.options["balance"]) for choice in kept} == {(1, 5)}
+    assert best.seconds < kept[0].seconds
+
+
 def test_each_further_choice_is_slower_and_smaller(chosen):
     for faster, smaller in itertools.pairwise(chosen):
         assert faster.seconds <= smaller.seconds
@@ -91,7 +102,9 @@ def test_it_finds_the_best_of_all(memory):
         options |= {"remat": remat, "ends": ends, "shard_over": over, "mesh": mesh_of_nowhere(axes)}
         try:
             with warnings.catch_warnings(action="ignore"):
-                pipe = jpipe.Pipeline(layers_of(2), loss_fn, **options)
+                by_flops = jpipe.Pipeline(layers_of(2), loss_fn, **options)
+                costs = layer_seconds(by_flops, words(), CHIPS["v5e"])
+                pipe = jpipe.Pipeline(layers_of(2), loss_fn, balance=costs, **options)
                 time, held = (
                     predict_time(pipe, words(), CHIPS["v5e"], tx=TX),
                     predict_memory(pipe, words(), TX, CHIPS["v5e"]),
