@@ -107,13 +107,34 @@ def check_key(model: Model, key: jax.Array | None) -> None:
         )
 
 
-def check_prompts(plan: Plan, prompts: Leaf, num_tokens: int, key: jax.Array | None, temperature: float) -> None:
+def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
+    """Checks what `evaluate` is given.
+
+    Raises:
+      TypeError, ValueError: as `check_batch`, `check_complete`; or for what the loss function returns.
+    """
+    plan = planner.plan_for(batch)
+    check_batch(plan, batch)
+    check_complete(plan, variables)
+    planner.loss(planner.for_evaluation(batch))
+
+
+def check_generation(
+    plan: Plan,
+    variables: dict[str, StageTree],
+    prompts: Leaf,
+    num_tokens: int,
+    key: jax.Array | None,
+    temperature: float,
+    prefill: int,
+) -> None:
     """Checks what `generate` is given.
 
     Raises:
-      TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
-        below 0, or one without a key; a layer reads the batch.
+      TypeError, ValueError: as `check_complete`; prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked
+        for; a temperature below 0, or one without a key; prompts aren't fed in equal parts; a layer reads the batch.
     """
+    check_complete(plan, variables)
     if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
         given = describe(prompts) if hasattr(prompts, "shape") else type(prompts).__name__
         raise TypeError(f"prompts is {given}; pass an array of tokens, integers [B, S]")
@@ -127,6 +148,11 @@ def check_prompts(plan: Plan, prompts: Leaf, num_tokens: int, key: jax.Array | N
         )
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
+    sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
+    if isinstance(prefill, bool) or prefill not in sizes:
+        raise ValueError(
+            f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
+        )
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature} is below 0; use 0 for the likeliest token, or more to sample")
     if temperature and key is None:

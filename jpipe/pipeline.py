@@ -135,13 +135,11 @@ class Pipeline:
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
-        value_and_grad = partial(programs.value_and_grad, self.planner)
-        self._train_steps = TrainSteps(value_and_grad, self.abstract_state)
-        self._jit_value_and_grad = jax.jit(value_and_grad)
-        self._jit_evaluate = jax.jit(partial(programs.evaluate, self.planner))
-        self._jit_apply = jax.jit(partial(programs.apply, self.planner), static_argnames="bare")
-        self._jit_generate = jax.jit(partial(programs.generate, self.planner), static_argnames="num_tokens")
-        self._jit_to_layers = jax.jit(to_layers)
+        jit = lambda program, *static: jax.jit(partial(program, self.planner), static_argnames=static)
+        self._train_steps = TrainSteps(partial(programs.value_and_grad, self.planner), self.abstract_state)
+        self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad), jit(programs.evaluate)
+        self._jit_apply, self._jit_to_layers = jit(programs.apply, "bare"), jax.jit(to_layers)
+        self._jit_generate = jit(programs.generate, "num_tokens", "prefill")
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
@@ -197,8 +195,7 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch) -> Variables:
         """New variables by collection, `{"params": ..., "batch_stats": ...}`, each stage's made on its own devices.
 
-        Args:
-          key, batch: a random key; a batch `[B, ...]` (values don't matter), as for training.
+        From a random key, for batches like this one `[B, ...]`, whose values don't matter.
         """
         plan = self.planner.plan_for(batch)
         key = as_key(key)
@@ -253,8 +250,7 @@ class Pipeline:
         """Loss and gradients of the whole batch `[B, ...]`, as `jax.value_and_grad(..., has_aux=True)`.
 
         Args:
-          variables, batch: the variables by collection; a pytree of arrays.
-          key: a random key, if a layer draws random numbers (dropout).
+          variables, batch, key: by collection; arrays; a random key, if a layer draws random numbers (dropout).
 
         Returns:
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
@@ -272,27 +268,31 @@ class Pipeline:
         return self._run("the forward pass", self._jit_apply, variables, batch, bare=bare)
 
     def generate(
-        self, variables: Variables, prompts: Leaf, num_tokens: int, key: jax.Array | None = None, temperature: float = 0
+        self,
+        variables: Variables,
+        prompts: Leaf,
+        num_tokens: int,
+        key: jax.Array | None = None,
+        temperature: float = 0,
+        *,
+        prefill: int = 1,
     ) -> jax.Array:
         """Prompts `[B, S]`, at least K, and what follows, `[B, S + num_tokens]`: K micro-batches go round the stages.
 
-        Layers see a token at a time and keep a cache: Linen modules with a field `decode`, as Flax's attention has, nnx
-        modules that hold attributes `decode` and methods `init_cache`. A temperature of 0 takes the likeliest token,
-        others draw from `softmax(logits / temperature)` by `fold_in(fold_in(key, row), place)` alone.
+        Layers see a token at a time, of prompts `prefill`, a divisor of S (Flax's attention takes one), and keep a
+        cache: Linen modules with a field `decode`, nnx modules with attributes `decode` and methods `init_cache`. A
+        temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone.
         """
-        checks.check_complete(self.plan, variables)
-        checks.check_prompts(self.plan, prompts, num_tokens, key, temperature)
-        programs.decoding_of(self.planner, prompts.shape, num_tokens)  # which refuses what can't be decoded
-        self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}", key)
-        drawn = (None, None) if not temperature else (as_key(key), jnp.asarray(float(temperature)))
-        return self._run("generation", self._jit_generate, variables, prompts, *drawn, num_tokens=num_tokens)
+        checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
+        fed = {"num_tokens": num_tokens, "prefill": prefill}
+        programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
+        self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
+        drawn = (as_key(key), jnp.asarray(float(temperature))) if temperature else (None, None)
+        return self._run("generation", self._jit_generate, variables, prompts, *drawn, **fed)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        plan = self.planner.plan_for(batch)
-        checks.check_batch(plan, batch)
-        checks.check_complete(plan, variables)
-        self.planner.loss(self.planner.for_evaluation(batch))
+        checks.check_evaluation(self.planner, variables, batch)
         self.agreement.check(batch, "evaluate")
         return self._run("the loss", self._jit_evaluate, variables, batch)
 
@@ -395,6 +395,6 @@ class Pipeline:
 
     @cached_property
     def _jit_init(self) -> Callable:
-        plan = self.plan
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, {n: layout.shapes for n, layout in plan.layouts.items()})
-        return jax.jit(partial(programs.init_variables, plan), out_shardings=shardings)
+        shapes = {name: layout.shapes for name, layout in self.plan.layouts.items()}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return jax.jit(partial(programs.init_variables, self.plan), out_shardings=shardings)

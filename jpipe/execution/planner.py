@@ -51,7 +51,7 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
       step: micro-batch, the layers of each group in training -> the step of training.
-      decoding: b, the longest sequence -> what generation follows.
+      decoding: b, the longest sequence, tokens of a prompt at a time -> what generation follows.
     """
 
     def __init__(self, request: Request):
@@ -185,9 +185,9 @@ class Planner:
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
 
-    def _decoding(self, size: int, length: int) -> Decoding:
+    def _decoding(self, size: int, length: int, prefill: int) -> Decoding:
         with self.tracing(), task(f"tracing {len(self.request.layers)} layers in decode mode"):
-            return make_decoding(self.known_plan(), size, length)
+            return make_decoding(self.known_plan(), size, length, prefill)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.execution.batches import join_microbatches, split_microbatches
-from jpipe.execution.decoding import Decoding, Round, run_decoding
+from jpipe.execution.decoding import Decoding
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
 from jpipe.execution.step import Step
+from jpipe.execution.token_ring import Round, run_decoding
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.random_keys import init_key, key_shape
@@ -145,9 +146,10 @@ def generate(
     temperature: jax.Array | None,
     *,
     num_tokens: int,
+    prefill: int,
 ) -> jax.Array:
     """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
-    decoding = decoding_of(planner, prompts.shape, num_tokens)
+    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill)
     step, splits, count = decoding.step, planner.request.splits, prompts.shape[0]
     size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
     spec = lambda rows: to_spec(splits.of_examples(rows), step.model.axes, 2)
@@ -174,11 +176,11 @@ def generate(
     )
 
 
-def decoding_of(planner: Planner, shape: tuple[int, ...], num_tokens: int) -> Decoding:
+def decoding_of(planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int) -> Decoding:
     """What generation follows for prompts of this shape `[B, S]`: of micro-batches that data axes split evenly."""
     stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
     size = -(-shape[0] // (stages * shards)) * shards
-    return planner.decoding(size, shape[1] + num_tokens - 1)
+    return planner.decoding(size, shape[1] + num_tokens - 1, prefill)
 
 
 def _run(

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe.execution.decoding import ring
+from jpipe.execution.token_ring import ring
 from jpipe.schedules.placement import Placement
 
 VOCABULARY, WIDTH, TRAINED = 18, 8, 6
@@ -110,7 +110,7 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", PLACES)
 def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
     monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)  # ends of any size are split
@@ -122,6 +122,56 @@ def test_equals_the_model_without_a_cache(name, temperature, monkeypatch):
     key = jax.random.key(2) if temperature else None
     found = pipe.generate(variables, prompts, 7, key, temperature)
     np.testing.assert_array_equal(found, without_cache(apply, prompts, 7, key, temperature))
+
+
+class Causal(nn.Module):
+    """Attention that takes any number of tokens at a time in decode mode, as Flax's doesn't."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = jnp.split(nn.Dense(3 * WIDTH, param_dtype=jnp.float64)(x), 3, axis=-1)
+        first = 0
+        if self.decode:
+            ready = self.has_variable("cache", "place")
+            place = self.variable("cache", "place", lambda: jnp.zeros((), jnp.int32))
+            kept = [self.variable("cache", name, jnp.zeros, x.shape, x.dtype) for name in ("key", "value")]
+            if ready:
+                first, place.value = place.value, place.value + x.shape[1]
+                for leaf, new in zip(kept, (key, value), strict=True):
+                    leaf.value = jax.lax.dynamic_update_slice_in_dim(leaf.value, new, first, axis=1)
+            key, value = (leaf.value for leaf in kept)
+        seen = jnp.arange(key.shape[1]) <= first + jnp.arange(x.shape[1])[:, None]
+        scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", query, key), -jnp.inf)
+        return x + jax.nn.softmax(scores) @ value
+
+
+def causal_layers() -> list:
+    embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=jnp.float64, embedding_init=nn.initializers.normal(1.0))
+    return [embed, Causal(), Causal(), Causal(), nn.Dense(VOCABULARY, param_dtype=jnp.float64)]
+
+
+@pytest.mark.parametrize("name", ["K=2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("K=1", "v", "shared"))])
+@pytest.mark.parametrize(("prefill", "num_tokens"), [(6, 4), (3, 1), (2, 5)])
+def test_prompts_are_fed_several_tokens_at_a_time(name, prefill, num_tokens, monkeypatch):
+    monkeypatch.setattr("jpipe.memory.layout.SMALLEST", 1)
+    layers, options = causal_layers(), PLACES[name] | ({"num_stages": 2} if name == "v" else {})
+    pipe = jpipe.Pipeline(layers, loss_fn, num_microbatches=2, **options)
+    variables = pipe.init(jax.random.key(1), batch_of())
+    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
+    prompts = np.random.default_rng(4).integers(0, VOCABULARY, (7, 6)).astype(np.int32)
+    key = jax.random.key(3)
+    found = pipe.generate(variables, prompts, num_tokens, key, 0.8, prefill=prefill)
+    np.testing.assert_array_equal(found, without_cache(apply, prompts, num_tokens, key, 0.8))
+
+
+def test_layers_that_take_one_token_at_a_time_are_named():
+    pipe = jpipe.Pipeline(linen(), loss_fn, num_stages=2, num_microbatches=2)
+    variables = pipe.init(jax.random.key(1), batch_of())
+    message = r"prefill=5, but in decode mode layer 1 \(Block\)(.|\n)*Use prefill=1, or layers that take 5 tokens"
+    with pytest.raises(ValueError, match=message):
+        pipe.generate(variables, TOKENS, 3, prefill=5)
 
 
 def test_equals_flax_s_own_loop():
@@ -244,6 +294,12 @@ TOKENS = np.zeros((4, 5), np.int32)
         ),
         (WITH_SHORT, (TOKENS[:1], 3), ValueError, "1 prompts are fewer than the 2 stages"),
         (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is no positive integer"),
+        (
+            WITH_SHORT,
+            (TOKENS, 3, None, 0.0, 2),
+            ValueError,
+            r"prefill=2 is no part of prompts of 5 tokens; feed \[1, 5\]",
+        ),
         (WITH_SHORT, (TOKENS * 1.0, 3), TypeError, r"prompts is float64\[4,5\]; pass an array of tokens"),
         (WITH_SHORT, ("Hello", 3), TypeError, "prompts is str"),
         (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
@@ -255,7 +311,7 @@ def test_bad_input(layers, arguments, error, message):
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
     variables = pipe.init(jax.random.key(0), batch_of())
     with pytest.raises(error, match=message):
-        pipe.generate(variables, *arguments)
+        pipe.generate(variables, *arguments[:4], **dict(zip(["prefill"], arguments[4:], strict=False)))
 
 
 def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):

@@ -1,0 +1,216 @@
+"""Decoding: tokens go round the stages, K micro-batches of prompts in flight, so that after the fill no stage waits.
+
+A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage; what the last one says is
+sent to the first, which goes on with it in the next tick. With K=3, one chunk each, and a prompt of two tokens, p, that
+three more follow, stages take (micro-batch, token) as
+
+    tick       0    1    2    3    4    5    6    7    8   ...
+    stage 0   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3  2.3
+    stage 1    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3
+    stage 2    .    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3      its second says token 3 of micro-batch 0, in tick 5
+
+A layer's cache stays on its stage, with a row for each micro-batch. Where layers take several tokens of a prompt at a
+time (prefill), these go round first, as one "token" here; then the first that is said is a prompt of one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.execution.decoding import Decoding
+from jpipe.execution.executor import moved
+from jpipe.execution.stage import Job, Stage, Turn
+from jpipe.jax_tools.indexing import Index, put_slice, take_row, take_slice
+from jpipe.jax_tools.loops import when
+from jpipe.jax_tools.memory_order import in_order
+from jpipe.memory.storage import Buffers, Row
+from jpipe.mesh.axes import AXIS
+from jpipe.model.layer_function import Arguments
+from jpipe.schedules.placement import Placement
+from jpipe.types import Leaf
+
+
+class Round(NamedTuple):
+    """What all devices know of one call, as each has it.
+
+    Attributes:
+      prompts: `[K, b, S]`.
+      rows: `[K, b]`, the index of each prompt among all.
+      temperatures: `[K, b]`, of samples; None takes the likeliest token.
+      num_tokens: to add to each prompt.
+      start: the place of a prompt's first token in its sequence.
+    """
+
+    prompts: jax.Array
+    rows: jax.Array
+    temperatures: jax.Array | None
+    num_tokens: int
+    start: int = 0
+
+
+class DecodingCarry(NamedTuple):
+    """What a device carries from tick to tick, where layers take T tokens at a time.
+
+    Attributes:
+      activation: boundary buffers with what the next layer takes.
+      caches: buffers of all layers' caches.
+      tokens: `[b, T]`, on the first stage what it takes next, on the last what it said, T times.
+      place: of the first of them in its sequence, from 0.
+      said: `[K, b, num_tokens]`, filled on the last stage.
+    """
+
+    activation: Buffers
+    caches: Buffers
+    tokens: jax.Array
+    place: Index
+    said: jax.Array
+
+
+def ring(placement: Placement, num_rounds: int) -> np.ndarray:
+    """`[ticks, 4, K]`: of each stage in each tick the micro-batch, virtual stage and round (-1 where it idles), and the
+    route by which what it takes in the next tick arrives.
+
+    Micro-batch m begins with tick m; where the chain turns (a "v"), with tick 2m, so that no stage has two at a time.
+
+    >>> ring(Placement(num_stages=2, num_chunks=1), 2)[:, 2].tolist()
+    [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
+    """
+    count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
+    found = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
+    found[:, 2] = -1
+    routes = [{receiver: sender for sender, receiver in route} for route in placement.routes(+1)]
+    for m in range(placement.num_stages):
+        for t in range(count * num_rounds):
+            s = t % count
+            k = placement.stage_of(s)
+            found[t + hop * m, :3, k] = m, s, t // count
+            if s > 0:
+                sender = placement.stage_of(s - 1)
+                found[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
+    return found
+
+
+def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
+    """Prompts and what follows them, `[K, b, S + num_tokens]`, on one device of a `shard_map`; all stages get it."""
+    caches = {n: jnp.full(a.shape, plan.starts.get(n, 0), a.dtype) for n, a in plan.caches.named_buffers}
+    done = call.prompts
+    if plan.prefill is not None:
+        first = call._replace(num_tokens=1)
+        said, caches = _go_round(replace(stage, step=plan.prefill), plan, first, caches)
+        done = jnp.concatenate([done, said], axis=-1)
+        call = call._replace(prompts=said, num_tokens=call.num_tokens - 1, start=call.prompts.shape[-1])
+    if call.num_tokens:
+        said, _ = _go_round(stage, plan, call, caches)
+        done = jnp.concatenate([done, said], axis=-1)
+    return done
+
+
+def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
+    """(what follows prompts, `[K, b, num_tokens]`, on all stages; the caches then)."""
+    step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
+    num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
+    table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
+    mine = take_row(table, stage.device)
+    said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
+    # The last layer's weights are brought to their order once: they may lie turned, and be copied in every tick else.
+    rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
+    head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
+    tokens, start = call.prompts[0, :, :at_once], jnp.zeros((), jnp.int32)
+    carry = DecodingCarry(step.activations.empty(), caches, tokens, start, said)
+
+    def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
+        microbatch, virtual_stage, round_, route = now
+        virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
+        carry = carry._replace(place=call.start + round_ * at_once)
+        work = lambda at, carry: _work(stage, plan, call, head, at, carry)
+        carry = when(round_ >= 0, (microbatch, virtual_stage), work, carry)
+        return _passed_on(stage, place, route, carry), None
+
+    with jax.named_scope("ticks"):
+        carry = jax.lax.scan(tick, carry, mine)[0]
+    is_last = stage.device == place.stage_of(place.num_virtual_stages - 1)
+    return jax.lax.psum(jnp.where(is_last, carry.said, 0), AXIS), carry.caches
+
+
+def _work(
+    stage: Stage,
+    plan: Decoding,
+    call: Round,
+    head: tuple[list[Leaf], ...],
+    at: tuple[jax.Array, Index],
+    carry: DecodingCarry,
+) -> DecodingCarry:
+    """Tokens of a micro-batch through the layers of a virtual stage; `head` are the last layer's weights."""
+    step, groups, (microbatch, virtual_stage) = stage.step, stage.step.model.groups, at
+    begin, prompt_length, at_once = carry.place - call.start, call.prompts.shape[-1], carry.tokens.shape[1]
+    column = jnp.minimum(begin, prompt_length - at_once)
+    of_prompt = take_slice(call.prompts, (microbatch, 0, column), (1, *carry.tokens.shape))[0]
+    begins = (virtual_stage == 0) & (begin < prompt_length)
+    carry = carry._replace(tokens=jnp.where(begins, of_prompt, carry.tokens))
+
+    def reads(turn: Turn, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
+        """(the tokens, what the layer takes, its cache)."""
+        first, v = groups[turn.g].indices[0], groups[turn.g].variable_set
+        x = step.activations.read(carry.activation, first - 1, 0) if first else []
+        row = Row(turn.microbatch, stage.device)
+        cache = [] if v is None else plan.caches.read(carry.caches, v, turn.position, row)
+        return carry.tokens, x, cache
+
+    def visit(turn: Turn, found: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+        tokens, x, cache = found
+        params, fixed = head if turn.g == step.model.last else stage.weights(turn)
+        batch = tokens if step.functions[turn.g].reads_batch else None
+        results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
+        v = groups[turn.g].variable_set
+        if cache and v is not None:
+            row = Row(turn.microbatch, stage.device)
+            carry = carry._replace(caches=plan.caches.write(carry.caches, v, turn.position, results.state, row))
+        if turn.g != step.model.last:
+            buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
+            return carry._replace(activation=buffers)
+        return _said(stage, call, turn.microbatch, results.outputs[0][:, -1], carry)
+
+    return stage.sweep(Job(virtual_stage, microbatch, {}), reads, visit, carry)
+
+
+def _said(stage: Stage, call: Round, microbatch: Index, logits: jax.Array, carry: DecodingCarry) -> DecodingCarry:
+    """The carry with the next token `[b]`, chosen by logits `[b, vocabulary]`."""
+    logits, place = logits.astype(jnp.promote_types(jnp.float32, logits.dtype)), carry.place + carry.tokens.shape[1]
+    if call.temperatures is None:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        temperatures = take_row(call.temperatures, microbatch)[:, None].astype(logits.dtype)
+        token = sample(stage.key, take_row(call.rows, microbatch), place, logits / temperatures)
+    token = token.astype(carry.tokens.dtype)[:, None]
+    # What is said within the prompt is written to the first place, over which the first new token is written later.
+    column = jnp.maximum(place - call.start - call.prompts.shape[-1], 0)
+    said = put_slice(carry.said, token[None], (microbatch, 0, column))
+    return carry._replace(tokens=jnp.broadcast_to(token, carry.tokens.shape), said=said)
+
+
+def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Array) -> jax.Array:
+    """A token of each row, `[b]`, from `softmax(logits)` `[b, vocabulary]`, by (key, row, place) alone."""
+    assert key is not None
+    own = lambda row, logits: jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row), place), logits)
+    return jax.vmap(own)(rows, logits)
+
+
+def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
+    """The carry with what neighbours left: activations, and on the first stage the token that was said."""
+    first, last = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
+    if first != last:
+        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(last, first)]))
+    boundaries = stage.step.activations
+    sent = boundaries.crossing(carry.activation)
+    arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
+    if not arrived:
+        return carry
+    chosen = jax.tree.map(
+        lambda *found: found[0] if len(found) == 1 else jnp.where(route == 1, found[1], found[0]), *arrived
+    )
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, chosen))
