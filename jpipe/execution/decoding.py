@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.execution.step import Step, build_step
+from jpipe.execution.token_alone import warn_of_uncached
 from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
@@ -62,6 +63,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int) -> Decoding:
     layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
     fed = lambda count: jax.ShapeDtypeStruct((size, count), tokens.dtype)
     step = _decoding_step(plan, layers, fed(1), length)
+    warn_of_uncached(plan, step.model)
     try:
         first = _decoding_step(plan, layers, fed(prefill), length) if prefill > 1 else None
     except ValueError as error:

@@ -9,8 +9,6 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe.execution.token_ring import ring
-from jpipe.schedules.placement import Placement
 
 VOCABULARY, WIDTH, TRAINED = 18, 8, 6
 
@@ -332,18 +330,3 @@ def test_models_without_tokens():
     variables = pipe.init(jax.random.key(0), {"inputs": np.zeros((4, 4), np.float32)})
     with pytest.raises(ValueError, match=r"takes float32\[2,4\] and gives float32\[2,4\]"):
         pipe.generate(variables, TOKENS, 3)
-
-
-@pytest.mark.parametrize(("chunks", "style"), [(1, "loop"), (3, "loop"), (2, "v")])
-@pytest.mark.parametrize("stages", [1, 2, 4, 5])
-def test_no_stage_waits_after_the_fill(stages, chunks, style):
-    placement, rounds = Placement(stages, chunks, style), 4
-    table = ring(placement, rounds)
-    busy = table[:, 2] >= 0
-    assert busy.sum() == stages * chunks * stages * rounds
-    fill = len(busy) - stages * chunks * rounds
-    assert fill == (stages - 1) * (2 if style == "v" else 1)
-    assert busy[fill : len(busy) - fill].all()
-    for stage in range(stages):
-        done = [tuple(row) for row in table[busy[:, stage], :3, stage].tolist()]
-        assert len(set(done)) == len(done), "each virtual stage, micro-batch and round once"
