@@ -130,18 +130,24 @@ def write_tpu(kept: dict[str, str]) -> None:
 
 
 def rates() -> None:
-    """Cycles of one pass over an array and of one product, compiled alone, as bytes/s and FLOP/s."""
+    """Of one pass over an array and of one product, compiled alone, bytes/s and FLOP/s; seconds of a pass over next to
+    nothing."""
     for name, chip in CHIPS.items():
         if chip.clock is None:
             continue
         device = jax.sharding.SingleDeviceSharding(parse_topology(f"{name}:{EXAMPLES[name]}").devices()[0])
         x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=device)
-        one_pass, product = (
-            read(compile_with_text(jax.jit(function).lower(x))[1]).own / chip.clock
-            for function in (lambda x: x * 2 + 1, lambda x: x @ x)
+        small = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=device)
+        one_pass, product, start = (
+            read(compile_with_text(jax.jit(function).lower(of))[1]).own / chip.clock
+            for function, of in ((twice, x), (lambda x: x @ x, x), (twice, small))
         )
         found = f"a pass {8 * x.size / one_pass / 1e9:.0f} GB/s, a product {2 * 4096**3 / product / 1e12:.0f} TFLOP/s"
-        console.print(f"{name}: {found}", highlight=False)
+        console.print(f"{name}: {found}, a kernel at least {1e6 * start:.2f} us", highlight=False)
+
+
+def twice(x: jax.Array) -> jax.Array:
+    return x * 2 + 1
 
 
 # --- measured on CPU --------------------------------------------------------------------------------------------------
