@@ -121,7 +121,7 @@ class Block(nn.Module):
         qkv = nn.DenseGeneral((3, self.heads, width // self.heads), kernel_init=into, **types)(
             modulated(x, shift, scale)
         )
-        h = jax.nn.dot_product_attention(*(qkv[:, :, i] for i in range(3)))
+        h = attention(*(qkv[:, :, i] for i in range(3)))
         x = x + gate * nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out, **types)(h)
         shift, scale, gate = others
         h = nn.Dense(4 * width, kernel_init=split(XAVIER, None, "model"), **types)(modulated(x, shift, scale))
@@ -154,6 +154,12 @@ XAVIER = nn.initializers.xavier_uniform()
 def split(start: nn.initializers.Initializer, *axes: str | None) -> nn.initializers.Initializer:
     """Of a kernel: which mesh axis each of its dimensions is split over, on a mesh that has it."""
     return nn.with_partitioning(start, axes)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Of all to all, `[B, T, heads, D]` each; JAX's own takes its softmax in float32, also of float64."""
+    scores = at_least_float32(jnp.einsum("bqnd,bknd->bnqk", query, key)) / math.sqrt(query.shape[-1])
+    return jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores).astype(value.dtype), value)
 
 
 def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,0 +1,264 @@
+"""`examples/dit_stream.py`: a DiT served in stages equals the plain model, and its queue is as the formula says."""
+
+import contextlib
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpipe
+from cases import assert_close
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import cluster
+import dit_stream
+from models import dit
+
+SMALL = "--blocks 4 --width 16 --heads 2 --side 4 --repeats 1"
+DEPTHS = (1, 2, 3, 8, 32)
+
+
+def options_of(text: str) -> Namespace:
+    return dit_stream.parse_options(f"{SMALL} {text}".split())
+
+
+@pytest.fixture
+def wide():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax's own layers promote
+        yield
+
+
+def stream_of(stages: int, text: str = "") -> dit_stream.Stream:
+    return dit_stream.Stream(stages, options_of(f"--dtype float64 {text}"))
+
+
+def plain(stream: dit_stream.Stream, pipe: jpipe.Pipeline) -> Callable[[tuple], jax.Array]:
+    """The linen modules alone, one after the other."""
+    trees = jax.device_get(pipe.layer_variables(stream.variables))
+
+    def run(inputs):
+        x = inputs
+        for layer, item in zip(stream.layers[:-1], trees[:-1], strict=True):
+            x = layer.apply(item, *x)
+        return x
+
+    return jax.jit(run)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def normalised(x):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def block_by_hand(params, x, condition, heads):
+    """A block in NumPy: adaLN-Zero, figure 3 of arXiv 2212.09748."""
+    dense = lambda name, h: h @ params[name]["kernel"] + params[name]["bias"]
+    modulations = dense("Dense_0", condition / (1 + np.exp(-condition)))[:, None]
+    shift1, scale1, gate1, shift2, scale2, gate2 = np.split(modulations, 6, axis=-1)
+    h = normalised(x) * (1 + scale1) + shift1
+    kernel, bias = params["DenseGeneral_0"]["kernel"], params["DenseGeneral_0"]["bias"]
+    query, key, value = np.moveaxis(np.einsum("btw,wcnh->btcnh", h, kernel) + bias, 2, 0)
+    scores = np.exp(np.einsum("bqnh,bknh->bnqk", query, key) / np.sqrt(x.shape[-1] / heads))
+    mixed = np.einsum("bnqk,bknh->bqnh", scores / scores.sum(-1, keepdims=True), value)
+    out = params["DenseGeneral_1"]
+    x = x + gate1 * (np.einsum("bqnh,nhw->bqw", mixed, out["kernel"]) + out["bias"])
+    h = dense("Dense_1", normalised(x) * (1 + scale2) + shift2)
+    h = h / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+    return x + gate2 * dense("Dense_2", h)
+
+
+def test_a_block_is_that_of_the_paper(wide):
+    random = np.random.default_rng(0)
+    x, condition = random.standard_normal((2, 5, 16)), random.standard_normal((2, 16))
+    block = dit.Block(4, nn.initializers.normal(0.5), "float64")
+    params = jax.device_get(nn.unbox(jax.jit(block.init)(jax.random.key(0), x, condition)["params"]))
+    params = jax.tree.map(lambda a: a + 0.1 * random.standard_normal(a.shape), params)  # biases begin at zero
+    found, passed = jax.jit(block.apply)({"params": params}, x, condition)
+    assert_close(found, block_by_hand(params, x, condition, 4))
+    np.testing.assert_array_equal(passed, condition)
+
+
+def test_an_untrained_model_gives_zeros_and_its_blocks_pass_everything_on():
+    _, times, classes = dit_stream.make_batch(3, options_of(""))["inputs"]
+    embedding, block, output = dit.dit(1, 16, 2)
+    latents = np.random.default_rng(0).standard_normal((3, 4, 4, 4)).astype("float32")
+    run = lambda layer, *x: jax.jit(layer.init_with_output)(jax.random.key(0), *x)[0]
+    x, condition = run(embedding, latents, times, classes)
+    assert float(jnp.std(x)) > 0.1
+    passed, _ = run(block, x, condition)
+    np.testing.assert_array_equal(passed, x)
+    np.testing.assert_array_equal(run(output, x, condition), np.zeros((3, 4, 4, 4)))
+
+
+def test_patches_are_put_back_where_they_were(wide):
+    """With unit kernels the output layer undoes the cut into patches, which the embedding makes by a convolution."""
+    latents = np.random.default_rng(0).standard_normal((2, 6, 6, 4))
+    patches = latents.reshape(2, 3, 2, 3, 2, 4).swapaxes(2, 3).reshape(2, 9, 16)
+    output = dit.Output(2, 4, nn.initializers.zeros, "float64")
+    zeros = np.zeros((16, 32)), np.zeros(32)
+    params = {
+        "Dense_0": dict(zip(("kernel", "bias"), zeros, strict=True)),
+        "Dense_1": {"kernel": np.eye(16), "bias": np.zeros(16)},
+    }
+    given = output.apply({"params": params}, patches, np.zeros((2, 16)))
+    wanted = normalised(patches).reshape(2, 3, 3, 2, 2, 4).swapaxes(2, 3).reshape(latents.shape)
+    assert_close(given, wanted)
+
+
+def test_positions_are_those_of_column_and_row():
+    found = dit.positions(3, 8, "float32")
+    rates = 10000.0 ** -(np.arange(2) / 2)
+    of = lambda place: np.concatenate([np.sin(place * rates), np.cos(place * rates)])
+    for row in range(3):
+        for column in range(3):
+            np.testing.assert_allclose(found[row, column], np.concatenate([of(column), of(row)]), atol=1e-6)
+
+
+def test_ddim_finds_the_image_if_the_noise_is_known(wide):
+    clean, noise = np.random.default_rng(0).standard_normal((2, 3, 4, 4, 4))
+    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    asked = []
+
+    def denoise(inputs):
+        x, times, classes = inputs
+        asked.append((x.shape, times.shape, classes))
+        here = jnp.asarray(kept)[times.astype(int)][:, None, None, None]
+        return (x - jnp.sqrt(here) * clean) / jnp.sqrt(1 - here)
+
+    assert_close(dit.sample(denoise, noise, "classes", 7), clean)
+    assert asked == [((3, 4, 4, 4), (3,), "classes")]  # traced once
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"width=32 has to be a multiple of 4 and of heads=5; use 20"):
+        dit.dit(1, 32, 5)
+
+
+# --- the stream -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "depth", "images"), [(2, 3, 1), pytest.param(4, 5, 2, marks=pytest.mark.slow)])
+def test_outputs_are_those_of_the_plain_model_and_ticks_those_of_the_formula(stages, depth, images, wide):
+    stream = stream_of(stages, f"--request {images}")
+    stream.queue(1)  # whose variables the pipelines of other depths have too
+    pipe, inputs = stream.queue(depth)
+    wanted = plain(stream, pipe)(jax.device_get(inputs))
+    assert wanted.shape == (depth * images, 4, 4, 4) and float(jnp.std(wanted)) > 1e-3
+    found = pipe.apply(stream.variables, inputs)
+    jax.effects_barrier()
+    assert_close(found, wanted)
+    assert len(stream.left) == depth  # the clock is read once a request
+    assert loops(jax.make_jaxpr(pipe.apply)(stream.variables, inputs).jaxpr) == {depth + stages - 1}
+
+
+def loops(jaxpr: Any) -> set[int]:
+    """How often the outermost loops of a program turn."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            found.add(equation.params["length"])
+            continue
+        inside = [getattr(value, "jaxpr", value) for value in equation.params.values()]
+        found |= {length for inner in inside if hasattr(inner, "eqns") for length in loops(inner)}
+    return found
+
+
+@pytest.mark.slow
+def test_ddim_in_stages_is_that_of_the_plain_model(wide):
+    stream = stream_of(2)
+    pipe, inputs = stream.queue(3)
+    noise, _, classes = jax.device_get(inputs)
+    found = dit.sample(lambda now: pipe.apply(stream.variables, now), noise, classes, 3)
+    assert_close(found, dit.sample(plain(stream, pipe), noise, classes, 3))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_equal_stages_are_busy_as_the_formula_says(stages, depth):
+    timeline = jpipe.simulate(jpipe.make_schedule("forward", num_stages=stages, num_microbatches=depth), 1.0)
+    assert timeline.makespan == depth + stages - 1
+    assert timeline.busy == (depth,) * stages
+    found = dit_stream.simulate(depth, [1.0] * stages)
+    assert (found.first, found.last) == (stages, depth + stages - 1)
+    assert found.busy == pytest.approx(depth / (depth + stages - 1), rel=1e-15)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    found = dit_stream.simulate(5, [1.0, 3.0, 2.0])
+    assert (found.first, found.last, found.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_forty_blocks_are_cut_into_equal_stages(stages):
+    """Embedding and output cost little: the simulated busy time is within 0.4 % of that of equal stages."""
+    stream = dit_stream.Stream(stages, dit_stream.parse_options([]))
+    stream.variables = "none: shapes are enough"
+    pipe, _ = stream.queue(1)
+    blocks = [min(stop, 41) - max(start, 1) for start, stop in pipe.partition.bounds]
+    assert blocks == [40 // stages] * stages
+    costs = pipe.partition.costs
+    for depth in DEPTHS:
+        found, formula = dit_stream.simulate(depth, costs).busy, depth / (depth + stages - 1)
+        assert 0.996 * formula < found <= formula * (1 + 1e-12)
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(dit_stream.console, "_file", None)
+    picture = tmp_path / "stream.png"
+    options = options_of(f"--stages 2 4 --depths 1 2 --steps 2 --picture {picture}")
+    rows = dit_stream.run(options)
+    dit_stream.show(rows, options)
+    dit_stream.draw(rows, picture)
+    assert [row[:3] for row in rows] == [(2, 1, 1), (2, 2, 2), (4, 1, 1), (4, 2, 2)]
+    two, three, four, unknown = (row.measured for row in rows)
+    assert two.busy == pytest.approx(1 / 2) and four.busy == pytest.approx(1 / 4)
+    assert all(0 < point.first <= point.last for point in (two, three, four))
+    assert three.busy == pytest.approx(2 * two.last / (2 * three.last))
+    assert np.isnan(unknown).all()  # four stages, two cores
+    text = capsys.readouterr().out
+    assert len(re.findall(r"P=\d: outputs equal the plain model's within \de-0\d \(float32\)", text)) == 2
+    assert len(re.findall(r"2 images by 2 steps of DDIM, P=\d, B=2: [\d.]+ s, [\d.]+ images/s", text)) == 2
+    shown = [re.findall(r"[\d.%-]+", line) for line in text.splitlines() if line.startswith("│")]
+    assert [cells[:3] for cells in shown] == [
+        ["2", "1", "50.0%"], ["2", "2", "66.7%"], ["4", "1", "25.0%"], ["4", "2", "40.0%"],
+    ]  # fmt: skip
+    assert [cells.count("-") for cells in shown] == [0, 0, 0, 4]
+    assert picture.stat().st_size > 20_000
+
+
+def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch):
+    monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: float("nan"))
+    with pytest.raises(SystemExit, match="isn't the plain model"):
+        dit_stream.run(options_of("--stages 2 --depths 1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--stages 16", r"num_stages=16 .* more than the 7 layers"),
+        ("--stages 2 --depths 0", r"num_microbatches=0 must be 1 or more"),
+        ("--stages 2 --depths 8 --steps 2 --images 30", r"batch size 30 is not .* use 1, 2, 3, 5, 6, 10, 15 or 30"),
+        ("--stages 2 --heads 5", r"width=16 has to be a multiple of 4 and of heads=5"),
+    ],
+)
+def test_what_can_not_be_is_said_in_a_line(text, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dit_stream.py", *SMALL.split(), *text.split()])
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(cluster, "join", lambda *_: None)  # devices are simulated already
+    with pytest.raises(SystemExit, match=message), contextlib.redirect_stdout(None):
+        dit_stream.main()
