@@ -121,8 +121,9 @@ class Stream:
 
     def rows(self) -> list[Row]:
         """A row for each depth; measured where each stage has a core, or an accelerator, to itself."""
-        alone = jax.default_backend() != "cpu" or self.stages <= (os.cpu_count() or 1)
-        measured, costs = self.measure(self.options.depths if alone else []), self.queue(1)[0].partition.costs
+        pipe, _ = self.queue(1)
+        alone = jax.default_backend() != "cpu" or pipe.mesh.size <= (os.cpu_count() or 1)
+        measured, costs = self.measure(self.options.depths if alone else []), pipe.partition.costs
         seconds = [measured[1].last * cost / sum(costs) for cost in costs]
         of = lambda depth: (depth * self.request, simulate(depth, seconds), measured.get(depth, UNKNOWN))
         return [Row(self.stages, depth, *of(depth)) for depth in self.options.depths]

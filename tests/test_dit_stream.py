@@ -273,3 +273,20 @@ def test_what_can_not_be_is_said_in_a_line(text, message, monkeypatch):
     monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: 0.0)
     with pytest.raises(SystemExit, match=message), contextlib.redirect_stdout(None):
         dit_stream.main()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_is_simulated():
+    """Its measured seconds can't be had again; but what follows from that of one request alone does."""
+    page = (Path(__file__).parents[1] / "docs" / "howto" / "stream.md").read_text()
+    found = [re.findall(r"[\d.]+|-", line) for line in re.findall(r"^\| \d .*$", page, re.MULTILINE)]
+    assert len(found) == 12
+    for stages, depth, formula, *cells in found:
+        p, b = int(stages), int(depth)
+        busy, _, speed, _, first, _, last, _ = (float(cell.replace("-", "nan")) for cell in cells)
+        wanted = dit_stream.simulate(b, [first / p] * p)
+        assert float(formula) == pytest.approx(100 * b / (b + p - 1), abs=0.051)
+        assert busy == pytest.approx(float(formula), rel=0.004, abs=0.051)
+        assert (last, 1e3 * b / speed) == pytest.approx((wanted.last, last), rel=0.01)
