@@ -13,10 +13,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jpipe
 from cases import assert_close
+from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import cluster
@@ -273,6 +275,20 @@ def test_what_can_not_be_is_said_in_a_line(text, message, monkeypatch):
     monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: 0.0)
     with pytest.raises(SystemExit, match=message), contextlib.redirect_stdout(None):
         dit_stream.main()
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+def test_its_call_compiles_for_tpus_with_the_clock():
+    options, stages = options_of(""), 4
+    mesh = jpipe.make_mesh(stage=stages, devices=tpu_devices("v5e:2x2"))
+    layers = dit_stream.make_layers(options, [])
+    pipe = jpipe.Pipeline(layers, dit.loss_fn, num_stages=stages, num_microbatches=8, mesh=mesh)
+    batch = jax.eval_shape(lambda: dit_stream.make_batch(8, options))
+    variables = pipe.abstract_state(batch, optax.sgd(1.0)).variables
+    compiled, text = compile_with_text(jax.jit(pipe.apply).lower(variables, batch["inputs"]))
+    assert compiled.memory_analysis().output_size_in_bytes >= 8 * 4 * 4 * 4 * 4
+    assert "send" in text, "the clock is told by the device"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
