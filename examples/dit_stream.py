@@ -182,7 +182,7 @@ def show(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Busy time and throughput by depth for each P, latency for the largest that was measured throughout."""
+    """Busy time and throughput by depth for each P, latency for the last that was measured throughout, or the first."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
@@ -193,7 +193,9 @@ def draw(rows: list[Row], path: Path) -> None:
         busy.plot(depths, 100 * depths / (depths + stages - 1), color=palette.COLOURS[kind])
         for axes, name, style in ((busy, "busy, %", "o"), (speed, "images/s", "o-")):
             curve(axes, own, name, style, palette.COLOURS[kind], f"{stages} stages")
-    whole = [own for own in groups.values() if not any(np.isnan(row.measured.last) for row in own)] or [rows]
+    whole = [own for own in groups.values() if not any(np.isnan(row.measured.last) for row in own)] or [
+        *groups.values()
+    ][:1]
     for name, colour in (("first out, ms", palette.COLOURS["I"]), ("last out, ms", palette.MEMORY)):
         curve(latency, whole[-1], name, "o-", colour, name.partition(",")[0])
     titles = (
@@ -234,12 +236,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, help="to draw (default: as many as the deepest queue has)")
     parser.add_argument("--picture", type=Path, help="a file to draw the table in; needs jpipe[plot]")
     cluster.add_options(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.depths.sort()
+    return options
 
 
 def run(options: argparse.Namespace) -> list[Row]:
     rows = []
-    for stages in options.stages or [p for p in (2, 4, 8) if p <= jax.device_count()]:
+    for stages in options.stages or [p for p in (2, 4, 8) if p <= jax.device_count()] or [1]:
         stream = Stream(stages, options)
         if jax.process_count() == 1:
             worst, most = stream.difference(max(options.depths)), TOLERANCE[options.dtype]
@@ -256,6 +260,7 @@ def main() -> None:
     options = parse_options()
     # A simulated device is one thread, so that stages don't take one another's cores.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    jax.config.update("jax_enable_x64", options.dtype == "float64")
     cluster.join(options, console, max(options.stages or [8]))
     try:
         rows = run(options)

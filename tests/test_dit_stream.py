@@ -242,6 +242,19 @@ def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
     assert picture.stat().st_size > 20_000
 
 
+def test_of_what_was_not_measured_the_first_is_drawn(tmp_path):
+    unknown = lambda stages, depth: (dit_stream.simulate(depth, [1.0] * stages), dit_stream.UNKNOWN)
+    rows = [dit_stream.Row(stages, depth, depth, *unknown(stages, depth)) for stages in (4, 8) for depth in (1, 2)]
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dit_stream, "curve", lambda _, own, name, *__: drawn.append((name, [row[:2] for row in own])))
+        patch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)  # of nothing
+        dit_stream.draw(rows, tmp_path / "stream.png")
+    four, eight = [(4, 1), (4, 2)], [(8, 1), (8, 2)]
+    assert drawn[:4] == [(name, own) for own in (four, eight) for name in ("busy, %", "images/s")]
+    assert drawn[4:] == [("first out, ms", four), ("last out, ms", four)]
+
+
 @pytest.mark.parametrize(("cores", "asked"), [(4, [1, 2]), (3, [])])
 def test_stages_that_share_cores_are_not_measured_but_for_one_request_alone(cores, asked, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -271,6 +284,7 @@ def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch):
 def test_what_can_not_be_is_said_in_a_line(text, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dit_stream.py", *SMALL.split(), *text.split()])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(cluster, "join", lambda *_: None)  # devices are simulated already
     monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: 0.0)
     with pytest.raises(SystemExit, match=message), contextlib.redirect_stdout(None):
