@@ -193,19 +193,18 @@ def draw(rows: list[Row], path: Path) -> None:
         busy.plot(depths, 100 * depths / (depths + stages - 1), color=palette.COLOURS[kind])
         for axes, name, style in ((busy, "busy, %", "o"), (speed, "images/s", "o-")):
             curve(axes, own, name, style, palette.COLOURS[kind], f"{stages} stages")
-    whole = [own for own in groups.values() if not any(np.isnan(row.measured.last) for row in own)] or [
-        *groups.values()
-    ][:1]
+    whole = [own for own in groups.values() if not any(np.isnan(row.measured.last) for row in own)]
+    chosen = whole[-1] if whole else next(iter(groups.values()))
     for name, colour in (("first out, ms", palette.COLOURS["I"]), ("last out, ms", palette.MEMORY)):
-        curve(latency, whole[-1], name, "o-", colour, name.partition(",")[0])
+        curve(latency, chosen, name, "o-", colour, name.partition(",")[0])
     titles = (
         "Share of time for which stages work, %,\nand as lines B/(B+P-1)",
         "Images a second",
-        f"Milliseconds until requests are out,\n{whole[-1][0].stages} stages",
+        f"Milliseconds until requests are out,\n{chosen[0].stages} stages",
     )
     for axes, title in zip((busy, speed, latency), titles, strict=True):
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row.depth for row in whole[-1]], [row.depth for row in whole[-1]])
+        axes.set_xticks([row.depth for row in chosen], [row.depth for row in chosen])
         axes.set_ylim(0)
         axes.set_title(title, fontsize=palette.TITLE)
         axes.set_xlabel("B, requests in the queue (rings: simulated, diamonds: measured)", fontsize=palette.TEXT)
