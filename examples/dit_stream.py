@@ -225,7 +225,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     depths = {"type": int, "nargs": "+", "default": [1, 2, 4, 8, 16, 32]}
     parser.add_argument("--depths", **depths, help="B, one after the other (default %(default)s)")
     parser.add_argument("--request", type=int, default=1, help="images in a request (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed calls (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=40, help="(default %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the hidden states (default %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="(default %(default)s)")
