@@ -201,15 +201,20 @@ def test_the_slowest_stage_sets_the_pace():
     assert (found.first, found.last, found.busy) == (6, 6 + 4 * 3, pytest.approx(5 * 6 / (3 * 18)))
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_forty_blocks_are_cut_into_equal_stages(stages):
-    """Embedding and output cost little: the simulated busy time is within 0.4 % of that of equal stages."""
+def costs_of(stages: int) -> list[float]:
+    """Of the stages of the example as it is without options, after a check that blocks are shared out equally."""
     stream = dit_stream.Stream(stages, dit_stream.parse_options([]))
     stream.variables = "none: shapes are enough"
     pipe, _ = stream.queue(1)
     blocks = [min(stop, 41) - max(start, 1) for start, stop in pipe.partition.bounds]
     assert blocks == [40 // stages] * stages
-    costs = pipe.partition.costs
+    return list(pipe.partition.costs)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_forty_blocks_are_cut_into_equal_stages(stages):
+    """Embedding and output cost little: the simulated busy time is within 0.4 % of that of equal stages."""
+    costs = costs_of(stages)
     for depth in DEPTHS:
         found, formula = dit_stream.simulate(depth, costs).busy, depth / (depth + stages - 1)
         assert 0.996 * formula < found <= formula * (1 + 1e-12)
@@ -309,14 +314,21 @@ def test_its_call_compiles_for_tpus_with_the_clock():
 
 
 def test_the_page_shows_what_is_simulated():
-    """Its measured seconds can't be had again; but what follows from that of one request alone does."""
+    """What follows from shapes, and from the measured seconds of one request alone, which can't be had again."""
     page = (Path(__file__).parents[1] / "docs" / "howto" / "stream.md").read_text()
-    found = [re.findall(r"[\d.]+|-", line) for line in re.findall(r"^\| \d .*$", page, re.MULTILINE)]
-    assert len(found) == 12
-    for stages, depth, formula, *cells in found:
-        p, b = int(stages), int(depth)
-        busy, _, speed, _, first, _, last, _ = (float(cell.replace("-", "nan")) for cell in cells)
-        wanted = dit_stream.simulate(b, [first / p] * p)
-        assert float(formula) == pytest.approx(100 * b / (b + p - 1), abs=0.051)
-        assert busy == pytest.approx(float(formula), rel=0.004, abs=0.051)
-        assert (last, 1e3 * b / speed) == pytest.approx((wanted.last, last), rel=0.01)
+    found = [re.findall(r"[\d.]+", line) for line in re.findall(r"^\| \d+ .*$", page, re.MULTILINE)]
+    assert [len(cells) for cells in found] == [7] * 6 + [9] * 3
+    costs = {stages: costs_of(stages) for stages in (2, 4, 8)}
+    for depth, *cells in found[:6]:
+        b, wanted = int(depth), []
+        for p, of in costs.items():
+            wanted += [f"{100 * b / (b + p - 1):.1f}", f"{100 * dit_stream.simulate(b, of).busy:.1f}"]
+        assert cells == wanted
+    alone = float(found[6][-1])
+    for depth, *cells in found[6:]:
+        b, numbers = int(depth), list(map(float, cells))
+        busy, first, last = dit_stream.simulate(b, [alone * cost / sum(costs[2]) for cost in costs[2]])
+        assert numbers[::2] == pytest.approx([100 * busy, 1e3 * b / last, first, last], rel=2e-3)
+        measured_busy, speed, _, measured_last = numbers[1::2]
+        assert measured_busy == pytest.approx(100 * b * alone / (2 * measured_last), rel=2e-3)
+        assert speed == pytest.approx(1e3 * b / measured_last, rel=2e-3)
