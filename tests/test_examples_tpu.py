@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
 import lm
 import train
-from models import amoebanet, resnet, transformer_l, translation, unet
+from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,6 +143,11 @@ def images(count: int, size: int, channels: int = 3) -> dict[str, Any]:
     return {"inputs": floats(count, size, size, channels), "targets": integers(count)}
 
 
+def noisy(count: int, size: int) -> dict[str, Any]:
+    latents = floats(count, size, size, 4)
+    return {"inputs": (latents, floats(count), integers(count)), "targets": latents}
+
+
 def sentences(count: int, source: int, target: int) -> dict[str, Any]:
     return {"inputs": integers(count, source), "targets": integers(count, target)}
 
@@ -151,6 +156,7 @@ TRANSFORMER = transformer_l, lambda: transformer_l.transformer_l(6, 128, 512, 4,
 TRANSLATION = translation, lambda: translation.translation(3, 512, 2, 128, 1000), sentences(32, 64, 48)
 AMOEBANET = amoebanet, lambda: amoebanet.amoebanet(3, 16, 10, variant="B", stem="small"), images(32, 16)
 RESNET = resnet, lambda: resnet.small_resnet(10, dropout=0.1), images(32, 32)
+DIT = dit, lambda: dit.dit(6, 128, 4), noisy(32, 16)
 UNET = unet, lambda: unet.unet(3, 2, 16), {**images(32, 32), "targets": integers(32, 32, 32)}
 
 TABLE: dict[str, Callable[[Mesh], Example]] = {
@@ -163,12 +169,16 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
     "translation": partial(of_model, *TRANSLATION),
     "amoebanet": partial(of_model, *AMOEBANET),
     "resnet": partial(of_model, *RESNET),
+    "dit": partial(of_model, *DIT),
     "unet": partial(of_model, *UNET),
 }
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
-ELSEWHERE = {"__init__", "cluster", "schedules", "pipedream", "llama"}
-"""What has no model: helpers, and scripts for pictures; and what `test_llama_example` compiles, with its package."""
+ELSEWHERE = {"__init__", "cluster", "names", "precision", "schedules", "concepts", "pipedream", "llama"} | {
+    "transfer", "translate", "translation_study", "dit_stream",
+}  # fmt: skip
+"""What has no model: helpers, and scripts for pictures; what `test_llama_example` compiles, with its package; and what
+runs a model that is in the table."""
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jpipe.model.groups import Model
 from jpipe.model.trace import trace_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from models import amoebanet, resnet, transformer_l, translation, unet
+from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 
 def traced(layers: list, batch: dict) -> Model:
@@ -80,6 +80,20 @@ def test_translation_models_have_the_parameters_of_the_paper(size, billions):
     assert f"{num_parameters(model) / 1e9:.2f}" == billions
     assert len(model.groups) == 6  # source, encoder, norm, start of the decoder, decoder, head
     assert shape_given(model) == (2, 12, 64000)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [((12, 384, 6), 33), ((12, 768, 12), 130), ((24, 1024, 16), 458), ((28, 1152, 16), 675)],
+    ids=["S", "B", "L", "XL"],
+)
+def test_dit_has_the_parameters_of_table_1(size, millions):
+    """Of arXiv 2212.09748: patches of 2x2, and twice as many outputs as the latents' four channels."""
+    shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    model = traced(dit.dit(*size, outputs=8), {"inputs": (shape(2, 32, 32, 4), shape(2), shape(2, dtype=jnp.int32))})
+    assert round(num_parameters(model) / 1e6) == millions
+    assert len(model.groups) == 3
+    assert shape_given(model) == (2, 32, 32, 8)
 
 
 def test_amoebanet_b_has_the_parameters_of_the_paper():
