@@ -44,14 +44,14 @@ CHANGED = ".*(q|k|v|o|gate|up|down)_proj"
 # --- a block with low-rank changes; the rest is frozen ---
 
 
-def lora_blocks(rank: int, alpha: float) -> Callable[..., nnx.Module]:
-    """What makes blocks as `llama.Block` does, with the `nnx.LoRAParam`s that qwix gives them."""
+def lora_blocks(rank: int, alpha: float, kind: Callable[..., nnx.Module] = llama.Block) -> Callable[..., nnx.Module]:
+    """What makes such blocks, with the `nnx.LoRAParam`s that qwix gives them."""
     provider, kinds = qwix.LoraProvider(module_path=CHANGED, rank=rank, alpha=alpha), []
 
     def make(config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
         batch = {"positions": jnp.zeros((1, 2), jnp.int32), "attention_mask": jnp.ones((1, 2, 2), bool)}
         x = jnp.zeros((1, 2, config.embed_dim))  # qwix calls a module once to see what it computes
-        block = qwix.apply_lora_to_model(llama.Block(config, rngs=rngs), provider, x, batch, rngs=rngs)
+        block = qwix.apply_lora_to_model(kind(config, rngs=rngs), provider, x, batch, rngs=rngs)
         kinds.append(type(block))
         block.__class__ = kinds[0]  # qwix makes a class for each block, but layers of one class are compiled once
         return block
@@ -59,10 +59,14 @@ def lora_blocks(rank: int, alpha: float) -> Callable[..., nnx.Module]:
     return make
 
 
+def frozen(layer: Any) -> Any:
+    """The layer, of which the changes alone are trained."""
+    return jpipe.freeze(layer, lambda path: "lora" not in path)
+
+
 def make_pipeline(config: Any, rank: int, alpha: float, **chosen: Any) -> jpipe.Pipeline:
-    layers = llama.make_layers(config, lora_blocks(rank, alpha))
-    frozen = [jpipe.freeze(layer, lambda path: "lora" not in path) for layer in layers]
-    return jpipe.Pipeline(frozen, llama.loss_fn, inputs=llama.tokens_of, **chosen)
+    layers = [frozen(layer) for layer in llama.make_layers(config, lora_blocks(rank, alpha))]
+    return jpipe.Pipeline(layers, llama.loss_fn, inputs=llama.tokens_of, **chosen)
 
 
 def with_lora(model: Any, rank: int, alpha: float, seed: int = 0) -> Any:

@@ -150,8 +150,8 @@ def check_reads_tokens(layers: Sequence[AnyLayer], dtype: jnp.dtype) -> None:
             side = jax.eval_shape(read or (lambda batch: batch), tokens)
         if side is None or any(leaf.shape[:2] != tokens.shape for leaf in jax.tree.leaves(side)):
             raise ValueError(
-                f"layer {index} ({layer.name}) can't read its side input, for each token, from tokens [b, T], which are "
-                "all that generate feeds; let its function return the batch itself, and the layer take what it needs"
+                f"layer {index} ({layer.name}) can't read its side input, for each token, from tokens [b, T], which "
+                "are all that generate feeds; let its function return the batch, and the layer take what it needs"
             )
 
 

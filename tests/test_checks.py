@@ -115,7 +115,7 @@ def test_side_inputs_that_tokens_have(read):
 )
 def test_side_inputs_that_tokens_lack(read):
     with pytest.raises(
-        ValueError, match=r"layer 0 .* from tokens \[b, T\], .*; let its function return the batch itself"
+        ValueError, match=r"layer 0 .* from tokens \[b, T\], .*; let its function return the batch, and"
     ):
         check_reads_tokens(reading(read), jnp.int32)
 

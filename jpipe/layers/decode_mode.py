@@ -47,7 +47,8 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
     def prepared(module: object) -> nnx.Module:
         assert isinstance(module, nnx.Module)
-        module.set_attributes(decode=True, raise_if_not_found=False)
+        no_method = lambda _, part: not callable(getattr(part, "decode", None))  # that of a table is another thing
+        module.set_attributes(no_method, decode=True, raise_if_not_found=False)
         for _, part in nnx.iter_graph(module):
             make = getattr(part, "init_cache", None)
             if callable(make):

@@ -59,7 +59,22 @@ def test_caches(layer):
         )
 
 
-@pytest.mark.parametrize("layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs)])
+class Table(nnx.Module):
+    """As google-tunix's embedding, whose `decode` gives logits."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def decode(self, x):
+        return x @ self.table[...].T
+
+    def __call__(self, x):
+        return self.decode(x)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda rngs: Table(rngs)]
+)
 def test_layers_without_a_cache_stay_as_they_are(layer):
     (adapted,) = as_layers([layer])
     found, x = decoding(adapted, TAKES, SIZE, LENGTH), jnp.ones((SIZE, 1, 8))
