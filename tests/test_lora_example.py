@@ -56,16 +56,8 @@ def test_what_is_frozen_has_neither_gradients_nor_moments(worker):
     """Counted on all four devices, which have room for two blocks each, the most that a stage has."""
     held = call(worker, "held")
     rank, width, inside, heads, kv = 3, 16, 32, 4 * 8, 2 * 8
-    pairs = [
-        (width, heads),
-        (width, kv),
-        (width, kv),
-        (heads, width),
-        (width, inside),
-        (width, inside),
-        (inside, width),
-    ]
-    block = sum(rank * (into + out) for into, out in pairs)
+    attention = 2 * (width + heads) + 2 * (width + kv)
+    block = rank * (attention + 3 * (width + inside))
     trained, gradients, moments, everything = held["lora"]
     assert trained == gradients == 4 * 2 * block
     assert moments == 2 * trained + 1  # and the number of the step

@@ -59,7 +59,7 @@ def batch_of(example: Any, config: Any) -> dict[str, Any]:
 
 
 def compare(example: Any, pipe: jpipe.Pipeline, model: Any, config: Any, rows: int) -> int:
-    """The pipeline's tokens against those of tunix's sampler with this model, in float64; how many answers there are."""
+    """The pipeline's tokens against those of tunix's sampler with this model; how many answers differ."""
     variables = pipe.from_layer_variables(example.llama.to_layers(nnx.state(model), config), batch_of(example, config))
     prompts = prompts_of(config, rows)
     alive("the pipeline")

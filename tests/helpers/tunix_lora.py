@@ -92,15 +92,13 @@ def trained(dtype: str) -> int:
             state, metrics = pipe.train_step(state, batch)
             losses.append(metrics["loss"])
         alive("tunix's trainer")
-        wanted = (
-            list(example.tunix_losses(model, tx, batches)),
-            of_lora(example.llama.to_layers(nnx.state(model), config)),
-        )
+        of_tunix = list(example.tunix_losses(model, tx, batches))
+        wanted = of_tunix, of_lora(example.llama.to_layers(nnx.state(model), config))
         after = jax.device_get(pipe.layer_variables(state.variables))
         base = lambda trees: [plain(tree["params"]) for tree in trees]
         jax.tree.map(np.testing.assert_array_equal, base(after), base(trees))
         got = list(map(np.asarray, losses)), of_lora(after)
-        return assert_close(example, got, wanted, {"float64": 1e-9, "float32": 1e-4}[dtype])
+        return assert_close(example, got, wanted, TOLERANCES[dtype])
 
 
 def held() -> dict[str, list[int]]:
