@@ -3,6 +3,8 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -83,3 +85,34 @@ def test_layers_without_a_cache_stay_as_they_are(layer):
     outputs, new = found.apply(variables, (x,), Context(None, True))
     assert not new
     assert jnp.array_equal(outputs, adapted.apply(variables, (x,), Context(None, False))[0])
+
+
+class Reading(nn.Module):
+    """Takes tokens and a mask from the batch; as it decodes, the batch is the tokens, and its cache is enough."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, batch):
+        tokens, mask = (batch, None) if self.decode else (batch["inputs"], batch["mask"][:, None])
+        x = x + nn.Embed(7, 8)(tokens)
+        return x + nn.MultiHeadDotProductAttention(2, decode=self.decode)(x, mask=mask)
+
+
+def test_a_side_input_is_the_tokens_that_are_fed():
+    init = nn.initializers.normal(1.0)
+    layers = [nn.Embed(7, 8, embedding_init=init), Reading(), nn.Dense(7, kernel_init=init)]
+    loss_fn = lambda logits, batch: optax.softmax_cross_entropy_with_integer_labels(logits, batch["inputs"]).mean()
+    causal = np.tril(np.ones((6, 6), bool))
+    batch = {"inputs": np.zeros((4, 6), np.int32), "mask": np.broadcast_to(causal, (4, 6, 6))}
+    connected = [layers[0], jpipe.reads(layers[1], lambda batch: batch), layers[2]]
+    inputs = lambda batch: batch["inputs"]
+    pipe = jpipe.Pipeline(connected, loss_fn, num_stages=2, num_microbatches=2, inputs=inputs, balance="even")
+    variables = pipe.init(jax.random.key(0), batch)
+    tokens = np.random.default_rng(0).integers(0, 7, (4, 6)).astype(np.int32)
+    found = pipe.generate(variables, tokens[:, :2], 4)
+    trees = jax.device_get(pipe.layer_variables(variables))
+    for place in range(2, 6):
+        x = layers[1].apply(trees[1], layers[0].apply(trees[0], tokens), batch | {"inputs": tokens})
+        tokens[:, place] = np.argmax(layers[2].apply(trees[2], x)[:, place - 1], -1)
+    np.testing.assert_array_equal(found, tokens)
