@@ -6,7 +6,6 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jpipe.execution.batches import check_no_example, is_bare
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
-from jpipe.layers.connections import ConnectedLayer
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.planning.plan import Plan
@@ -114,7 +112,7 @@ def check_prompts(plan: Plan, prompts: Leaf, num_tokens: int, key: jax.Array | N
 
     Raises:
       TypeError, ValueError: prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked for; a temperature
-        below 0, or one without a key; a layer reads more of the batch than tokens.
+        below 0, or one without a key.
     """
     if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
         given = describe(prompts) if hasattr(prompts, "shape") else type(prompts).__name__
@@ -133,26 +131,6 @@ def check_prompts(plan: Plan, prompts: Leaf, num_tokens: int, key: jax.Array | N
         raise ValueError(f"temperature={temperature} is below 0; use 0 for the likeliest token, or more to sample")
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
-    check_reads_tokens(plan.request.layers, prompts.dtype)
-
-
-def check_reads_tokens(layers: Sequence[AnyLayer], dtype: jnp.dtype) -> None:
-    """Checks that side inputs can be read from tokens `[b, T]`, the batch where a model generates, for each of them.
-
-    Raises:
-      ValueError: naming the first layer whose function can't.
-    """
-    tokens = jax.ShapeDtypeStruct((2, 3), dtype)
-    for index, layer in enumerate(layers):
-        read = layer.read if isinstance(layer, ConnectedLayer) else None
-        side = None
-        with suppress(Exception):  # of a function that looks for more than tokens
-            side = jax.eval_shape(read or (lambda batch: batch), tokens)
-        if side is None or any(leaf.shape[:2] != tokens.shape for leaf in jax.tree.leaves(side)):
-            raise ValueError(
-                f"layer {index} ({layer.name}) can't read its side input, for each token, from tokens [b, T], which "
-                "are all that generate feeds; let its function return the batch, and the layer take what it needs"
-            )
 
 
 def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:

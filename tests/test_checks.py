@@ -15,10 +15,8 @@ from jpipe.checks import (
     check_is_variables,
     check_key,
     check_reads_nothing,
-    check_reads_tokens,
     check_variables,
 )
-from jpipe.layers.adapt import as_layers
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -94,30 +92,6 @@ def test_side_inputs():
     check_reads_nothing(layers[:1])
     with pytest.raises(ValueError, match=r"layer 1 .* can't read its side input from the bare inputs"):
         check_reads_nothing(layers)
-
-
-def reading(read):
-    return as_layers([jpipe.reads(lambda x, side: x, read)])
-
-
-@pytest.mark.parametrize("read", [lambda batch: batch, lambda tokens: {"is_word": tokens > 0}])
-def test_side_inputs_that_tokens_have(read):
-    check_reads_tokens(reading(read), jnp.int32)
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda batch: batch["mask"],
-        lambda batch: batch[0],  # of a tuple it is meant, here the first prompt
-        lambda batch: batch[:, 0],  # where T is 1, not the first token
-    ],
-)
-def test_side_inputs_that_tokens_lack(read):
-    with pytest.raises(
-        ValueError, match=r"layer 0 .* from tokens \[b, T\], .*; let its function return the batch, and"
-    ):
-        check_reads_tokens(reading(read), jnp.int32)
 
 
 def test_enough_layers():
