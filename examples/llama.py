@@ -7,7 +7,7 @@ it; `--compile` compiles the 8B for TPUs that needn't be there. Needs `pip insta
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cluster import simulate_devices
+from cluster import WHOLE, simulate_devices
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -50,10 +50,10 @@ class Block(llama.DecoderLayer):
         return super().__call__(x, batch["positions"], None, batch["attention_mask"])[1]
 
 
-def make_layers(config: llama.ModelConfig) -> list[Any]:
+def make_layers(config: llama.ModelConfig, make_block: Callable[..., nnx.Module] = Block) -> list[Any]:
     width, words, split = config.embed_dim, config.vocab_size, config.shd_config
     embed = lambda rngs: Embed(words, width, rngs=rngs, shd_config=split)
-    block = jpipe.reads(lambda rngs: Block(config, rngs=rngs), lambda batch: batch)  # the micro-batch at hand
+    block = jpipe.reads(lambda rngs: make_block(config, rngs=rngs), lambda batch: batch)  # the micro-batch at hand
     norm = lambda rngs: llama.RMSNorm(width, norm_eps=config.norm_eps, rngs=rngs, shd_config=split)
     head = lambda rngs: llama.Einsum("BTD,DV->BTV", (width, words), rngs=rngs, sharding=split.emb_dv)
     table = jpipe.Shared(embed)
@@ -121,8 +121,12 @@ def make_batch(tokens: np.ndarray, mask: np.ndarray | None = None) -> Batch:
     return {"input_tokens": tokens, "input_mask": mask, **jax.device_get(made)}
 
 
-def make_pipeline(config: llama.ModelConfig, **chosen: Any) -> jpipe.Pipeline:
-    return jpipe.Pipeline(make_layers(config), loss_fn, inputs=lambda batch: batch["input_tokens"], **chosen)
+def tokens_of(batch: Batch) -> Any:
+    return batch["input_tokens"]
+
+
+def make_pipeline(config: llama.ModelConfig, make_block: Any = Block, **chosen: Any) -> jpipe.Pipeline:
+    return jpipe.Pipeline(make_layers(config, make_block), loss_fn, inputs=tokens_of, **chosen)
 
 
 def difference(got: Any, wanted: Any) -> float:
@@ -172,12 +176,25 @@ def cut(pipe: jpipe.Pipeline) -> list[str]:
     return words
 
 
+def windows_of(text: np.ndarray, part: tuple[int, int] = WHOLE) -> Iterator[Batch]:
+    """Batches of 32 windows of 64 bytes, or parts of each."""
+    return (make_batch(batch["inputs"]) for batch in batches(text, argparse.Namespace(batch=32, seq=64), 0, part))
+
+
+def fit(pipe: jpipe.Pipeline, state: Any, windows: Iterator[Batch], num_steps: int) -> Any:
+    """The state after some steps, the loss of every 20th printed."""
+    for step, batch in enumerate(islice(windows, num_steps), 1):
+        state, metrics = pipe.train_step(state, pipe.place(batch))
+        if step == 1 or step % 20 == 0 or step == num_steps:
+            console.print(f"step {step}: loss {float(metrics['loss']):.3f}")
+    return state
+
+
 def train(options: argparse.Namespace) -> None:
     config = replace(TINY, num_layers=options.layers, weight_tying=options.tied)
-    text, size = read_text(None), argparse.Namespace(batch=32, seq=64)
+    text = read_text(None)
     split = len(text) * 19 // 20
-    windows = (make_batch(batch["inputs"]) for batch in batches(text[:split], size, seed=0))
-    held_out = make_batch(next(batches(text[split:], size, seed=0))["inputs"])
+    held_out = next(windows_of(text[split:]))
 
     model = make_model(config)
     pipe = make_pipeline(config, num_stages=options.stages, num_microbatches=options.microbatches)
@@ -188,10 +205,7 @@ def train(options: argparse.Namespace) -> None:
 
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     state = pipe.create_state(jax.random.key(0), held_out, tx, variables)
-    for step, batch in enumerate(islice(windows, options.steps), 1):
-        state, metrics = pipe.train_step(state, batch)
-        if step == 1 or step % 20 == 0 or step == options.steps:
-            console.print(f"step {step}: loss {float(metrics['loss']):.3f}")
+    state = fit(pipe, state, windows_of(text[:split]), options.steps)
 
     from_layers(pipe.layer_variables(state.variables), model)
     reached = float(pipe.evaluate(state.variables, held_out))

@@ -132,7 +132,7 @@ def check_generation(
 
     Raises:
       TypeError, ValueError: as `check_complete`; prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked
-        for; a temperature below 0, or one without a key; prompts aren't fed in equal parts; a layer reads the batch.
+        for; a temperature below 0, or one without a key; prompts aren't fed in equal parts.
     """
     check_complete(plan, variables)
     if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
@@ -157,10 +157,9 @@ def check_generation(
         raise ValueError(f"temperature={temperature} is below 0; use 0 for the likeliest token, or more to sample")
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
-    check_reads_nothing(plan.request.layers, ", which are all that generate feeds")
 
 
-def check_reads_nothing(layers: Sequence[AnyLayer], whose: str = "; pass the whole batch to apply") -> None:
+def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
     """Checks that no layer has a side input, where there is no batch but only the model's inputs.
 
     Raises:
@@ -168,7 +167,10 @@ def check_reads_nothing(layers: Sequence[AnyLayer], whose: str = "; pass the who
     """
     for index, layer in enumerate(layers):
         if layer.reads_batch:
-            raise ValueError(f"layer {index} ({layer.name}) can't read its side input from the bare inputs{whose}")
+            raise ValueError(
+                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
+                "apply"
+            )
 
 
 def check_training(planner: Planner, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None) -> None:

@@ -171,7 +171,7 @@ class ConnectedLayer(Passing):
 
     @property
     def reads_batch(self) -> bool:
-        return self.read_inputs is not None or self.read is not None or self.inner.reads_batch
+        return self.read_inputs is not None or self.read not in (None, no_batch) or self.inner.reads_batch
 
     @property
     def made_of(self) -> Sequence[object]:
@@ -220,6 +220,8 @@ class ConnectedLayer(Passing):
 
 
 def _side_input(read: Read, batch: Batch) -> PyTree:
+    if read is no_batch:
+        return None
     try:
         side = read(batch)
     except Exception as error:
@@ -230,6 +232,10 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
     if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
         raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
     return side
+
+
+def no_batch(batch: Batch) -> None:
+    """What a layer with a side input reads where there is no batch, as it decodes: it is called with None instead."""
 
 
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:

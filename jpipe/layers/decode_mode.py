@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jpipe.layers.base import Activation, AnyLayer, Around, Context, Inputs, LayerVariables, Passing
+from jpipe.layers.connections import ConnectedLayer, no_batch
 from jpipe.layers.flax import LinenLayer, NnxLayer
 from jpipe.layers.functions import signature_of
 from jpipe.types import Batch, Shapes
@@ -26,6 +27,8 @@ CACHE = "cache"
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
     """The layer in decode mode, with caches for sequences of a length; one without such a mode as it is.
 
+    A side input is None: there is no batch.
+
     Args:
       layer: any layer.
       takes: what it takes in training, `[b, T, ...]`; a pytree of shapes.
@@ -33,7 +36,8 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
       length: of the longest sequence.
     """
     if isinstance(layer, Around):
-        return replace(layer, inner=decoding(layer.inner, takes, size, length))
+        layer = replace(layer, inner=decoding(layer.inner, takes, size, length))
+        return replace(layer, read=no_batch) if isinstance(layer, ConnectedLayer) and layer.read else layer
     if isinstance(layer, LinenLayer) and "decode" in {field.name for field in dataclasses.fields(layer.module)}:
         layer = replace(layer, module=layer.module.clone(decode=True), writes=(CACHE,))
     elif isinstance(layer, NnxLayer):
@@ -47,7 +51,8 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
     def prepared(module: object) -> nnx.Module:
         assert isinstance(module, nnx.Module)
-        module.set_attributes(decode=True, raise_if_not_found=False)
+        no_method = lambda _, part: not callable(getattr(part, "decode", None))  # that of a table is another thing
+        module.set_attributes(no_method, decode=True, raise_if_not_found=False)
         for _, part in nnx.iter_graph(module):
             make = getattr(part, "init_cache", None)
             if callable(make):

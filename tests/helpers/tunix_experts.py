@@ -21,7 +21,7 @@ import jpipe
 from collectives import intruders, read
 from timed import alive
 from tpu_program import compile_with_text, tpu_devices
-from tunix_llama import instead
+from tunix_llama import Instead
 
 SIZE, STEPS, BLOCKS, WORDS = 8, 6, 4, 32
 
@@ -52,9 +52,9 @@ def on_tpus(module: Any, *, simulated: bool):
     with contextlib.ExitStack() as stack:
         if simulated:
             zeros = lambda shape, dtype: jnp.zeros(shape, dtype)
-            names["lax"] = instead(jax.lax, ragged_all_to_all=exchange, empty=zeros)
+            names["lax"] = Instead(jax.lax, ragged_all_to_all=exchange, empty=zeros)
             stack.enter_context(mock.patch.object(module, "megablox", SimpleNamespace(gmm=grouped_product)))
-        stack.enter_context(mock.patch.object(module, "jax", instead(jax, **names)))
+        stack.enter_context(mock.patch.object(module, "jax", Instead(jax, **names)))
         yield exchange
 
 

@@ -5,13 +5,12 @@ tunix is imported in functions only: it takes seconds, and changes a setting of 
 
 import contextlib
 import importlib.util
-import io
 import math
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -29,19 +28,24 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 """Of a leaf's largest value. Sums of some hundred terms in another order, and a few layers of them."""
 
 
-def load_example() -> Any:
-    """`examples/llama.py` under a name that no other module has."""
+def load_example(name: str = "llama") -> Any:
+    """`examples/llama.py`, or another, under a name that no other module has."""
     with mock.patch("sys.path", [str(EXAMPLES), *sys.path]):
-        spec = importlib.util.spec_from_file_location("llama_example", EXAMPLES / "llama.py")
+        spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
         assert spec is not None and spec.loader is not None
         example = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(example)
     return example
 
 
-def instead(module: ModuleType, **names: Any) -> SimpleNamespace:
-    """The module with other things under these names."""
-    return SimpleNamespace(**{**vars(module), **names})
+class Instead:
+    """A module with other things under some names; the rest is what it has when asked, as qwix replaces functions."""
+
+    def __init__(self, module: ModuleType, **names: Any):
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 @contextlib.contextmanager
@@ -50,8 +54,8 @@ def wide(example: Any):
     linear = partial(nnx.Linear, param_dtype=jnp.float64)
     with (
         jax.enable_x64(True),
-        mock.patch.object(example.llama, "jnp", instead(jnp, float32=jnp.float64)),
-        mock.patch.object(example.llama, "nnx", instead(nnx, Linear=linear)),
+        mock.patch.object(example.llama, "jnp", Instead(jnp, float32=jnp.float64)),
+        mock.patch.object(example.llama, "nnx", Instead(nnx, Linear=linear)),
     ):
         yield
 
@@ -88,14 +92,14 @@ def check(shape: list[int], dtype: str, tied: bool, chosen: dict[str, Any]) -> i
     return len(differences)
 
 
-def printed(*arguments: str) -> str:
+def printed(*arguments: str, name: str = "llama") -> str:
     """What the example prints, called with these arguments."""
-    example = load_example()
-    text = io.StringIO()
-    example.console = example.Console(file=text, width=120)
-    with mock.patch("sys.argv", ["llama.py", *arguments]):
+    example = load_example(name)
+    example.console.width = 120
+    joined = mock.patch.object(sys.modules["cluster"], "join", lambda *_: None)  # the devices are there
+    with mock.patch("sys.argv", [f"{name}.py", *arguments]), joined, example.console.capture() as text:
         example.main()
-    return text.getvalue()
+    return text.get()
 
 
 def lowered(*arguments: str) -> list[Any]:

@@ -3,6 +3,8 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -59,7 +61,22 @@ def test_caches(layer):
         )
 
 
-@pytest.mark.parametrize("layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs)])
+class Table(nnx.Module):
+    """As google-tunix's embedding, whose `decode` gives logits."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def decode(self, x):
+        return x @ self.table[...].T
+
+    def __call__(self, x):
+        return self.decode(x)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dense(8), nn.relu, lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda rngs: Table(rngs)]
+)
 def test_layers_without_a_cache_stay_as_they_are(layer):
     (adapted,) = as_layers([layer])
     found, x = decoding(adapted, TAKES, SIZE, LENGTH), jnp.ones((SIZE, 1, 8))
@@ -68,3 +85,50 @@ def test_layers_without_a_cache_stay_as_they_are(layer):
     outputs, new = found.apply(variables, (x,), Context(None, True))
     assert not new
     assert jnp.array_equal(outputs, adapted.apply(variables, (x,), Context(None, False))[0])
+
+
+class Reading(nn.Module):
+    """Takes a mask from the batch; as it decodes, its cache is enough."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, batch):
+        mask = None if self.decode else batch["mask"][:, None]
+        return x + nn.MultiHeadDotProductAttention(2, decode=self.decode)(x, mask=mask)
+
+
+class Needing(nn.Module):
+    """Looks for the batch as it decodes too."""
+
+    def __call__(self, x, batch):
+        return jnp.where(batch["mask"][:, :, :1], x, 0.0)
+
+
+def reading(layer):
+    """A pipeline with the layer, which reads the batch, its layers, variables, and a batch of zeros."""
+    init = nn.initializers.normal(1.0)
+    layers = [nn.Embed(7, 8, embedding_init=init), layer, nn.Dense(7, kernel_init=init)]
+    loss_fn = lambda logits, batch: optax.softmax_cross_entropy_with_integer_labels(logits, batch["inputs"]).mean()
+    causal = np.tril(np.ones((6, 6), bool))
+    batch = {"inputs": np.zeros((4, 6), np.int32), "mask": np.broadcast_to(causal, (4, 6, 6))}
+    connected, inputs = [layers[0], jpipe.reads(layer, lambda batch: batch), layers[2]], lambda batch: batch["inputs"]
+    pipe = jpipe.Pipeline(connected, loss_fn, num_stages=2, num_microbatches=2, inputs=inputs, balance=[1, 2])
+    return pipe, layers, pipe.init(jax.random.key(0), batch), batch
+
+
+def test_a_side_input_is_none():
+    pipe, layers, variables, batch = reading(Reading())
+    tokens = np.random.default_rng(0).integers(0, 7, (4, 6)).astype(np.int32)
+    found = np.asarray(pipe.generate(variables, tokens[:, :2].copy(), 4))
+    trees = jax.device_get(pipe.layer_variables(variables))
+    for place in range(2, 6):
+        x = layers[1].apply(trees[1], layers[0].apply(trees[0], tokens), batch)
+        tokens[:, place] = np.argmax(layers[2].apply(trees[2], x)[:, place - 1], -1)
+    np.testing.assert_array_equal(found, tokens)
+
+
+def test_a_layer_that_needs_its_side_input_is_named():
+    pipe, _, variables, _ = reading(Needing())
+    with pytest.raises(ValueError, match=r"layer 1 \(Needing\) raised TypeError.* called with \(x, side\) = .*None"):
+        pipe.generate(variables, np.zeros((2, 2), np.int32), 3)

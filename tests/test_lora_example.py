@@ -1,0 +1,80 @@
+"""`examples/lora.py`: LoRA on google-tunix's Llama 3 in stages equals LoRA on tunix's whole model; see `tunix_lora`."""
+
+import importlib.util
+import re
+
+import pytest
+
+from timed import Worker
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tunix") is None, reason="google-tunix isn't installed: pip install -e '.[llama]'"
+)
+BLOCKS, CHANGES = 6, 7 * 2
+"""Of the tiny model, and LoRA's leaves of each."""
+
+QUICK = [
+    ((4, 1, 1), "float64", {}),
+    ((2, 2, 2), "float64", {"gather": "use"}),
+]
+GRID = [
+    ((2, 2, 2), "float32", {}),
+    ((3, 1, 1), "float64", {"remat": "none", "schedule": "gpipe"}),
+    ((2, 1, 2), "float64", {"schedule": "interleaved", "num_chunks": 2}),
+    ((4, 2, 1), "float64", {"schedule": "zero_bubble"}),
+    ((1, 2, 2), "float64", {"remat": "full"}),
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(limit=600) as worker:
+        yield worker
+
+
+def call(worker, function, *arguments):
+    return worker.value("tunix_lora", function, *arguments)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "chosen"), QUICK)
+def test_equals_tunix_whole_model(worker, shape, dtype, chosen):
+    assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dtype", "chosen"), GRID)
+def test_equals_tunix_whole_model_elsewhere(worker, shape, dtype, chosen):
+    assert call(worker, "check", shape, dtype, chosen) == 1 + BLOCKS * CHANGES
+
+
+def test_steps_are_those_of_tunix_trainer(worker):
+    assert call(worker, "trained") == 3 + BLOCKS * CHANGES
+
+
+def test_what_is_frozen_has_neither_gradients_nor_moments(worker):
+    """Counted on all four devices, which have room for two blocks each, the most that a stage has."""
+    held = call(worker, "held")
+    rank, width, inside, heads, kv = 3, 16, 32, 4 * 8, 2 * 8
+    attention = 2 * (width + heads) + 2 * (width + kv)
+    block = rank * (attention + 3 * (width + inside))
+    trained, gradients, moments, everything = held["lora"]
+    assert trained == gradients == 4 * 2 * block
+    assert moments == 2 * trained + 1  # and the number of the step
+    _, of_all, moments_of_all, everything_of_all = held["all"]
+    assert everything == trained + everything_of_all
+    assert (of_all, moments_of_all) == (everything_of_all, 2 * everything_of_all + 1)
+
+
+def test_merged_by_tunix_and_read_back(worker):
+    assert call(worker, "merged") == 1 + BLOCKS * 9 + 1 + 1 + 1  # every weight, and the logits
+
+
+@pytest.mark.slow
+def test_the_example(worker, tmp_path):
+    sizes = "--layers", "2", "--stages", "2", "--base-steps", "40", "--steps", "30", "--save", str(tmp_path)
+    text = call(worker, "printed", *sizes)
+    before, after = (float(loss) for loss in re.findall(r"LoRA, loss on text held out: .* Python ([\d.]+)", text))
+    assert after < before - 0.03
+    assert re.search(r"The first 3 losses are those of tunix's trainer within \de-0\d\.", text)
+    assert re.search(r"gives the pipeline's logits within \de-0\d\.", text)
+    assert sorted(path.parent.name for path in tmp_path.rglob("model.safetensors")) == ["base", "merged"]
