@@ -15,8 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from lm import VOCABULARY, batches, loss_fn, read_text
+from jax.sharding import Mesh
+from lm import VOCABULARY, batches, loss_fn, make_optimizer, read_text, split
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +46,10 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block, `[B, T, width]` to the same. Flax's attention keeps its keys and values."""
+    """A pre-norm Transformer block, `[B, T, width]` to the same. Flax's attention keeps its keys and values.
+
+    An axis `model` splits the heads and the inside of the feed-forward network.
+    """
 
     heads: int
     decode: bool = False
@@ -54,15 +57,16 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         mask = None if self.decode else nn.make_causal_mask(x[..., 0])  # with a cache, Flax's attention masks itself
-        x = x + nn.MultiHeadDotProductAttention(self.heads, decode=self.decode)(nn.LayerNorm()(x), mask=mask)
-        width = x.shape[-1]
-        return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x))))
+        init = {"kernel_init": split(None, "model", None), "out_kernel_init": split("model", None, None)}
+        attention = nn.MultiHeadDotProductAttention(self.heads, decode=self.decode, **init)
+        x = x + attention(nn.LayerNorm()(x), mask=mask)
+        h = nn.gelu(nn.Dense(4 * x.shape[-1], kernel_init=split(None, "model"))(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1], kernel_init=split("model", None))(h)
 
 
-def make_pipeline(options: argparse.Namespace) -> jpipe.Pipeline:
+def make_pipeline(options: argparse.Namespace, mesh: Mesh | None = None) -> jpipe.Pipeline:
     blocks = [Block(options.heads) for _ in range(options.layers)]
     layers = [Embed(options.width, options.seq), *blocks, nn.Sequential([nn.LayerNorm(), nn.Dense(VOCABULARY)])]
-    mesh = cluster.make_mesh(options.stages)
     return jpipe.Pipeline(layers, loss_fn, num_stages=options.stages, num_microbatches=options.microbatches, mesh=mesh)
 
 
@@ -109,8 +113,7 @@ def compare(pipe: jpipe.Pipeline, variables: dict, windows: np.ndarray, length: 
 def train(pipe: jpipe.Pipeline, text: np.ndarray, held_out: np.ndarray, options: argparse.Namespace):
     """Trains, and every `options.every` steps prints the loss and what is guessed of text held out `[B, T]`."""
     stream = batches(text, options, options.seed, pipe.data_shard)
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, min(20, options.steps // 10), options.steps)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
+    tx = make_optimizer(options)
     state, losses = pipe.create_state(jax.random.key(options.seed), pipe.place(next(stream)), tx), []
     for step in range(1, options.steps + 1):
         state, metrics = pipe.train_step(state, pipe.place(next(stream)))
@@ -146,6 +149,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--length {options.length} is to be at least 1 and less than --seq {options.seq}")
     if len({len(prompt.encode()) for prompt in options.prompt}) > 1:
         parser.error("--prompt: prompts of one length are wanted; pad the shorter ones")
+    if (size := len(options.prompt[0].encode())) >= options.seq:
+        parser.error(f"--prompt has {size} bytes, and --seq {options.seq} leaves no place for more")
     return options
 
 
@@ -153,12 +158,12 @@ def main() -> None:
     options = parse_options()
     cluster.join(options, console)
     text = read_text(None)
-    split = len(text) * 19 // 20
-    starts = np.linspace(0, len(text) - split - options.seq, options.batch).astype(int) + split
+    end = len(text) * 19 // 20
+    starts = np.linspace(end, len(text) - options.seq, options.batch).astype(int)
     held_out = text[starts[:, None] + np.arange(options.seq)].astype(np.int32)
 
-    pipe = make_pipeline(options)
-    state = train(pipe, text[:split], held_out, options)
+    pipe = make_pipeline(options, cluster.make_mesh(options.stages))
+    state = train(pipe, text[:end], held_out, options)
     console.print(compare(pipe, state.variables, held_out, options.length))
 
     rows = [np.frombuffer(prompt.encode(), np.uint8) for prompt in options.prompt]

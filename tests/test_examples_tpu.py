@@ -28,6 +28,7 @@ from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import digits
+import generate
 import lm
 import train
 from models import amoebanet, dit, resnet, transformer_l, translation, unet
@@ -74,6 +75,13 @@ def of_lm(mesh: Mesh) -> Example:
     tokens = integers(options.batch, options.seq)
     pipe = lm.make_pipeline(lm.make_layers(options), options, mesh)
     return by_train_step(pipe, {"inputs": tokens, "targets": tokens}, lm.make_optimizer(options))
+
+
+def of_generate(mesh: Mesh) -> Example:
+    options = generate.parse_options(["--layers", "6"])
+    tokens = integers(options.batch, options.seq)
+    batch = {"inputs": tokens, "targets": tokens}
+    return by_train_step(generate.make_pipeline(options, mesh), batch, lm.make_optimizer(options))
 
 
 def of_train(mesh: Mesh) -> Example:
@@ -161,6 +169,7 @@ UNET = unet, lambda: unet.unet(3, 2, 16), {**images(32, 32), "targets": integers
 
 TABLE: dict[str, Callable[[Mesh], Example]] = {
     "lm": of_lm,
+    "generate": of_generate,
     "train": of_train,
     "digits": of_digits,
     "linen_loop": of_linen_loop,
@@ -175,7 +184,7 @@ TABLE: dict[str, Callable[[Mesh], Example]] = {
 """From the mesh to an example, for each program in `examples` and each model in `examples/models`."""
 
 ELSEWHERE = {"__init__", "cluster", "names", "precision", "schedules", "concepts", "pipedream", "llama"} | {
-    "transfer", "translate", "translation_study", "dit_stream",
+    "transfer", "translate", "translation_study", "dit_stream", "llama_decoding", "lora",
 }  # fmt: skip
 """What has no model: helpers, and scripts for pictures; what `test_llama_example` compiles, with its package; and what
 runs a model that is in the table."""
