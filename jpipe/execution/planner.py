@@ -68,7 +68,7 @@ class Planner:
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
-        """Takes over what another planner traces, of the same layers, loss, mesh, M and remat."""
+        """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over`, M and remat."""
         self.model, self.loss, self.layers, self.on_device = other.model, other.loss, other.layers, other.on_device
 
     @contextmanager

@@ -79,7 +79,7 @@ class Choice:
         rows: dict[str, str] = {name: str(size) for name, size in self.setting.axes}
         rows |= {"M": str(self.setting.num_microbatches), "schedule": word_of(self.setting.schedule)}
         rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
-        rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-"}
+        rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-", "layers": _of_stages(self.options["balance"])}
         rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
         rows |= {f"ms: {part}": f"{1e3 * seconds:,.1f}" for part, seconds in self.time.parts.items()}
         rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
@@ -132,6 +132,16 @@ class Choices(Sequence[Choice]):
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
         return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, {}, self.advice)
+
+
+def _of_stages(counts: object) -> str:
+    """How many layers virtual stages have; of more than eight the fewest and the most.
+
+    >>> _of_stages([3, 2, 2, 1]), _of_stages([2] * 15 + [1])
+    ('3,2,2,1', '1 to 2')
+    """
+    assert isinstance(counts, list)
+    return ",".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
 
 
 def sorted_out(choices: Iterable[Choice]) -> list[Choice]:

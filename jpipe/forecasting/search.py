@@ -273,7 +273,7 @@ class Search:
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
-        alike = *_alike(setting), setting.ends, setting.shard_over
+        alike = *_alike(setting), setting.ends
         if alike not in self._costs:
             with warnings.catch_warnings(action="ignore"):  # of another cut
                 self._costs[alike] = layer_seconds(self._like_others(setting, "flops"), self.batch, self.chip)
@@ -287,5 +287,5 @@ class Search:
 
 
 def _alike(setting: Setting) -> tuple[object, ...]:
-    """What decides how layers are traced."""
-    return setting.axes, setting.num_microbatches, setting.remat
+    """What decides how layers are traced, and how their weights lie."""
+    return setting.axes, setting.num_microbatches, setting.remat, setting.shard_over

@@ -94,14 +94,10 @@ class Space:
         return list(self.moves(start))[1] if {"schedule", "num_chunks"} & self.pinned.keys() else []
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
-        """Others that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie, and M.
-
-        Where memory is short, larger micro-batches may fit once parameters are split.
-        """
+        """Others that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches)
-        near = counts[max(0, at - 1) : at + 2]
-        yield [replace(setting, num_microbatches=m) for m in near]
+        yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
         yield [
             self._given(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
@@ -109,8 +105,7 @@ class Space:
         ]
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         yield [
-            self._given(replace(setting, num_microbatches=m, ends=ends, shard_over=names))
-            for m in near
+            self._given(replace(setting, ends=ends, shard_over=names))
             for ends in (ENDS if setting.num_stages > 1 else ENDS[:1])
             for names in dict.fromkeys([(), splitting])
         ]

@@ -20,7 +20,7 @@ def choice():
     batch = {"inputs": jax.ShapeDtypeStruct((4, 8), "float32")}
     time, memory = predict_time(pipe, batch, CHIPS["v5e"]), predict_memory(pipe, batch, optax.sgd(0.1))
     setting = Setting((("stage", 2),), 2)
-    return Choice(setting, setting.options, time, memory, fits=True)
+    return Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
 
 
 def slower(choice, factor, bytes_):

@@ -218,6 +218,19 @@ def test_what_is_not_possible_is_said(options, message):
         jpipe.plan(layers_of(2), loss_fn, words(), TX, **options)
 
 
+def test_settings_are_rated_as_if_each_were_the_only_one():
+    """What others had traced was taken over with how their weights lie: FSDP took no less memory."""
+    make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
+    kept = {"num_stages": 1, "num_microbatches": 2, "remat": "layer"}
+    rated = search.Search(make, words(), TX, CHIPS["v5e"], 10**9, kept).run(2)
+    assert {choice.setting.shard_over for choice in rated} == {(), ("data",)}
+    for choice in rated:
+        mesh = mesh_of_nowhere(dict(choice.setting.axes))
+        pipe = jpipe.Pipeline(layers_of(2), loss_fn, mesh=mesh, **choice.options)
+        assert choice.seconds == predict_time(pipe, words(), CHIPS["v5e"], tx=TX).total
+        assert choice.memory == predict_memory(pipe, words(), TX, CHIPS["v5e"])
+
+
 def test_a_setting_that_is_refused_is_left_out():
     """zero_bubble with remat="stage" would compute the forward twice."""
     make = lambda **options: jpipe.Pipeline(layers_of(2), loss_fn, **options)
