@@ -1,0 +1,182 @@
+"""jpipe and its peers at the same model, in turns: a step's seconds, each beside its own best step of one device.
+
+Every variant has processes of its own, each on one core with one thread, or one process of two devices on both. One
+step of a variant is taken while all others sleep, then one of the next. All start from the same weights and must give
+the same losses. A peer takes part if its interpreter is named.
+"""
+
+import argparse
+import csv
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from model import Sizes
+from serving import HERE, Step, Variant
+
+COUNTED = 4  # losses that are compared: before three steps, and after
+TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
+
+SINGLE = {
+    "torch": ["single", "single,accumulated", "single,written", "single,accumulated,compiled"],
+    "jpipe": [f"hand,{style}{parts}" for style in ("scanned", "unrolled") for parts in ("", ",accumulated")],
+}
+PIPELINED = {
+    "torch": ["gpipe", "1f1b", "1f1b,written", "1f1b,compiled"],
+    "jpipe": [
+        *(f"two,{remat},{style},1f1b" for remat in ("none", "layer") for style in ("looped", "unrolled")),
+        *(f"two,none,unrolled,{schedule}" for schedule in ("gpipe", "zero_bubble")),
+        *(f"one,none,{style},1f1b" for style in ("looped", "unrolled")),
+    ],
+}
+SCRIPTS = {"torch": "torch_peer.py", "jpipe": "jpipe_peer.py"}
+
+
+class Row(NamedTuple):
+    """What was seen of one variant; `first` is the first step, compiling included."""
+
+    peer: str
+    variant: str
+    width: int
+    microbatches: int
+    cores: str
+    steps: int
+    first: float
+    shortest: float
+    median: float
+    processor: float
+    peak: float
+    loss: float
+
+
+class Entry(NamedTuple):
+    """A variant to be run: by whom, what, and where (`cores`: one process's an item)."""
+
+    peer: str
+    variant: str
+    cores: list[set[int]]
+
+    @property
+    def where(self) -> str:
+        """How many processes, and on how many cores."""
+        return f"{len(self.cores)} on {len(set.union(*self.cores))}"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
+    """All variants of these peers whose name has one of the words; `core`: all on one core."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    for peer in peers:
+        for variant in [*([] if core else SINGLE[peer]), *PIPELINED[peer]]:
+            if only and not any(word in f"{peer},{variant}" for word in only):
+                continue
+            if variant in SINGLE[peer]:
+                yield Entry(peer, variant, [{first}])
+            elif variant.startswith(("one,", "simulated")):  # one process of two devices
+                yield Entry(peer, variant, [{first} if core else {first, second}])
+            else:
+                yield Entry(peer, variant, [{first}, {first} if core else {second}])
+
+
+def start(entry: Entry, interpreter: str, sizes: Sizes) -> Variant:
+    script = str(HERE / SCRIPTS[entry.peer])
+    return Variant([interpreter, script, entry.variant, f"--port={free_port()}", *sizes.arguments()], entry.cores)
+
+
+def take_turns(found: list[Entry], interpreters: dict[str, str], sizes: Sizes, turns: int) -> dict[Entry, list[Step]]:
+    """All steps of all variants; the first `COUNTED` of each come before any that is timed."""
+    running, steps = {}, {}
+    try:
+        for i, entry in enumerate(found):
+            running[i] = start(entry, interpreters[entry.peer], sizes)
+            steps[i] = [running[i].step() for _ in range(COUNTED)]
+            print(f"{entry.peer} {entry.variant}: first step {steps[i][0].seconds:.1f} s", file=sys.stderr)
+        for _ in range(turns):
+            for i, variant in running.items():
+                steps[i].append(variant.step())
+    finally:
+        for variant in running.values():
+            variant.close()
+    return [steps[i] for i in range(len(found))]
+
+
+def check_losses(found: list[Entry], steps: list[list[Step]]) -> None:
+    """All variants' losses before each of the first steps.
+
+    Raises:
+      SystemExit: they differ.
+    """
+    losses = np.array([[step.loss for step in taken[:COUNTED]] for taken in steps])
+    apart = np.abs(losses / losses[0] - 1).max(axis=1)
+    if not (apart < TOLERANCE).all():
+        worst = found[int(apart.argmax())]
+        raise SystemExit(f"{worst.peer} {worst.variant} trains another model: {losses[apart.argmax()]}, {losses[0]}")
+    print(f"losses before each of {COUNTED} steps: {losses[0]}; largest difference, relative: {apart.max():.1e}")
+
+
+def row_of(entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
+    timed = steps[COUNTED:]
+    seconds = [step.seconds for step in timed]
+    return Row(
+        *(entry.peer, entry.variant, sizes.width, sizes.microbatches, entry.where, len(timed)),
+        *(round(x, 4) for x in (steps[0].seconds, min(seconds), statistics.median(seconds))),
+        round(statistics.median(step.processor for step in timed), 4),
+        round(steps[-1].peak, 1),
+        round(steps[COUNTED - 1].loss, 6),
+    )
+
+
+def report(rows: list[Row], microbatches: int) -> str:
+    """A table: speed-ups are of each peer's best step of one device, by the shortest steps."""
+    ideal = 2 * microbatches / (microbatches + 1)
+    best = {row.peer: min(r.shortest for r in rows if r.peer == row.peer and r.cores == "1 on 1") for row in rows}
+    ours = min(row.shortest for row in rows if row.peer == "jpipe" and row.cores != "1 on 1")
+    lines = [
+        f"| M={microbatches} | processes on cores | shortest | median | speed-up | of {ideal:.3f} | of jpipe's best | MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speedup, alone = best[row.peer] / row.shortest, row.cores == "1 on 1"
+        gain = " | | " if alone else f" {speedup:.3f} | {speedup / ideal:.3f} | {row.shortest / ours:.3f} "
+        times = f"{row.shortest:.3f} | {row.median:.3f}"
+        lines.append(f"| {row.peer} `{row.variant}` | {row.cores} | {times} |{gain}| {row.peak:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for peer in SCRIPTS:
+        default = sys.executable if peer == "jpipe" else None
+        parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
+    parser.add_argument("--turns", type=int, default=12, help="timed steps of each (default %(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], help="variants that have one of these words in their names")
+    parser.add_argument("--one-core", action="store_true", help="all processes of a variant on one core: its work")
+    parser.add_argument("--write", type=Path, help="a CSV file to add the rows to")
+    Sizes.add_arguments(parser)
+    options = parser.parse_args()
+    sizes = Sizes.of(options)
+    interpreters = {peer: getattr(options, peer) for peer in SCRIPTS if getattr(options, peer)}
+    found = list(entries(list(interpreters), options.only, options.one_core))
+    steps = take_turns(found, interpreters, sizes, options.turns)
+    check_losses(found, steps)
+    rows = [row_of(*pair, sizes) for pair in zip(found, steps, strict=True)]
+    if options.write:
+        new = not options.write.exists()
+        with options.write.open("a", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([*[Row._fields] * new, *rows])
+    print("\n".join(map(str, rows)) if options.one_core else report(rows, sizes.microbatches))
+
+
+if __name__ == "__main__":
+    main()

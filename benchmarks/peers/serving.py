@@ -1,0 +1,102 @@
+"""The two ends of a pipe: a peer's process that does one step when asked, and the handle that asks it.
+
+A peer is a script with an interpreter of its own. It reads lines from its standard input, does one training step for
+each, and answers with a line of JSON. While others work it sleeps. It imports no framework.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+HERE = Path(__file__).parent
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def take_standard_output() -> IO[str]:
+    """What answers are written to; from now on everything else that is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(step: Callable[[], float | None], answers: IO[str]) -> None:
+    """Does a step for each line of standard input.
+
+    Args:
+      step: trains once, and returns the loss before it when all has been computed; None where this process hasn't got it.
+      answers: from `take_standard_output`.
+    """
+    for _ in sys.stdin:
+        wall, busy = time.perf_counter(), time.process_time()
+        loss = step()
+        wall, busy = time.perf_counter() - wall, time.process_time() - busy
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+        print(json.dumps({"seconds": wall, "processor": busy, "loss": loss, "peak": peak}), file=answers, flush=True)
+
+
+class Step(NamedTuple):
+    """A step of one variant.
+
+    Attributes:
+      seconds: wall time of the slowest of its processes.
+      processor: processor seconds of all of them.
+      loss: of the mini-batch, before the update.
+      peak: MiB that its largest process has held so far.
+    """
+
+    seconds: float
+    processor: float
+    loss: float
+    peak: float
+
+
+class Variant:
+    """Handle of the processes that do one variant's steps.
+
+    Args:
+      command: interpreter, script and options.
+      cores: one process's cores an item.
+    """
+
+    def __init__(self, command: Iterable[str], cores: list[set[int]]):
+        environment = os.environ | dict.fromkeys(THREADS, "1")
+        self._processes = []
+        for index, mine in enumerate(cores):
+            run = [*command, f"--index={index}"]
+            pin = lambda mine=mine: os.sched_setaffinity(0, mine)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+            self._processes.append(subprocess.Popen(run, preexec_fn=pin, **pipes))
+
+    def step(self) -> Step:
+        """One step, of all processes at once.
+
+        Raises:
+          RuntimeError: a process died.
+        """
+        for process in self._processes:
+            process.stdin.write("step\n")
+            process.stdin.flush()
+        lines = [process.stdout.readline() for process in self._processes]
+        if not all(lines):
+            self.close()
+            raise RuntimeError(f"a peer's process ended; its error is above: {self._processes[0].args}")
+        answers = [json.loads(line) for line in lines]
+        loss = next(answer["loss"] for answer in answers if answer["loss"] is not None)
+        most = lambda name: max(answer[name] for answer in answers)
+        return Step(most("seconds"), sum(answer["processor"] for answer in answers), loss, most("peak"))
+
+    def close(self) -> None:
+        """Ends all processes; those of one cluster leave it together."""
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
