@@ -11,6 +11,7 @@ import os
 import socket
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,18 +24,20 @@ COUNTED = 4  # losses that are compared: before three steps, and after
 TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
 
 SINGLE = {
-    "torch": ["single", "single,accumulated", "single,written", "single,accumulated,compiled"],
-    "jpipe": [f"hand,{style}{parts}" for style in ("scanned", "unrolled") for parts in ("", ",accumulated")],
+    "torch": ["single", "single,accumulated", "single,accumulated,compiled"],
+    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "hand,unrolled"],
+    "spectrax": ["single", "single,accumulated"],
 }
 PIPELINED = {
-    "torch": ["gpipe", "1f1b", "1f1b,written", "1f1b,compiled"],
+    "torch": ["gpipe", "1f1b", "1f1b,compiled"],
     "jpipe": [
-        *(f"two,{remat},{style},1f1b" for remat in ("none", "layer") for style in ("looped", "unrolled")),
-        *(f"two,none,unrolled,{schedule}" for schedule in ("gpipe", "zero_bubble")),
-        *(f"one,none,{style},1f1b" for style in ("looped", "unrolled")),
+        *("two,none,looped,1f1b", "two,layer,unrolled,1f1b"),
+        *(f"two,none,unrolled,{schedule}" for schedule in ("1f1b", "gpipe", "zero_bubble")),
+        *(f"one,none,unrolled,{schedule}" for schedule in ("1f1b", "zero_bubble")),
     ],
+    "spectrax": [f"simulated,{name}" for name in ("GPipe", "Std1F1B", "ZeroBubbleH1", "DualPipeV")],
 }
-SCRIPTS = {"torch": "torch_peer.py", "jpipe": "jpipe_peer.py"}
+SCRIPTS = {"torch": "torch_peer.py", "jpipe": "jpipe_peer.py", "spectrax": "spectrax_peer.py"}
 
 
 class Row(NamedTuple):
@@ -93,15 +96,19 @@ def start(entry: Entry, interpreter: str, sizes: Sizes) -> Variant:
     return Variant([interpreter, script, entry.variant, f"--port={free_port()}", *sizes.arguments()], entry.cores)
 
 
-def take_turns(found: list[Entry], interpreters: dict[str, str], sizes: Sizes, turns: int) -> dict[Entry, list[Step]]:
+def take_turns(
+    found: list[Entry], interpreters: dict[str, str], sizes: Sizes, turns: int, limit: float
+) -> list[list[Step]]:
     """All steps of all variants; the first `COUNTED` of each come before any that is timed."""
-    running, steps = {}, {}
+    running, steps, begin = {}, {}, time.monotonic()
     try:
         for i, entry in enumerate(found):
             running[i] = start(entry, interpreters[entry.peer], sizes)
             steps[i] = [running[i].step() for _ in range(COUNTED)]
             print(f"{entry.peer} {entry.variant}: first step {steps[i][0].seconds:.1f} s", file=sys.stderr)
         for _ in range(turns):
+            if time.monotonic() - begin > limit:
+                break
             for i, variant in running.items():
                 steps[i].append(variant.step())
     finally:
@@ -159,6 +166,7 @@ def main() -> None:
         default = sys.executable if peer == "jpipe" else None
         parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=400, help="seconds after which no turn begins (default %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help="variants that have one of these words in their names")
     parser.add_argument("--one-core", action="store_true", help="all processes of a variant on one core: its work")
     parser.add_argument("--write", type=Path, help="a CSV file to add the rows to")
@@ -167,7 +175,7 @@ def main() -> None:
     sizes = Sizes.of(options)
     interpreters = {peer: getattr(options, peer) for peer in SCRIPTS if getattr(options, peer)}
     found = list(entries(list(interpreters), options.only, options.one_core))
-    steps = take_turns(found, interpreters, sizes, options.turns)
+    steps = take_turns(found, interpreters, sizes, options.turns, options.limit)
     check_losses(found, steps)
     rows = [row_of(*pair, sizes) for pair in zip(found, steps, strict=True)]
     if options.write:
