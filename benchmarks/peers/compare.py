@@ -26,7 +26,7 @@ TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
 SINGLE = {
     "torch": ["single", "single,accumulated", "single,accumulated,compiled"],
     "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "hand,unrolled"],
-    "spectrax": ["single", "single,accumulated"],
+    **dict.fromkeys(("spectrax", "maxtext", "praxis"), ["single", "single,accumulated"]),
 }
 PIPELINED = {
     "torch": ["gpipe", "1f1b", "1f1b,compiled"],
@@ -36,8 +36,10 @@ PIPELINED = {
         *(f"one,none,unrolled,{schedule}" for schedule in ("1f1b", "zero_bubble")),
     ],
     "spectrax": [f"simulated,{name}" for name in ("GPipe", "Std1F1B", "ZeroBubbleH1", "DualPipeV")],
+    "maxtext": ["simulated,iteration_input", "simulated,everything"],
+    "praxis": ["simulated,save_iteration_input", "simulated,save_everything"],
 }
-SCRIPTS = {"torch": "torch_peer.py", "jpipe": "jpipe_peer.py", "spectrax": "spectrax_peer.py"}
+PEERS = ("torch", "jpipe", "spectrax", "maxtext", "praxis")
 
 
 class Row(NamedTuple):
@@ -92,7 +94,7 @@ def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
 
 
 def start(entry: Entry, interpreter: str, sizes: Sizes) -> Variant:
-    script = str(HERE / SCRIPTS[entry.peer])
+    script = str(HERE / f"{entry.peer}_peer.py")
     return Variant([interpreter, script, entry.variant, f"--port={free_port()}", *sizes.arguments()], entry.cores)
 
 
@@ -162,7 +164,7 @@ def report(rows: list[Row], microbatches: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for peer in SCRIPTS:
+    for peer in PEERS:
         default = sys.executable if peer == "jpipe" else None
         parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each (default %(default)s)")
@@ -173,7 +175,7 @@ def main() -> None:
     Sizes.add_arguments(parser)
     options = parser.parse_args()
     sizes = Sizes.of(options)
-    interpreters = {peer: getattr(options, peer) for peer in SCRIPTS if getattr(options, peer)}
+    interpreters = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
     found = list(entries(list(interpreters), options.only, options.one_core))
     steps = take_turns(found, interpreters, sizes, options.turns, options.limit)
     check_losses(found, steps)

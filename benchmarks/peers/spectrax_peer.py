@@ -12,41 +12,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
+from jax_model import descended, loss_of, single_step
+from model import Sizes, Tree, make_tokens, make_weights
 from serving import serve, take_standard_output
 
 
-def norm(x: Any, w: Tree) -> Any:
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + EPSILON) * w["scale"] + w["bias"]
-
-
-def dense(x: Any, w: Tree) -> Any:
-    return x @ w["kernel"] + w["bias"]
-
-
-def block(x: Any, w: Tree, heads: int) -> Any:
-    rows, seq, width = x.shape
-    qkv = dense(norm(x, w["norm_attention"]), w["qkv"]).reshape(rows, seq, 3, heads, width // heads)
-    h = jax.nn.dot_product_attention(*(qkv[:, :, i] for i in range(3)), is_causal=True)
-    x = x + dense(h.reshape(rows, seq, width), w["out"])
-    return x + dense(jax.nn.gelu(dense(norm(x, w["norm_mlp"]), w["up"])), w["down"])
-
-
-def loss_of(weights: Tree, inputs: Any, targets: Any, heads: int, cut: Callable[..., Any], parts: int) -> Any:
-    """The mean loss; `cut` is called between `parts` runs of blocks."""
-    x, count = weights["embedding"][inputs], len(weights["blocks"]) // parts
-    for i, w in enumerate(weights["blocks"]):
-        x = block(cut(x) if i and i % count == 0 else x, w, heads)
-    logits = dense(norm(x, weights["head"]["norm"]), weights["head"]["logits"])
-    right = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
-    return -right.mean()
-
-
-@partial(jax.jit, donate_argnums=0)
-def updated(weights: Tree, gradients: Tree) -> Tree:
-    return jax.tree.map(lambda w, g: w - RATE * g, weights, gradients)
+updated = jax.jit(descended, donate_argnums=0)
 
 
 def updated_by_device(weights: Tree, gradients: Tree) -> Tree:
@@ -60,30 +32,6 @@ def updated_by_device(weights: Tree, gradients: Tree) -> Tree:
         for i, leaf in zip(found, new, strict=True):
             leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def single_step(sizes: Sizes, parts: int) -> Callable[[], float]:
-    loss = jax.value_and_grad(partial(loss_of, heads=sizes.heads, cut=lambda x: x, parts=1))
-
-    @partial(jax.jit, donate_argnums=0)
-    def train(weights: Tree, batch: Any) -> Any:
-        def add(total: Any, part: Any) -> Any:
-            return jax.tree.map(jnp.add, total, loss(weights, *part)), None
-
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
-        batch = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
-        total, gradients = jax.tree.map(lambda a: a / parts, jax.lax.scan(add, zeros, batch)[0])
-        return jax.tree.map(lambda w, g: w - RATE * g, weights, gradients), total
-
-    weights, batch = jax.tree.map(jnp.asarray, (make_weights(sizes), make_tokens(sizes)))
-
-    def step() -> float:
-        nonlocal weights
-        weights, total = train(weights, batch)
-        jax.block_until_ready(weights)
-        return float(total)
-
-    return step
 
 
 def pipelined_step(sizes: Sizes, name: str) -> Callable[[], float]:
