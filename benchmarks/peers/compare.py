@@ -6,7 +6,6 @@ the same losses. A peer takes part if its interpreter is named.
 """
 
 import argparse
-import csv
 import os
 import socket
 import statistics
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from model import Sizes
-from serving import HERE, Step, Variant
+from results import Row, report, write
+from same_model import Sizes
+from turns import HERE, Step, Variant
 
 COUNTED = 4  # losses that are compared: before three steps, and after
 TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
@@ -26,7 +26,7 @@ TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
 SINGLE = {
     "torch": ["single", "single,accumulated", "single,accumulated,compiled"],
     "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "hand,unrolled"],
-    **dict.fromkeys(("spectrax", "maxtext", "praxis"), ["single", "single,accumulated"]),
+    **{peer: ["single", "single,accumulated"] for peer in ("spectrax", "maxtext", "praxis")},
 }
 PIPELINED = {
     "torch": ["gpipe", "1f1b", "1f1b,compiled"],
@@ -40,23 +40,6 @@ PIPELINED = {
     "praxis": ["simulated,save_iteration_input", "simulated,save_everything"],
 }
 PEERS = ("torch", "jpipe", "spectrax", "maxtext", "praxis")
-
-
-class Row(NamedTuple):
-    """What was seen of one variant; `first` is the first step, compiling included."""
-
-    peer: str
-    variant: str
-    width: int
-    microbatches: int
-    cores: str
-    steps: int
-    first: float
-    shortest: float
-    median: float
-    processor: float
-    peak: float
-    loss: float
 
 
 class Entry(NamedTuple):
@@ -82,7 +65,7 @@ def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
     """All variants of these peers whose name has one of the words; `core`: all on one core."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     for peer in peers:
-        for variant in [*([] if core else SINGLE[peer]), *PIPELINED[peer]]:
+        for variant in [*SINGLE[peer], *PIPELINED[peer]]:
             if only and not any(word in f"{peer},{variant}" for word in only):
                 continue
             if variant in SINGLE[peer]:
@@ -133,33 +116,16 @@ def check_losses(found: list[Entry], steps: list[list[Step]]) -> None:
     print(f"losses before each of {COUNTED} steps: {losses[0]}; largest difference, relative: {apart.max():.1e}")
 
 
-def row_of(entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
+def row_of(run: str, entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
     timed = steps[COUNTED:]
     seconds = [step.seconds for step in timed]
     return Row(
-        *(entry.peer, entry.variant, sizes.width, sizes.microbatches, entry.where, len(timed)),
+        *(run, entry.peer, entry.variant, sizes.width, sizes.microbatches, entry.where, len(timed)),
         *(round(x, 4) for x in (steps[0].seconds, min(seconds), statistics.median(seconds))),
         round(statistics.median(step.processor for step in timed), 4),
         round(steps[-1].peak, 1),
         round(steps[COUNTED - 1].loss, 6),
     )
-
-
-def report(rows: list[Row], microbatches: int) -> str:
-    """A table: speed-ups are of each peer's best step of one device, by the shortest steps."""
-    ideal = 2 * microbatches / (microbatches + 1)
-    best = {row.peer: min(r.shortest for r in rows if r.peer == row.peer and r.cores == "1 on 1") for row in rows}
-    ours = min(row.shortest for row in rows if row.peer == "jpipe" and row.cores != "1 on 1")
-    lines = [
-        f"| M={microbatches} | processes on cores | shortest | median | speed-up | of {ideal:.3f} | of jpipe's best | MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        speedup, alone = best[row.peer] / row.shortest, row.cores == "1 on 1"
-        gain = " | | " if alone else f" {speedup:.3f} | {speedup / ideal:.3f} | {row.shortest / ours:.3f} "
-        times = f"{row.shortest:.3f} | {row.median:.3f}"
-        lines.append(f"| {row.peer} `{row.variant}` | {row.cores} | {times} |{gain}| {row.peak:.0f} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -168,9 +134,10 @@ def main() -> None:
         default = sys.executable if peer == "jpipe" else None
         parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=400, help="seconds after which no turn begins (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=400, help="seconds, then no turn begins (default %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help="variants that have one of these words in their names")
     parser.add_argument("--one-core", action="store_true", help="all processes of a variant on one core: its work")
+    parser.add_argument("--run", help="the run's name in tables (default: M=...)")
     parser.add_argument("--write", type=Path, help="a CSV file to add the rows to")
     Sizes.add_arguments(parser)
     options = parser.parse_args()
@@ -179,13 +146,11 @@ def main() -> None:
     found = list(entries(list(interpreters), options.only, options.one_core))
     steps = take_turns(found, interpreters, sizes, options.turns, options.limit)
     check_losses(found, steps)
-    rows = [row_of(*pair, sizes) for pair in zip(found, steps, strict=True)]
+    run = options.run or f"M={sizes.microbatches}"
+    rows = [row_of(run, *pair, sizes) for pair in zip(found, steps, strict=True)]
     if options.write:
-        new = not options.write.exists()
-        with options.write.open("a", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows([*[Row._fields] * new, *rows])
-    print("\n".join(map(str, rows)) if options.one_core else report(rows, sizes.microbatches))
+        write(rows, options.write)
+    print("\n".join(report(rows)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from model import RATE, Sizes, Tree, make_tokens, make_weights
-from serving import serve, take_standard_output
+from same_model import RATE, Sizes, Tree, make_tokens, make_weights
+from turns import serve, take_standard_output
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import Size, make_layers, on_cpu, step_by_hand, transformer_pipeline
@@ -23,10 +23,10 @@ from common import Size, make_layers, on_cpu, step_by_hand, transformer_pipeline
 import jpipe
 
 
-def size_of(sizes: Sizes) -> Size:
+def size_of(sizes: Sizes, dtype: str = "float32") -> Size:
     """The same, as the other benchmarks say it."""
     rows = sizes.batch // sizes.microbatches
-    return Size(sizes.layers, sizes.width, sizes.heads, sizes.seq, sizes.vocab, rows)
+    return Size(sizes.layers, sizes.width, sizes.heads, sizes.seq, sizes.vocab, rows, dtype)
 
 
 def layer_trees(weights: Tree, heads: int) -> list[Tree]:
@@ -66,12 +66,10 @@ def hand_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
     return step
 
 
-def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None) -> jpipe.Pipeline:
+def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None, dtype: str = "float32") -> jpipe.Pipeline:
     remat, style, schedule = words
-    unroll = {"looped": False, "unrolled": True}[style]
-    return transformer_pipeline(
-        size_of(sizes), 2, sizes.microbatches, mesh=mesh, remat=remat, unroll=unroll, schedule=schedule
-    )
+    options = {"remat": remat, "unroll": {"looped": False, "unrolled": True}[style], "schedule": schedule}
+    return transformer_pipeline(size_of(sizes, dtype), 2, sizes.microbatches, mesh=mesh, **options)
 
 
 def pipelined_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:

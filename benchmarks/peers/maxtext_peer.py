@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_model import block, descended, loss_of_hidden, single_step, stepped
-from model import Sizes, Tree, make_tokens, make_weights
-from serving import serve, take_standard_output
+from jax_functions import block, descended, loss_of_hidden, single_step, stepped
+from same_model import Sizes, Tree, make_tokens, make_weights
+from turns import serve, take_standard_output
 
 RULES = [("activation_stage", "stage"), ("layers", "stage")]
 """Which mesh axis each of MaxText's logical axes that are split here lies on."""
@@ -65,7 +65,9 @@ def make_pipeline(sizes: Sizes, remat: bool, mesh: Mesh) -> Any:
             for i in range(count):
                 for part, name in names:
                     shape = blocks[0][part][name].shape
-                    setattr(self, f"w{i}_{part}_{name}", nnx.Param(jnp.zeros(shape), sharding_names=(None,) * len(shape)))
+                    setattr(
+                        self, f"w{i}_{part}_{name}", nnx.Param(jnp.zeros(shape), sharding_names=(None,) * len(shape))
+                    )
 
         def __call__(self, x: Any, *_: Any) -> Any:
             for i in range(count):

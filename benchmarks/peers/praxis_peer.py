@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_model import block, descended, loss_of_hidden, single_step, stepped
-from model import Sizes, Tree, make_tokens, make_weights
-from serving import serve, take_standard_output
+from jax_functions import block, descended, loss_of_hidden, single_step, stepped
+from same_model import Sizes, Tree, make_tokens, make_weights
+from turns import serve, take_standard_output
 
 
 def make_layer(sizes: Sizes, policy: str) -> Any:
@@ -80,7 +80,9 @@ def pipelined_step(sizes: Sizes, policy: str) -> Callable[[], float]:
     def loss(weights: Tree, inputs: Any, targets: Any) -> Any:
         x = weights["embedding"][inputs.reshape(sizes.microbatches, -1, sizes.seq)]
         with base_layer.JaxContext.new_context(hparams=context):
-            x, _ = layer.apply({"params": {"body": weights["blocks"]}}, x, mutable=["aux_loss", "summaries", "non_trainable"])
+            x, _ = layer.apply(
+                {"params": {"body": weights["blocks"]}}, x, mutable=["aux_loss", "summaries", "non_trainable"]
+            )
         return loss_of_hidden(x.reshape(*targets.shape, -1), weights["head"], targets)
 
     weights = make_weights(sizes)
@@ -113,9 +115,7 @@ def main() -> None:
     answers = take_standard_output()
     sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
     devices = 1 if kind == "single" else 2
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={devices}"
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count={devices}"
     jax.config.update("jax_platforms", "cpu")
     if kind == "single":
         serve(single_step(sizes, sizes.microbatches if "accumulated" in words else 1), answers)

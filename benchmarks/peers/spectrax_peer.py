@@ -9,14 +9,12 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
-from jax_model import descended, loss_of, single_step
-from model import Sizes, Tree, make_tokens, make_weights
-from serving import serve, take_standard_output
-
+from jax_functions import descended, loss_of, single_step
+from same_model import Sizes, Tree, make_tokens, make_weights
+from turns import serve, take_standard_output
 
 updated = jax.jit(descended, donate_argnums=0)
 

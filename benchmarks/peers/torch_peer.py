@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
-from serving import serve, take_standard_output
+from same_model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from turns import serve, take_standard_output
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

@@ -1,4 +1,4 @@
-"""The model as plain JAX functions of `model.make_weights`, for peers whose stages are functions of one's own."""
+"""The model as plain JAX functions of `same_model.make_weights`, for peers whose stages are functions of one's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
+from same_model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
 
 
 def norm(x: Any, w: Tree) -> Any:
@@ -18,7 +18,7 @@ def dense(x: Any, w: Tree) -> Any:
 
 
 def block(x: Any, w: Tree, heads: int) -> Any:
-    """A pre-norm block, `[B, T, width]` to the same; attention as JAX's own for CPUs, which old versions haven't got."""
+    """A pre-norm block, `[B, T, width]` to the same; attention written out, as JAX has it for CPUs."""
     rows, seq, width = x.shape
     qkv = dense(norm(x, w["norm_attention"]), w["qkv"]).reshape(rows, seq, 3, heads, width // heads)
     q, k, v = (qkv[:, :, i] for i in range(3))

@@ -29,7 +29,8 @@ def serve(step: Callable[[], float | None], answers: IO[str]) -> None:
     """Does a step for each line of standard input.
 
     Args:
-      step: trains once, and returns the loss before it when all has been computed; None where this process hasn't got it.
+      step: trains once, and returns the loss before that, or None where this process hasn't got it. It returns when
+        all has been computed.
       answers: from `take_standard_output`.
     """
     for _ in sys.stdin:
@@ -65,13 +66,15 @@ class Variant:
     """
 
     def __init__(self, command: Iterable[str], cores: list[set[int]]):
-        environment = os.environ | dict.fromkeys(THREADS, "1")
+        environment, before = os.environ | dict.fromkeys(THREADS, "1"), os.sched_getaffinity(0)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self._processes = []
-        for index, mine in enumerate(cores):
-            run = [*command, f"--index={index}"]
-            pin = lambda mine=mine: os.sched_setaffinity(0, mine)
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-            self._processes.append(subprocess.Popen(run, preexec_fn=pin, **pipes))
+        try:
+            for index, mine in enumerate(cores):
+                os.sched_setaffinity(0, mine)  # a process begins where its parent is
+                self._processes.append(subprocess.Popen([*command, f"--index={index}"], **pipes))
+        finally:
+            os.sched_setaffinity(0, before)
 
     def step(self) -> Step:
         """One step, of all processes at once.
@@ -100,3 +103,5 @@ class Variant:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+            process.stdout.close()
