@@ -10,9 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PEERS = ROOT / "benchmarks" / "peers"
-sys.path.insert(0, str(PEERS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
 import compare
 import jax_functions
 import jpipe_peer
@@ -22,6 +21,7 @@ from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
 from turns import Step
 
+PAGE = (Path(compare.__file__).parent / "README.md").read_text()
 SMALL = Sizes(layers=4, width=16, heads=2, seq=8, vocab=11, batch=4, microbatches=2)
 
 
@@ -48,7 +48,7 @@ def reference(weights):
 
 
 def test_layers_are_the_model_that_numpy_has(float64):
-    """In float64, but for the softmax inside of `jax.nn.dot_product_attention`, which is float32 whatever it is given."""
+    """In float64, but for the softmax inside of `jax.nn.dot_product_attention`, which is float32 always."""
     layers, batch = make_layers(jpipe_peer.size_of(SMALL, "float64")), jpipe_peer.make_batch(SMALL)
 
     def loss_of(trees):
@@ -138,4 +138,4 @@ def test_variants_take_turns_and_train_alike():
 
 @pytest.mark.parametrize("lines", results.tables(results.read()), ids=lambda lines: lines[0].split("|")[1].strip())
 def test_the_page_says_what_was_kept(lines):
-    assert "\n".join(lines) in (PEERS / "README.md").read_text()
+    assert "\n".join(lines) in PAGE

@@ -67,7 +67,7 @@ KINDS = (str, str, str, int, int, str, int, float, float, float, float, float, f
 
 
 def report(rows: list[Row]) -> list[str]:
-    """The lines of one run's table: speed-ups are over the peer's own best step of one device, by the shortest steps."""
+    """The lines of one run's table; speed-ups are over the peer's own best step of one device, by the shortest."""
     m = rows[0].microbatches
     ideal = 2 * m / (m + 1)
     best = {row.peer: min(r.shortest for r in rows if r.peer == row.peer and r.alone) for row in rows}
