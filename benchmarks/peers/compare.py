@@ -23,17 +23,21 @@ from turns import HERE, Step, Variant
 COUNTED = 4  # losses that are compared: before three steps, and after
 TOLERANCE = 2e-5  # of them, relative: float32 sums in another order
 
+MORE = {
+    "torch": ["single,accumulated,compiled", "1f1b,compiled", "single,written", "1f1b,written"],
+    "jpipe": ["hand,unrolled", "two,none,looped,1f1b", "one,none,unrolled,zero_bubble", "one,layer,unrolled,1f1b"],
+}
+"""Variants that take part only if `--only` names them."""
 SINGLE = {
-    "torch": ["single", "single,accumulated", "single,accumulated,compiled"],
-    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "hand,unrolled"],
+    "torch": ["single", "single,accumulated"],
+    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated"],
     **{peer: ["single", "single,accumulated"] for peer in ("spectrax", "maxtext", "praxis")},
 }
 PIPELINED = {
-    "torch": ["gpipe", "1f1b", "1f1b,compiled"],
+    "torch": ["gpipe", "1f1b"],
     "jpipe": [
-        *("two,none,looped,1f1b", "two,layer,unrolled,1f1b"),
         *(f"two,none,unrolled,{schedule}" for schedule in ("1f1b", "gpipe", "zero_bubble")),
-        *(f"one,none,unrolled,{schedule}" for schedule in ("1f1b", "zero_bubble")),
+        *("two,layer,unrolled,1f1b", "one,none,unrolled,1f1b"),
     ],
     "spectrax": [f"simulated,{name}" for name in ("GPipe", "Std1F1B", "ZeroBubbleH1", "DualPipeV")],
     "maxtext": ["simulated,iteration_input", "simulated,everything"],
@@ -62,13 +66,20 @@ def free_port() -> int:
 
 
 def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
-    """All variants of these peers whose name has one of the words; `core`: all on one core."""
+    """Variants of these peers, or of all theirs those that have one of the words in their names.
+
+    Args:
+      peers: their names.
+      only: words; none for the usual variants.
+      core: all processes on one core.
+    """
     first, second = sorted(os.sched_getaffinity(0))[:2]
     for peer in peers:
-        for variant in [*SINGLE[peer], *PIPELINED[peer]]:
+        more = MORE.get(peer, []) if only else []
+        for variant in [*SINGLE[peer], *PIPELINED[peer], *more]:
             if only and not any(word in f"{peer},{variant}" for word in only):
                 continue
-            if variant in SINGLE[peer]:
+            if variant.startswith(("single", "hand")):
                 yield Entry(peer, variant, [{first}])
             elif variant.startswith(("one,", "simulated")):  # one process of two devices
                 yield Entry(peer, variant, [{first} if core else {first, second}])

@@ -20,7 +20,7 @@ class Row(NamedTuple):
       variant: its words.
       width: of the model.
       microbatches: M.
-      where: processes, and how many cores they have: "1 on 1" is a step of one device.
+      where: processes, and how many cores they have.
       steps: how many were timed.
       first: seconds of the first step, tracing and compiling included.
       shortest: seconds.
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     @property
     def alone(self) -> bool:
         """Whether it is a step of one device."""
-        return self.where == "1 on 1" and self.variant.startswith(("single", "hand"))
+        return self.variant.startswith(("single", "hand"))
 
 
 def write(rows: list[Row], path: Path) -> None:
