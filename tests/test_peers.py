@@ -131,7 +131,7 @@ def test_rows_are_kept_by_run(tmp_path):
 @pytest.mark.slow
 def test_variants_take_turns_and_train_alike():
     found = [compare.Entry("jpipe", variant, [{0}]) for variant in ("hand,scanned,accumulated", "one,none,looped,1f1b")]
-    steps = compare.take_turns(found, {"jpipe": sys.executable}, SMALL, turns=2, limit=60)
+    steps = compare.take_turns(found, compare.Conditions(SMALL, {"jpipe": sys.executable}, turns=2, limit=60))
     compare.check_losses(found, steps)
     assert [len(taken) for taken in steps] == [compare.COUNTED + 2] * 2
 

@@ -87,23 +87,32 @@ def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
                 yield Entry(peer, variant, [{first}, {first} if core else {second}])
 
 
-def start(entry: Entry, interpreter: str, sizes: Sizes) -> Variant:
-    script = str(HERE / f"{entry.peer}_peer.py")
-    return Variant([interpreter, script, entry.variant, f"--port={free_port()}", *sizes.arguments()], entry.cores)
+class Conditions(NamedTuple):
+    """Under which all variants run; `interpreters` by peer, `limit` seconds after which no turn begins."""
+
+    sizes: Sizes
+    interpreters: dict[str, str]
+    turns: int
+    limit: float
+    large_pages: bool = False
+
+    def start(self, entry: Entry) -> Variant:
+        """The variant's processes."""
+        command = [self.interpreters[entry.peer], str(HERE / f"{entry.peer}_peer.py"), entry.variant]
+        command += [f"--port={free_port()}", *self.sizes.arguments()]
+        return Variant(command, entry.cores, large_pages=self.large_pages)
 
 
-def take_turns(
-    found: list[Entry], interpreters: dict[str, str], sizes: Sizes, turns: int, limit: float
-) -> list[list[Step]]:
+def take_turns(found: list[Entry], conditions: Conditions) -> list[list[Step]]:
     """All steps of all variants; the first `COUNTED` of each come before any that is timed."""
     running, steps, begin = {}, {}, time.monotonic()
     try:
         for i, entry in enumerate(found):
-            running[i] = start(entry, interpreters[entry.peer], sizes)
+            running[i] = conditions.start(entry)
             steps[i] = [running[i].step() for _ in range(COUNTED)]
             print(f"{entry.peer} {entry.variant}: first step {steps[i][0].seconds:.1f} s", file=sys.stderr)
-        for _ in range(turns):
-            if time.monotonic() - begin > limit:
+        for _ in range(conditions.turns):
+            if time.monotonic() - begin > conditions.limit:
                 break
             for i, variant in running.items():
                 steps[i].append(variant.step())
@@ -148,6 +157,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=400, help="seconds, then no turn begins (default %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help="variants that have one of these words in their names")
     parser.add_argument("--one-core", action="store_true", help="all processes of a variant on one core: its work")
+    parser.add_argument("--large-pages", action="store_true", help="memory in pages of 2 MiB, for all processes")
     parser.add_argument("--run", help="the run's name in tables (default: M=...)")
     parser.add_argument("--write", type=Path, help="a CSV file to add the rows to")
     Sizes.add_arguments(parser)
@@ -155,7 +165,7 @@ def main() -> None:
     sizes = Sizes.of(options)
     interpreters = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
     found = list(entries(list(interpreters), options.only, options.one_core))
-    steps = take_turns(found, interpreters, sizes, options.turns, options.limit)
+    steps = take_turns(found, Conditions(sizes, interpreters, options.turns, options.limit, options.large_pages))
     check_losses(found, steps)
     run = options.run or f"M={sizes.microbatches}"
     rows = [row_of(run, *pair, sizes) for pair in zip(found, steps, strict=True)]
