@@ -5,6 +5,7 @@ Run by itself it prints the tables of `benchmarks/data/peers.csv`, as the pages 
 
 import csv
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +71,8 @@ def report(rows: list[Row]) -> list[str]:
     """The lines of one run's table; speed-ups are over the peer's own best step of one device, by the shortest."""
     m = rows[0].microbatches
     ideal = 2 * m / (m + 1)
-    best = {row.peer: min(r.shortest for r in rows if r.peer == row.peer and r.alone) for row in rows}
-    ours = min(row.shortest for row in rows if row.peer == "jpipe" and not row.alone)
+    shortest = lambda peer, alone: min((r.shortest for r in rows if (r.peer, r.alone) == (peer, alone)), default=nan)
+    best, ours = {row.peer: shortest(row.peer, True) for row in rows}, shortest("jpipe", False)
     lines = [
         f"| {rows[0].run} | on cores | first | shortest | median | speed-up | of {ideal:.3f} | of jpipe's | MiB |",
         "|---|---|---|---|---|---|---|---|---|",
