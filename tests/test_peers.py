@@ -108,6 +108,13 @@ def test_a_row_leaves_out_the_steps_that_are_not_timed():
     assert row.where == "2 on 2"
 
 
+def test_a_row_leaves_out_steps_that_others_disturbed():
+    steps = [step._replace(others=2.0 * (i in (4, 6))) for i, step in enumerate(steps_of([1.0] * 9))]
+    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL)
+    assert (row.steps, row.shortest, row.median) == (3, 6.0, 8.0)
+    assert compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL).steps == 3
+
+
 def test_speedups_are_of_each_peers_own_best_step():
     rows = [
         Row("M=8", "jpipe", "hand,scanned", 8, 8, "1 on 1", 3, 9, 2.0, 2.5, 2, 1, 1),

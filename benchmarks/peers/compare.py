@@ -137,7 +137,10 @@ def check_losses(found: list[Entry], steps: list[list[Step]]) -> None:
 
 
 def row_of(run: str, entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
+    """Of the steps that had the machine to themselves, if these are at least three; else of all that were timed."""
     timed = steps[COUNTED:]
+    quiet = [step for step in timed if step.quiet]
+    timed = quiet if len(quiet) >= 3 else timed
     seconds = [step.seconds for step in timed]
     return Row(
         *(run, entry.peer, entry.variant, sizes.width, sizes.microbatches, entry.where, len(timed)),

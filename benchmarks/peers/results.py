@@ -22,7 +22,7 @@ class Row(NamedTuple):
       width: of the model.
       microbatches: M.
       where: processes, and how many cores they have.
-      steps: how many were timed.
+      steps: how many were timed while nothing else ran, or of all if these were fewer than three.
       first: seconds of the first step, tracing and compiling included.
       shortest: seconds.
       median: seconds.

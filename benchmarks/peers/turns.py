@@ -36,12 +36,15 @@ def serve(step: Callable[[], float | None], answers: IO[str]) -> None:
         all has been computed.
       answers: from `take_standard_output`.
     """
+    used = lambda: resource.getrusage(resource.RUSAGE_SELF)
     for _ in sys.stdin:
-        wall, busy = time.perf_counter(), time.process_time()
+        wall, before = time.perf_counter(), used()
         loss = step()
-        wall, busy = time.perf_counter() - wall, time.process_time() - busy
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
-        print(json.dumps({"seconds": wall, "processor": busy, "loss": loss, "peak": peak}), file=answers, flush=True)
+        wall, after = time.perf_counter() - wall, used()
+        system = after.ru_stime - before.ru_stime
+        answer = {"seconds": wall, "processor": after.ru_utime - before.ru_utime + system, "system": system}
+        answer |= {"faults": after.ru_minflt - before.ru_minflt, "peak": after.ru_maxrss / 1024, "loss": loss}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 class Step(NamedTuple):
@@ -52,12 +55,29 @@ class Step(NamedTuple):
       processor: processor seconds of all of them.
       loss: of the mini-batch, before the update.
       peak: MiB that its largest process has held so far.
+      others: processor seconds that other programs took meanwhile.
+      system: how many of the processor seconds went into the kernel.
+      faults: pages of memory that they were given.
     """
 
     seconds: float
     processor: float
     loss: float
     peak: float
+    others: float = 0.0
+    system: float = 0.0
+    faults: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it had the machine to itself, but for a twentieth of a core or what the kernel's clock can't tell."""
+        return self.others < 0.05 * self.seconds + 2 / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds() -> float:
+    """Processor seconds that all programs of this machine have used."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 class Variant:
@@ -87,6 +107,7 @@ class Variant:
         Raises:
           RuntimeError: a process died.
         """
+        busy = busy_seconds()
         for process in self._processes:
             process.stdin.write("step\n")
             process.stdin.flush()
@@ -97,7 +118,10 @@ class Variant:
         answers = [json.loads(line) for line in lines]
         loss = next(answer["loss"] for answer in answers if answer["loss"] is not None)
         most = lambda name: max(answer[name] for answer in answers)
-        return Step(most("seconds"), sum(answer["processor"] for answer in answers), loss, most("peak"))
+        total = lambda name: sum(answer[name] for answer in answers)
+        own, busy = total("processor"), busy_seconds() - busy
+        others = max(0.0, busy - own)
+        return Step(most("seconds"), own, loss, most("peak"), others, total("system"), total("faults"))
 
     def close(self) -> None:
         """Ends all processes; those of one cluster leave it together."""
