@@ -88,7 +88,7 @@ def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
 
 
 class Conditions(NamedTuple):
-    """Under which all variants run; `interpreters` by peer, `limit` seconds after which no turn begins."""
+    """Under which all variants run; `interpreters` by peer, `limit` seconds of turns after which none begins."""
 
     sizes: Sizes
     interpreters: dict[str, str]
@@ -105,12 +105,13 @@ class Conditions(NamedTuple):
 
 def take_turns(found: list[Entry], conditions: Conditions) -> list[list[Step]]:
     """All steps of all variants; the first `COUNTED` of each come before any that is timed."""
-    running, steps, begin = {}, {}, time.monotonic()
+    running, steps = {}, {}
     try:
         for i, entry in enumerate(found):
             running[i] = conditions.start(entry)
             steps[i] = [running[i].step() for _ in range(COUNTED)]
             print(f"{entry.peer} {entry.variant}: first step {steps[i][0].seconds:.1f} s", file=sys.stderr)
+        begin = time.monotonic()
         for _ in range(conditions.turns):
             if time.monotonic() - begin > conditions.limit:
                 break
