@@ -21,6 +21,7 @@ from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
 from turns import Step
 
+ROOT = Path(__file__).parents[1]
 PAGE = (Path(compare.__file__).parent / "README.md").read_text()
 SMALL = Sizes(layers=4, width=16, heads=2, seq=8, vocab=11, batch=4, microbatches=2)
 
@@ -146,3 +147,7 @@ def test_variants_take_turns_and_train_alike():
 @pytest.mark.parametrize("lines", results.tables(results.read()), ids=lambda lines: lines[0].split("|")[1].strip())
 def test_the_page_says_what_was_kept(lines):
     assert "\n".join(lines) in PAGE
+
+
+def test_the_comparison_says_the_same():
+    assert "\n".join(results.summary(results.read())) in (ROOT / "docs" / "comparison.md").read_text()

@@ -90,8 +90,31 @@ def tables(rows: list[Row]) -> list[list[str]]:
     return [report(list(found)) for _, found in groupby(rows, key=lambda row: row.run)]
 
 
+def summary(rows: list[Row]) -> list[str]:
+    """The lines of a table of each peer's best pipelined step in each run, for docs/comparison.md."""
+    lines = [
+        "| run | peer | its best step of one device, s | two stages, s | speed-up | over jpipe's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run, found in groupby(rows, key=lambda row: row.run):
+        mine: dict[str, list[Row]] = {}
+        for row in found:
+            mine.setdefault(row.peer, []).append(row)
+        best = {
+            (peer, alone): min((row for row in theirs if row.alone == alone), key=lambda row: row.shortest)
+            for peer, theirs in mine.items()
+            for alone in (True, False)
+        }
+        for peer in mine:
+            alone, both, ours = best[peer, True], best[peer, False], best["jpipe", False]
+            figures = (f"{alone.shortest:.3f}", f"{both.shortest:.3f}", f"{alone.shortest / both.shortest:.2f}")
+            ratio = f"{both.shortest / ours.shortest:.2f}"
+            lines.append(f"| {run} | {peer} `{both.variant}` | {' | '.join(figures)} | {ratio} |")
+    return lines
+
+
 def main() -> None:
-    print("\n\n".join("\n".join(lines) for lines in tables(read())))
+    print("\n\n".join("\n".join(lines) for lines in [*tables(read()), summary(read())]))
 
 
 if __name__ == "__main__":
