@@ -1,0 +1,113 @@
+"""The model in jpipe, and by hand in JAX: one device, two processes of one device each, or one process of two.
+
+Variants are words joined by commas: "hand" with "scanned" or "unrolled", and "accumulated" where it takes
+micro-batches; or "two" for two processes and "one" for one process, then remat, "looped" or "unrolled", and a schedule.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from same_model import RATE, Sizes, Tree, make_tokens, make_weights
+from turns import serve, take_standard_output
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import Size, make_layers, on_cpu, step_by_hand, transformer_pipeline
+
+import jpipe
+
+
+def size_of(sizes: Sizes, dtype: str = "float32") -> Size:
+    """The same, as the other benchmarks say it."""
+    rows = sizes.batch // sizes.microbatches
+    return Size(sizes.layers, sizes.width, sizes.heads, sizes.seq, sizes.vocab, rows, dtype)
+
+
+def layer_trees(weights: Tree, heads: int) -> list[Tree]:
+    """The weights as Flax has those of `common.make_layers`."""
+
+    def block(w: Tree) -> Tree:
+        width = w["qkv"]["kernel"].shape[0]
+        apart, joined = (3, heads, width // heads), (heads, width // heads)
+        tree = {"LayerNorm_0": w["norm_attention"], "LayerNorm_1": w["norm_mlp"], "Dense_0": w["up"]}
+        tree["DenseGeneral_0"] = {
+            "kernel": w["qkv"]["kernel"].reshape(width, *apart),
+            "bias": w["qkv"]["bias"].reshape(apart),
+        }
+        tree["DenseGeneral_1"] = {"kernel": w["out"]["kernel"].reshape(*joined, width), "bias": w["out"]["bias"]}
+        return {"params": tree | {"Dense_1": w["down"]}}
+
+    first = {"params": {"embedding": weights["embedding"]}}
+    last = {"params": {"LayerNorm_0": weights["head"]["norm"], "Dense_0": weights["head"]["logits"]}}
+    return [first, *[block(w) for w in weights["blocks"]], last]
+
+
+def make_batch(sizes: Sizes) -> Tree:
+    return dict(zip(("inputs", "targets"), make_tokens(sizes), strict=True))
+
+
+def hand_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
+    layers, parts = make_layers(size_of(sizes)), sizes.microbatches if "accumulated" in words else 1
+    start, train = step_by_hand(layers, optax.sgd(RATE), parts, scan="scanned" in words)
+    state, batch = start(layer_trees(make_weights(sizes), sizes.heads)), jax.tree.map(jnp.asarray, make_batch(sizes))
+
+    def step() -> float:
+        nonlocal state
+        state, loss = train(state, batch)
+        jax.block_until_ready(state)
+        return float(loss)
+
+    return step
+
+
+def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None, dtype: str = "float32") -> jpipe.Pipeline:
+    remat, style, schedule = words
+    options = {"remat": remat, "unroll": {"looped": False, "unrolled": True}[style], "schedule": schedule}
+    return transformer_pipeline(size_of(sizes, dtype), 2, sizes.microbatches, mesh=mesh, **options)
+
+
+def pipelined_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    place = lambda a: jax.make_array_from_process_local_data(everywhere, a, a.shape)
+    batch = jax.tree.map(place, make_batch(sizes))
+    pipe = make_pipeline(sizes, words, mesh)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(RATE))
+    variables = pipe.from_layer_variables(layer_trees(make_weights(sizes), sizes.heads))
+    state = state.replace(variables=variables)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = pipe.train_step(state, batch)
+        jax.block_until_ready(state)
+        return float(metrics["loss"])
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("variant")
+    parser.add_argument("--index", type=int, default=0, help="of this process")
+    parser.add_argument("--port", type=int, help="of the coordinator on this machine")
+    Sizes.add_arguments(parser)
+    options = parser.parse_args()
+    answers = take_standard_output()
+    sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
+    on_cpu(2 if kind == "one" else 1)
+    if kind == "two":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{options.port}", 2, options.index)
+    serve(hand_step(sizes, words) if kind == "hand" else pipelined_step(sizes, words), answers)
+    if kind == "two":
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`benchmarks/peers`: that the model is the same everywhere, how turns are taken, and what its pages say."""
+
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
+import compare
+import jax_functions
+import jpipe_peer
+import results
+from common import make_layers
+from results import Row
+from same_model import Sizes, make_tokens, make_weights, plain_loss
+from turns import Step
+
+ROOT = Path(__file__).parents[1]
+PAGE = (Path(compare.__file__).parent / "README.md").read_text()
+SMALL = Sizes(layers=4, width=16, heads=2, seq=8, vocab=11, batch=4, microbatches=2)
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda a: a.astype(np.float64), tree)
+
+
+def in_float32(tree):
+    return jax.tree.map(lambda a: np.float32(a), tree)
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def reference(weights):
+    """Loss by numpy, gradients by the same lines in `jax.numpy`, as Flax has them; both in float64."""
+    loss = plain_loss(weights, *make_tokens(SMALL), SMALL.heads)
+    loss_of = jax.jit(jax.grad(lambda weights: plain_loss(weights, *make_tokens(SMALL), SMALL.heads, jnp)))
+    gradients = loss_of(weights)
+    return loss, jpipe_peer.layer_trees(gradients, SMALL.heads)
+
+
+def test_layers_are_the_model_that_numpy_has(float64):
+    """In float64, but for the softmax inside of `jax.nn.dot_product_attention`, which is float32 always."""
+    layers, batch = make_layers(jpipe_peer.size_of(SMALL, "float64")), jpipe_peer.make_batch(SMALL)
+
+    def loss_of(trees):
+        x = batch["inputs"]
+        for layer, tree in zip(layers, trees, strict=True):
+            x = layer.apply(tree, x)
+        return optax.softmax_cross_entropy_with_integer_labels(x, batch["targets"]).mean()
+
+    weights = in_float64(make_weights(SMALL))
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of))(jpipe_peer.layer_trees(weights, SMALL.heads))
+    chex.assert_trees_all_close((loss, gradients), reference(weights), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("words", [["none", "looped", "1f1b"], ["layer", "unrolled", "zero_bubble"]], ids=",".join)
+def test_pipelines_train_that_model(words):
+    pipe, batch = jpipe_peer.make_pipeline(SMALL, words), jpipe_peer.make_batch(SMALL)
+    variables = pipe.from_layer_variables(jpipe_peer.layer_trees(make_weights(SMALL), SMALL.heads), batch)
+    (loss, _), gradients = pipe.value_and_grad(variables, batch)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wanted = reference(in_float64(make_weights(SMALL)))
+    found = loss, list(pipe.layer_variables({"params": gradients}))
+    chex.assert_trees_all_close(found, in_float32(wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_functions_of_other_peers_are_the_model_that_numpy_has(float64):
+    weights, tokens = in_float64(make_weights(SMALL)), make_tokens(SMALL)
+    cuts = []
+    cut = lambda x: cuts.append(x.shape) or x
+    found = jax_functions.loss_of(weights, *tokens, SMALL.heads, cut, parts=2)
+    np.testing.assert_allclose(found, plain_loss(weights, *tokens, SMALL.heads), rtol=1e-13)
+    assert cuts == [(SMALL.batch, SMALL.seq, SMALL.width)]
+
+
+def test_one_seed_gives_the_same_weights():
+    again = jax.tree.map(np.array_equal, make_weights(SMALL), make_weights(SMALL))
+    assert all(jax.tree.leaves(again))
+    assert not np.array_equal(make_weights(SMALL)["embedding"], make_weights(SMALL, seed=1)["embedding"])
+
+
+ENTRIES = [compare.Entry("jpipe", "hand,scanned", [{0}]), compare.Entry("torch", "1f1b", [{0}, {1}])]
+
+
+def steps_of(losses):
+    return [Step(seconds=1.0 + i, processor=2.0, loss=loss, peak=3.0) for i, loss in enumerate(losses)]
+
+
+def test_another_model_is_told_by_its_losses():
+    losses = [6.0, 5.0, 4.0, 3.0]
+    compare.check_losses(ENTRIES, [steps_of(losses), steps_of([*losses[:3], 3.00001])])
+    with pytest.raises(SystemExit, match="torch 1f1b trains another model"):
+        compare.check_losses(ENTRIES, [steps_of(losses), steps_of([*losses[:3], 3.001])])
+
+
+def test_a_row_leaves_out_the_steps_that_are_not_timed():
+    row = compare.row_of("M=2", ENTRIES[1], steps_of([6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5]), SMALL)
+    assert (row.first, row.steps, row.shortest, row.median, row.loss) == (1.0, 3, 5.0, 6.0, 3.0)
+    assert row.where == "2 on 2"
+
+
+def test_a_row_leaves_out_steps_that_others_disturbed():
+    steps = [step._replace(others=2.0 * (i in (4, 6))) for i, step in enumerate(steps_of([1.0] * 9))]
+    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL)
+    assert (row.steps, row.shortest, row.median) == (3, 6.0, 8.0)
+    assert compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL).steps == 3
+
+
+def test_speedups_are_of_each_peers_own_best_step():
+    rows = [
+        Row("M=8", "jpipe", "hand,scanned", 8, 8, "1 on 1", 3, 9, 2.0, 2.5, 2, 1, 1),
+        Row("M=8", "jpipe", "two,none", 8, 8, "2 on 2", 3, 9, 1.25, 1.5, 2, 1, 1),
+        Row("M=8", "torch", "single", 8, 8, "1 on 1", 3, 9, 1.0, 1.5, 2, 1, 1),
+        Row("M=8", "torch", "1f1b", 8, 8, "2 on 2", 3, 9, 0.625, 1.0, 2, 1, 1),
+    ]
+    table = results.report(rows)
+    assert table[3] == "| jpipe `two,none` | 2 on 2 | 9.0 | 1.250 | 1.500 | 1.60 | 0.90 | 1.00 | 1 |"
+    assert table[5] == "| torch `1f1b` | 2 on 2 | 9.0 | 0.625 | 1.000 | 1.60 | 0.90 | 0.50 | 1 |"
+
+
+def test_rows_are_kept_by_run(tmp_path):
+    rows = [Row(run, "torch", "1f1b", 8, 8, "2 on 2", 3, 9.0, 0.625, 1.0, 2.0, 1.0, 1.0) for run in ("a", "b")]
+    results.write(rows, tmp_path / "kept.csv")
+    again = [rows[0]._replace(shortest=0.5)]
+    results.write(again, tmp_path / "kept.csv")
+    assert results.read(tmp_path / "kept.csv") == [rows[1], *again]
+
+
+@pytest.mark.slow
+def test_variants_take_turns_and_train_alike():
+    found = [compare.Entry("jpipe", variant, [{0}]) for variant in ("hand,scanned,accumulated", "one,none,looped,1f1b")]
+    steps = compare.take_turns(found, compare.Conditions(SMALL, {"jpipe": sys.executable}, turns=2, limit=60))
+    compare.check_losses(found, steps)
+    assert [len(taken) for taken in steps] == [compare.COUNTED + 2 * compare.A_TURN] * 2
+
+
+@pytest.mark.parametrize("lines", results.tables(results.read()), ids=lambda lines: lines[0].split("|")[1].strip())
+def test_the_page_says_what_was_kept(lines):
+    assert "\n".join(lines) in PAGE
+
+
+def test_the_comparison_says_the_same():
+    assert "\n".join(results.summary(results.read())) in (ROOT / "docs" / "comparison.md").read_text()
