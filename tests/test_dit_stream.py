@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 
 import jpipe
 from cases import assert_close
@@ -225,6 +226,7 @@ def test_forty_blocks_are_cut_into_equal_stages(stages):
 
 def test_runs_prints_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(dit_stream, "console", Console(width=120))  # whatever COLUMNS was when it was imported
     picture = tmp_path / "stream.png"
     options = options_of(f"--stages 2 --depths 1 2 --steps 2 --picture {picture}")
     rows = dit_stream.run(options)
