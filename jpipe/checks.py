@@ -149,7 +149,7 @@ def check_generation(
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
     sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
-    if isinstance(prefill, bool) or prefill not in sizes:
+    if isinstance(prefill, bool) or not isinstance(prefill, int) or prefill not in sizes:
         raise ValueError(
             f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
         )

@@ -53,6 +53,8 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
 def sees_more(function: LayerFunction, length: int) -> str:
     """What a layer does with a sequence besides treating each token by itself, in words; "" if it does nothing else.
 
+    Of one with a program of single devices (`jax.shard_map`), over axes that aren't there, it can't be told: "" too.
+
     Args:
       function: the layer in evaluation mode, on whole sequences.
       length: T, the tokens of a sequence: dimension 1 of what the layer takes.
@@ -64,6 +66,8 @@ def sees_more(function: LayerFunction, length: int) -> str:
     at = lambda leaf: split if leaf.ndim > 1 and leaf.shape[1] == length else whole
     arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
     jaxpr, _ = trace(function.forward, arguments, takes)
+    if any(_holds(equation, "shard_map") for equation in jaxpr.jaxpr.eqns):
+        return ""
     sequences: list[Leaf] = [*jax.tree.leaves(arguments.batch), *takes]
     weights = len(jaxpr.jaxpr.invars) - len(sequences)
     shardings = [whole] * weights + [at(leaf) for leaf in sequences]
@@ -85,12 +89,12 @@ def _depends_on_place(program: ClosedJaxpr) -> bool:
         name, operands = equation.primitive.name, equation.invars
         if (name in _SPREADS and all(map(is_even, operands))) or (name == "dynamic_slice" and is_even(operands[0])):
             even |= set(equation.outvars)
-        elif _asks(equation) or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
+        elif _holds(equation, "axis_index") or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
             placed |= set(equation.outvars)
     return not placed.isdisjoint(v for v in jaxpr.outvars if isinstance(v, Var))
 
 
-def _asks(equation: JaxprEqn) -> bool:
-    """Whether an equation, or one within it, asks for the index of the device."""
+def _holds(equation: JaxprEqn, name: str) -> bool:
+    """Whether an equation, or one within it, is a primitive of this name."""
     inside = (inner for jaxpr in jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
-    return equation.primitive.name == "axis_index" or any(map(_asks, inside))
+    return equation.primitive.name == name or any(_holds(inner, name) for inner in inside)

@@ -99,3 +99,20 @@ def test_what_looks_further_without_a_cache_is_named(name):
 
 def test_constraints_over_other_axes_say_nothing_of_tokens(make_mesh):
     generate(Split(), mesh=make_mesh((1, 2), ("stage", "model")))
+
+
+class Mapped(nn.Module):
+    """A program of single devices, over an axis that isn't one of tokens."""
+
+    mesh: jax.sharding.Mesh
+
+    @nn.compact
+    def __call__(self, x):
+        spec = PartitionSpec(None, None, "model")
+        double = jax.shard_map(lambda x: 2 * x, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return double(nn.Dense(WIDTH)(x))
+
+
+def test_programs_of_single_devices_say_nothing_of_tokens(make_mesh):
+    mesh = make_mesh((1, 2), ("stage", "model"))
+    generate(Mapped(mesh), mesh=mesh)
