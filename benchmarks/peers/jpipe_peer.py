@@ -1,7 +1,8 @@
 """The model in jpipe, and by hand in JAX: one device, two processes of one device each, or one process of two.
 
 Variants are words joined by commas: "hand" with "scanned" or "unrolled", and "accumulated" where it takes
-micro-batches; or "two" for two processes and "one" for one process, then remat, "looped" or "unrolled", and a schedule.
+micro-batches; or "two" for two processes, "one" for one process of two devices and "single" for one stage, then remat, "looped" or "unrolled", a schedule, and
+chunks a device, if they are more than one.
 """
 
 import argparse
@@ -66,18 +67,21 @@ def hand_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
     return step
 
 
-def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None, dtype: str = "float32") -> jpipe.Pipeline:
-    remat, style, schedule = words
+def make_pipeline(
+    sizes: Sizes, words: list[str], mesh: Any = None, dtype: str = "float32", stages: int = 2
+) -> jpipe.Pipeline:
+    remat, style, schedule, *chunks = words
     options = {"remat": remat, "unroll": {"looped": False, "unrolled": True}[style], "schedule": schedule}
-    return transformer_pipeline(size_of(sizes, dtype), 2, sizes.microbatches, mesh=mesh, **options)
+    options["num_chunks"] = int(*chunks) if chunks else 1
+    return transformer_pipeline(size_of(sizes, dtype), stages, sizes.microbatches, mesh=mesh, **options)
 
 
-def pipelined_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
-    mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+def pipelined_step(sizes: Sizes, words: list[str], stages: int) -> Callable[[], float]:
+    mesh = jax.make_mesh((stages,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = NamedSharding(mesh, PartitionSpec())
     place = lambda a: jax.make_array_from_process_local_data(everywhere, a, a.shape)
     batch = jax.tree.map(place, make_batch(sizes))
-    pipe = make_pipeline(sizes, words, mesh)
+    pipe = make_pipeline(sizes, words, mesh, stages=stages)
     state = pipe.create_state(jax.random.key(0), batch, optax.sgd(RATE))
     variables = pipe.from_layer_variables(layer_trees(make_weights(sizes), sizes.heads))
     state = state.replace(variables=variables)
@@ -104,7 +108,8 @@ def main() -> None:
     if kind == "two":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{options.port}", 2, options.index)
-    serve(hand_step(sizes, words) if kind == "hand" else pipelined_step(sizes, words), answers)
+    stages = 1 if kind == "single" else 2
+    serve(hand_step(sizes, words) if kind == "hand" else pipelined_step(sizes, words, stages), answers)
     if kind == "two":
         jax.distributed.shutdown()
 

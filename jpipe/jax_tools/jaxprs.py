@@ -103,18 +103,19 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
             continue
         params = new.params
         if new.primitive.name != "shard_map":
-            params = {name: _changed_inside(value, change) for name, value in params.items()}
+            inside = lambda jaxpr: changed(jaxpr, change)
+            params = {name: changed_inside(value, inside) for name, value in params.items()}
         equations.append(replaced(new, invars=operands, params=params))
     return replaced(jaxpr, eqns=equations, outvars=list(map(resolve, jaxpr.outvars)))
 
 
-def _changed_inside(value: PyTree, change: Change) -> PyTree:
-    """`changed` for an equation's parameter: a jaxpr (of `jit`, a loop), several (branches), or anything else."""
+def changed_inside(value: PyTree, change: Callable[[Jaxpr], Jaxpr]) -> PyTree:
+    """An equation's parameter, changed if it is a jaxpr (of `jit`, a loop) or several (branches)."""
     if isinstance(value, Jaxpr):
-        return changed(value, change)
+        return change(value)
     if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(changed(value.jaxpr, change), value.consts)
+        return ClosedJaxpr(change(value.jaxpr), value.consts)
     if isinstance(value, tuple | list) and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        inside = [_changed_inside(v, change) for v in value]
+        inside = [changed_inside(v, change) for v in value]
         return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     return value

@@ -45,6 +45,11 @@ class Splits:
     over_stages: bool = False
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are known, and are CPUs."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def num_shards(self) -> int:
         """The number of parts that a micro-batch is split into."""
         return self._devices(self.batch_axes)

@@ -108,7 +108,8 @@ def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]
         if _is_heavy(equation):
             for v in operands:
                 if not isinstance(v, Literal) and v in again and v not in made:
-                    (barrier,) = jax.make_jaxpr(jax.lax.optimization_barrier)(*shapes_of([v])).jaxpr.eqns
+                    own = lambda x: jax.lax.optimization_barrier(x)  # JAX gives two traces of one function one variable
+                    (barrier,) = jax.make_jaxpr(own)(*shapes_of([v])).jaxpr.eqns
                     found.append(replaced(barrier, invars=[v]))
                     (made[v],) = barrier.outvars
             operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]

@@ -17,6 +17,7 @@ import jax
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
+from jpipe.jax_tools.products import weight_products_as_they_lie
 from jpipe.jax_tools.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
@@ -295,15 +296,16 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
+    program = weight_products_as_they_lie(backward.jaxpr) if splits.on_cpu else backward.jaxpr
     return DeviceLayer(
         forward=forward,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
-        transposed=backward.jaxpr,
+        transposed=program,
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
-        split=_split_layer(layer, backward.jaxpr) if in_parts else None,
+        split=_split_layer(layer, program) if in_parts else None,
         unsplit=remake.unsplit + backward.unsplit,
     )
 

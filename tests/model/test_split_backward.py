@@ -20,6 +20,12 @@ def mlp(params, x):
     return jax.nn.gelu((x * params["g"]) @ params["w"] + params["b"]) @ params["v"]
 
 
+def scaled(params, x):
+    """Both operands of a product are made again for W, of one shape. Once they were one variable, the product wrong."""
+    y = jax.nn.gelu(jax.lax.stop_gradient(x)) @ (params["w"] @ params["v"])
+    return x + y * params["g"] + params["b"].sum()
+
+
 def recurrent(params, x):
     """Its weights are used in a loop, which gives the gradient of the input too."""
     turn = lambda h, _: (jnp.tanh(h * params["g"] @ params["w"] + params["b"]) @ params["v"], None)
@@ -64,7 +70,7 @@ def heavy_in(jaxpr):
 @pytest.mark.parametrize(
     "policy", [None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable]
 )
-@pytest.mark.parametrize("function", [mlp, recurrent, convolved])
+@pytest.mark.parametrize("function", [mlp, scaled, recurrent, convolved])
 def test_both_parts_give_what_the_whole_gives_and_no_product_twice(function, policy):
     with jax.enable_x64(True):
         closed, arguments = backward_of(function, policy)

@@ -1,0 +1,105 @@
+"""Gradients of weights as products that a CPU computes of operands as they lie.
+
+Of y = x @ w JAX's derivative computes the gradient of w as (dy.T @ x).T, summed over all dimensions of examples at once.
+A TPU's compiler chooses layouts so that nothing is turned. XLA's for CPUs turns dy in memory, then multiplies two
+operands that both lie the wrong way. Computed as here, over one dimension of all examples, such a gradient takes two
+fifths to nine tenths of the time (`benchmarks/weight_products.py`), and as much memory or less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import jax
+
+from jpipe.jax_tools.jaxprs import changed_inside
+from jpipe.seam.inside import replaced
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
+from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
+
+
+def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr of one device with its gradients of weights so computed, inside of calls and loops too.
+
+    Those are products that are summed over the first dimensions of both operands, turned or not. The same numbers are
+    multiplied and added up, maybe in another order.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x, w, dy = jnp.ones((2, 8, 3)), jnp.ones((3, 5)), jnp.ones((2, 8, 5))
+    >>> gradient = jax.make_jaxpr(lambda x, dy: jax.vjp(lambda w: x @ w, w)[1](dy))(x, dy)
+    >>> [str(equation.primitive) for equation in gradient.jaxpr.eqns][-2:]
+    ['dot_general', 'transpose']
+    >>> [str(equation.primitive) for equation in weight_products_as_they_lie(gradient).jaxpr.eqns][-3:]
+    ['reshape', 'reshape', 'dot_general']
+    """
+    return ClosedJaxpr(_changed(closed.jaxpr), closed.consts)
+
+
+def _changed(jaxpr: Jaxpr) -> Jaxpr:
+    uses = Counter(v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, Literal))
+    uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    turns = {e.invars[0]: e for e in jaxpr.eqns if e.primitive.name == "transpose" and uses[e.invars[0]] == 1}
+    equations: list[JaxprEqn] = []
+    done: set[Var] = set()  # results of transposes that products give already
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general" and _is_of_weights(equation):
+            turn = turns.get(equation.outvars[0])
+            if turn is not None and _swaps(equation, turn):
+                done.update(turn.outvars)
+                equation = replaced(equation, invars=equation.invars[::-1], outvars=turn.outvars)
+            equations += _as_they_lie(equation)
+        elif done.isdisjoint(equation.outvars):
+            equations.append(_inside(equation))
+    return replaced(jaxpr, eqns=equations)
+
+
+def _inside(equation: JaxprEqn) -> JaxprEqn:
+    if equation.primitive.name not in CALLS | LOOPS_AND_BRANCHES:
+        return equation
+    return replaced(equation, params={name: changed_inside(value, _changed) for name, value in equation.params.items()})
+
+
+def _is_of_weights(product: JaxprEqn) -> bool:
+    """Whether a product is summed over the first dimensions of both operands, and both have others."""
+    (first, second), (batch, _) = product.params["dimension_numbers"]
+    precision = product.params["precision"]
+    # A pair of precisions, and an algorithm that isn't one of JAX's own, says something of each operand.
+    tells_apart = isinstance(precision, tuple) and len({*precision}) > 1
+    rest = [len(shape.shape) - len(first) for shape in shapes_of(product.invars)]
+    leading = tuple(first) == tuple(second) == tuple(range(len(first)))
+    return bool(first) and leading and not batch and all(rest) and not tells_apart
+
+
+def _swaps(product: JaxprEqn, transpose: JaxprEqn) -> bool:
+    """Whether the transpose puts the dimensions of the product's second operand before those of its first."""
+    first, second = shapes_of(product.invars)
+    summed = len(product.params["dimension_numbers"][0][0])
+    count, others = len(first.shape) - summed, len(second.shape) - summed
+    return transpose.params["permutation"] == (*range(count, count + others), *range(count))
+
+
+def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
+    """Equations that give x.T @ dy, `[examples, n]` and `[examples, m]`, or the transpose of dy.T @ x if n > m.
+
+    With few columns on the left XLA's product is faster. Without the barrier its compiler would swap them back.
+    """
+    summed = len(product.params["dimension_numbers"][0][0])
+    given = {name: product.params[name] for name in ("precision", "preferred_element_type")}
+
+    def multiply(x: jax.Array, dy: jax.Array) -> jax.Array:
+        shape = x.shape[summed:] + dy.shape[summed:]
+        rows = math.prod(x.shape[:summed])
+        x, dy = x.reshape(rows, -1), dy.reshape(rows, -1)
+        over_rows = lambda a, b: jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), **given)
+        if x.shape[1] <= dy.shape[1]:
+            return over_rows(x, dy).reshape(shape)
+        return jax.lax.optimization_barrier(over_rows(dy, x)).T.reshape(shape)
+
+    made = jax.make_jaxpr(multiply)(*shapes_of(product.invars)).jaxpr
+    names = dict(zip((*made.invars, *made.outvars), (*product.invars, *product.outvars), strict=True))
+    named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
+    return [
+        replaced(e, invars=named(e.invars), outvars=named(e.outvars), source_info=product.source_info)
+        for e in made.eqns
+    ]
