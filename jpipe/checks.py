@@ -6,9 +6,11 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jpipe.execution.batches import check_no_example, is_bare
@@ -146,15 +148,20 @@ def check_generation(
             f"{shape[0]} prompts are fewer than the {stages} stages, which would wait for one another; pass at least "
             f"{stages} (repeat some), or generate with a pipeline of fewer stages"
         )
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, Integral) or num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
     sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
-    if isinstance(prefill, bool) or not isinstance(prefill, int) or prefill not in sizes:
+    if isinstance(prefill, bool) or not isinstance(prefill, Integral) or prefill not in sizes:
         raise ValueError(
             f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
         )
-    if not temperature >= 0:
-        raise ValueError(f"temperature={temperature} is below 0; use 0 for the likeliest token, or more to sample")
+    if isinstance(temperature, Tracer):
+        raise TypeError("temperature is traced; pass a number, or a static argument of your jax.jit (static_argnames)")
+    if temperature != 0 and not np.finfo(np.float32).tiny <= temperature < np.inf:
+        raise ValueError(
+            f"temperature={temperature} is no number to divide logits by in float32; use 0 for the likeliest token, or "
+            "more to sample"
+        )
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
 

@@ -5,6 +5,8 @@ A layer's cache stays on its stage, with a row for each micro-batch. How tokens 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +27,7 @@ from jpipe.model.trace import trace_model
 from jpipe.partitioner.shardings import names_in, part_structs
 from jpipe.planning.plan import Plan
 from jpipe.schedules.orders import forward_only
+from jpipe.types import PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Decoding:
     Attributes:
       step: one token through all layers, forward only; its micro-batches are K.
       prefill: the same of several tokens of a prompt; None if it is fed by single ones.
-      caches: where caches lie, a row for each micro-batch; record types as `Model.variable_sets`.
+      caches: where caches lie, a row for each micro-batch; a record type for each group, a record for each layer of it.
       starts: by the name of a buffer, the number that all of it starts from.
     """
 
@@ -121,7 +124,7 @@ def _with_ends_apart(plan: Plan) -> Plan:
 
 
 def _check_model(plan: Plan, model: Model, length: int) -> None:
-    """Checks that layers in decode mode have the variables that they were trained with, and caches that do."""
+    """Checks that layers in decode mode have the variables that they were trained with, and long enough caches."""
     kept = [group for group in model.groups if group.variables.get(CACHE)]
     if not kept:
         names = ", ".join(dict.fromkeys(group.layer.name for group in model.groups))
@@ -133,15 +136,22 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
     for index in range(model.num_layers):
         old, new = plan.traced.group_at(index), model.group_at(index)
         without = lambda group: {name: tree for name, tree in group.variables.items() if name != CACHE}
-        if not same_type(without(old), without(new)) or old.indices != new.indices:
+        if not same_type(without(old), without(new)):
             raise ValueError(
                 f"layer {index} ({old.layer.name}) has {describe(without(new))} in decode mode and "
                 f"{describe(without(old))} in training, so that it can't take over what was trained"
             )
+        if old.indices != new.indices:
+            raise ValueError(
+                f"generate: layer {index} ({old.layer.name}) is one of equal layers, {list(old.indices)} in training and "
+                f"{list(new.indices)} in decode mode, where sequences of one token aren't split over devices as "
+                "whole ones are; generate with a pipeline whose layers don't constrain the dimension of tokens, and "
+                "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)"
+            )
     for group in kept:
         leaves = jax.tree.leaves(group.variables[CACHE])
         counts = any(leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves)
-        short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and max(leaf.shape[1:-1]) < length]
+        short = [leaf for leaf in leaves if counts and leaf.ndim > 2 and leaf.shape[1] < length]
         if short:
             raise ValueError(
                 f"generate: sequences of {length} tokens are longer than the cache of layer {group.indices[0]} "
@@ -152,21 +162,19 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
 def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     """The places of all caches, as one device has them, and what each of their buffers starts from."""
     model, place = step.model, step.schedule.placement
-    groups = [model.groups[known.group] for known in model.variable_sets]
     stage_of = [
         place.stage_of(s) for s, (start, stop) in enumerate(step.plan.partition.bounds) for _ in range(start, stop)
     ]
-    owners = [[stage_of[users[0]] for users in known.users] for known in model.variable_sets]
-    functions = [step.functions[known.group] for known in model.variable_sets]
+    owners = [[stage_of[i] for i in group.indices] for group in model.groups]
     leaves = [
         part_structs(group.variables.get(CACHE, {}), function.caches_at(step.plan.request.splits), model.axes)
-        for group, function in zip(groups, functions, strict=True)
+        for group, function in zip(model.groups, step.functions, strict=True)
     ]
     count = place.num_stages
-    starts = [_starts(group, step) for group in groups]
+    starts = [_starts(group, step) for group in model.groups]
     numbers = sorted({number for own in starts for number in own})
     # Each leaf of a cache lies in a buffer of its own: were keys and values in one, a compiler would copy all of it
-    # where one is read after the other was written. So do leaves that start from other numbers.
+    # where one is read after the other was written. So do leaves that start from other numbers: none lies flat.
     tags = [[(i, numbers.index(number)) for i, number in enumerate(own)] for own in starts]
     storage = build_storage(
         leaves,
@@ -175,13 +183,10 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
         rows=[count] * count,
         orders=[[tuple(range(leaf.ndim)) for leaf in own] for own in leaves],
         tags=tags,
+        waste=math.inf,
     )
-    found: dict[str, float] = {}
-    for known, own in zip(storage.record_types, starts, strict=True):
-        for name, number in zip(known.buffers, own, strict=True):
-            if found.setdefault(name, number) != number:
-                raise ValueError(f"generate: caches start from {found[name]} and from {number} in one buffer")
-    return storage, found
+    pairs = (zip(known.buffers, own, strict=True) for known, own in zip(storage.record_types, starts, strict=True))
+    return storage, dict(itertools.chain(*pairs))
 
 
 def _starts(group: LayerGroup, step: Step) -> list[float]:
@@ -189,13 +194,18 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
     if not group.variables.get(CACHE):
         return []
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
-    init = lambda: group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
+
+    def extremes() -> PyTree:
+        """The smallest and the largest number of each leaf of a new cache."""
+        made = group.layer.init(jax.random.key(0), positional(zeros(group.takes)), zeros(step.model.batch))[CACHE]
+        return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]), made)
+
     with jax.ensure_compile_time_eval(), no_mesh():
-        made = jax.jit(init)()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
-        if np.ptp(np.asarray(leaf, np.float64)) != 0:
+        found = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, jax.jit(extremes)()))
+    for path, (smallest, largest) in found:
+        if smallest != largest:
             raise ValueError(
                 f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers "
                 f"at {jax.tree_util.keystr(path)}; start from one number, such as 0"
             )
-    return [float(np.ravel(leaf)[0]) for leaf in jax.tree.leaves(made)]
+    return [float(smallest) for _, (smallest, _) in found]

@@ -1,4 +1,4 @@
-"""The programs of a pipeline: initialisation, training (loss and gradients), evaluation.
+"""The programs of a pipeline: initialisation, training (loss and gradients), evaluation, outputs, generation.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.
@@ -157,7 +157,7 @@ def generate(
     def fill(given: tuple[jax.Array, jax.Array | None]) -> Batch:
         """Prompts, their indices and temperatures, `[K * b, ...]` each."""
         prompts, temperature = given
-        filled = jnp.pad(prompts, ((0, size * stages - count), (0, 0)), mode="edge")
+        filled = jnp.pad(prompts.astype(step.model.batch.dtype), ((0, size * stages - count), (0, 0)), mode="edge")
         each = None if temperature is None else jnp.full(size * stages, temperature)
         return filled, jnp.arange(size * stages, dtype=jnp.int32), each
 

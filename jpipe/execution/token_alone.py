@@ -7,11 +7,14 @@ of its own. One that treats each by itself then sends nothing, and no device ask
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh, trace
+from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
@@ -38,10 +41,14 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
       plan: with the layers as they train, on sequences.
       decoding: the same layers in decode mode.
     """
-    for group in plan.traced.groups:
+    traced, remat = plan.traced, plan.request.remat
+    for group in traced.groups:
         if not decoding.group_at(group.indices[0]).variables.get(CACHE):
-            function = LayerFunction(group, None, plan.request.remat, plan.traced.batch)
-            if found := sees_more(function, jax.tree.leaves(plan.traced.inputs)[0].shape[1]):
+            function = LayerFunction(group, None, remat, traced.batch)
+            if group.indices[0] == 0:  # how the user's function gets inputs from a batch is none of its business
+                (first,) = with_inputs([group.layer], lambda inputs: inputs)
+                function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
+            if found := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
                 warn_user(
                     f"generate: layer {group.indices[0]} ({group.layer.name}) {found}, but keeps no cache in decode "
                     "mode, where it is called with a token at a time: what follows may be wrong. Give it a field "

@@ -60,14 +60,12 @@ class DecodingCarry(NamedTuple):
       activation: boundary buffers with what the next layer takes.
       caches: buffers of all layers' caches.
       tokens: `[b, T]`, on the first stage what it takes next, on the last what it said, T times.
-      place: of the first of them in its sequence, from 0.
       said: `[K, b, num_tokens]`, filled on the last stage.
     """
 
     activation: Buffers
     caches: Buffers
     tokens: jax.Array
-    place: Index
     said: jax.Array
 
 
@@ -97,7 +95,7 @@ def ring(placement: Placement, num_rounds: int) -> np.ndarray:
 
 def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
     """Prompts and what follows them, `[K, b, S + num_tokens]`, on one device of a `shard_map`; all stages get it."""
-    caches = {n: jnp.full(a.shape, plan.starts.get(n, 0), a.dtype) for n, a in plan.caches.named_buffers}
+    caches = {n: jnp.full(a.shape, plan.starts[n], a.dtype) for n, a in plan.caches.named_buffers}
     done = call.prompts
     if plan.prefill is not None:
         first = call._replace(num_tokens=1)
@@ -120,15 +118,13 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     # The last layer's weights are brought to their order once: they may lie turned, and be copied in every tick else.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
     head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
-    tokens, start = call.prompts[0, :, :at_once], jnp.zeros((), jnp.int32)
-    carry = DecodingCarry(step.activations.empty(), caches, tokens, start, said)
+    carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
 
     def tick(carry: DecodingCarry, now: jax.Array) -> tuple[DecodingCarry, None]:
         microbatch, virtual_stage, round_, route = now
         virtual_stage = 0 if place.num_virtual_stages == 1 else virtual_stage
-        carry = carry._replace(place=call.start + round_ * at_once)
         work = lambda at, carry: _work(stage, plan, call, head, at, carry)
-        carry = when(round_ >= 0, (microbatch, virtual_stage), work, carry)
+        carry = when(round_ >= 0, (microbatch, virtual_stage, round_), work, carry)
         return _passed_on(stage, place, route, carry), None
 
     with jax.named_scope("ticks"):
@@ -142,12 +138,13 @@ def _work(
     plan: Decoding,
     call: Round,
     head: tuple[list[Leaf], ...],
-    at: tuple[jax.Array, Index],
+    at: tuple[jax.Array, Index, jax.Array],
     carry: DecodingCarry,
 ) -> DecodingCarry:
-    """Tokens of a micro-batch through the layers of a virtual stage; `head` are the last layer's weights."""
-    step, groups, (microbatch, virtual_stage) = stage.step, stage.step.model.groups, at
-    begin, prompt_length, at_once = carry.place - call.start, call.prompts.shape[-1], carry.tokens.shape[1]
+    """Tokens through layers; `at` is (micro-batch, virtual stage, round), `head` are the last layer's weights."""
+    step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at
+    prompt_length, at_once = call.prompts.shape[-1], carry.tokens.shape[1]
+    begin = round_ * at_once  # of these tokens, counted from the prompt's first
     column = jnp.minimum(begin, prompt_length - at_once)
     of_prompt = take_slice(call.prompts, (microbatch, 0, column), (1, *carry.tokens.shape))[0]
     begins = (virtual_stage == 0) & (begin < prompt_length)
@@ -155,40 +152,40 @@ def _work(
 
     def reads(turn: Turn, carry: DecodingCarry) -> tuple[Leaf, list[Leaf], list[Leaf]]:
         """(the tokens, what the layer takes, its cache)."""
-        first, v = groups[turn.g].indices[0], groups[turn.g].variable_set
+        first = groups[turn.g].indices[0]
         x = step.activations.read(carry.activation, first - 1, 0) if first else []
         row = Row(turn.microbatch, stage.device)
-        cache = [] if v is None else plan.caches.read(carry.caches, v, turn.position, row)
-        return carry.tokens, x, cache
+        return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
 
     def visit(turn: Turn, found: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
         tokens, x, cache = found
         params, fixed = head if turn.g == step.model.last else stage.weights(turn)
         batch = tokens if step.functions[turn.g].reads_batch else None
         results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
-        v = groups[turn.g].variable_set
-        if cache and v is not None:
+        if cache:
             row = Row(turn.microbatch, stage.device)
-            carry = carry._replace(caches=plan.caches.write(carry.caches, v, turn.position, results.state, row))
+            carry = carry._replace(caches=plan.caches.write(carry.caches, turn.g, turn.position, results.state, row))
         if turn.g != step.model.last:
             buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
             return carry._replace(activation=buffers)
-        return _said(stage, call, turn.microbatch, results.outputs[0][:, -1], carry)
+        return _said(stage, call, turn.microbatch, begin + at_once, results.outputs[0][:, -1], carry)
 
     return stage.sweep(Job(virtual_stage, microbatch, {}), reads, visit, carry)
 
 
-def _said(stage: Stage, call: Round, microbatch: Index, logits: jax.Array, carry: DecodingCarry) -> DecodingCarry:
-    """The carry with the next token `[b]`, chosen by logits `[b, vocabulary]`."""
-    logits, place = logits.astype(jnp.promote_types(jnp.float32, logits.dtype)), carry.place + carry.tokens.shape[1]
+def _said(
+    stage: Stage, call: Round, microbatch: Index, count: Index, logits: jax.Array, carry: DecodingCarry
+) -> DecodingCarry:
+    """The carry with the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
+    logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
     if call.temperatures is None:
         token = jnp.argmax(logits, axis=-1)
     else:
         temperatures = take_row(call.temperatures, microbatch)[:, None].astype(logits.dtype)
-        token = sample(stage.key, take_row(call.rows, microbatch), place, logits / temperatures)
+        token = sample(stage.key, take_row(call.rows, microbatch), call.start + count, logits / temperatures)
     token = token.astype(carry.tokens.dtype)[:, None]
     # What is said within the prompt is written to the first place, over which the first new token is written later.
-    column = jnp.maximum(place - call.start - call.prompts.shape[-1], 0)
+    column = jnp.maximum(count - call.prompts.shape[-1], 0)
     said = put_slice(carry.said, token[None], (microbatch, 0, column))
     return carry._replace(tokens=jnp.broadcast_to(token, carry.tokens.shape), said=said)
 

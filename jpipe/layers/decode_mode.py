@@ -1,4 +1,4 @@
-"""Layers as they decode: called with a token at a time, they keep what they need of those before in a cache.
+"""Layers as they decode: called with a token or a few at a time, they keep what they need of those before in a cache.
 
 A cache is Flax's own: the collection `cache` of a Linen module with a field `decode`, or the `nnx.Cache` variables that
 `init_cache` makes. It is as long as the sequence that the layer is initialised for.
@@ -42,12 +42,20 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
         layer = replace(layer, module=layer.module.clone(decode=True), writes=(CACHE,))
     elif isinstance(layer, NnxLayer):
         first = jax.tree.leaves(takes)[0]
-        layer = _nnx_decoding(layer, (size, length, *first.shape[2:]), first.dtype)
+        dtype = first.dtype if jnp.issubdtype(first.dtype, jnp.floating) else jnp.dtype(jnp.float32)
+        layer = _nnx_decoding(layer, (size, length, *(first.shape[2:] or (1,))), dtype)
     return DecodingLayer(layer, length)
 
 
 def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> NnxLayer:
-    """An nnx layer of which all modules are in decode mode, with caches for inputs of this type."""
+    """An nnx layer of which all modules are in decode mode, with caches for inputs of this type.
+
+    Where a module says in which dtype it computes, its cache is of that.
+    """
+    factory = layer.factory
+    if factory is None:  # a ready module's values stay where they are
+        zeros = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), layer.ready)
+        factory = lambda rngs: nnx.merge(layer.graphdef, layer.state(zeros(), None))
 
     def prepared(module: object) -> nnx.Module:
         assert isinstance(module, nnx.Module)
@@ -56,22 +64,17 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
         for _, part in nnx.iter_graph(module):
             make = getattr(part, "init_cache", None)
             if callable(make):
-                make(shape, **({"dtype": dtype} if "dtype" in signature_of(make) else {}))
+                own = getattr(part, "dtype", None) or dtype
+                make(shape, **({"dtype": own} if "dtype" in signature_of(make) else {}))
         return module
 
-    if layer.factory is None:
-        assert layer.ready is not None
-        with jax.ensure_compile_time_eval():  # the caches of a ready module are values too
-            made = NnxLayer.from_module(prepared(nnx.merge(layer.graphdef, layer.state(layer.ready, None))))
-    else:
-        factory = layer.factory
-        made = NnxLayer.from_factory(lambda rngs: prepared(factory(rngs=rngs)), 0)
+    made = NnxLayer.from_factory(lambda rngs: prepared(factory(rngs=rngs)), 0)
     return replace(made, method=layer.method, shared=layer.shared, writes=(CACHE,))
 
 
 @dataclass(frozen=True)
 class DecodingLayer(Passing):
-    """A layer in decode mode: it is called with a token at a time, in evaluation mode, and gives its new cache.
+    """A layer in decode mode: it is called with a few tokens at a time, in evaluation mode, and gives its new cache.
 
     Attributes:
       length: of the sequences that it is initialised for.

@@ -262,7 +262,7 @@ def build_storage(
       orders: for each record type and leaf, how it lies in memory (default: as the compiler likes; and leaves that few
         owners have lie turned where they are of one type then).
       tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
-      waste: how much more memory stacked buffers may take than flat ones would, as a share.
+      waste: how much more memory stacked buffers may take than flat ones would, as a share; `inf` if none may be flat.
     """
     num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(group) for group in leaves]
@@ -392,7 +392,7 @@ class _Needs:
         mesh axes (a flat buffer would lose that), and then, from the largest leaves on, as many as `waste` permits.
         """
         chosen = {leaf_type for leaf_type in self.counts if any(leaf_type.spec) or self.is_common(leaf_type)}
-        limit = (1 + waste) * self.num_bytes(chosen)
+        limit = np.inf if waste == np.inf else (1 + waste) * self.num_bytes(chosen)
         for leaf_type in sorted(set(self.counts) - chosen, key=lambda known: (-known.num_bytes, known.name)):
             if self.num_bytes(chosen | {leaf_type}) > limit:
                 break

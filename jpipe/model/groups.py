@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
+from jpipe.layers.decode_mode import CACHE
 from jpipe.partitioner.shardings import Axis, Sharding, names_in, part_structs
 from jpipe.types import PyTree, Shapes
 
@@ -181,7 +182,7 @@ def with_variable_sets(model: Model) -> Model:
     for g, group in enumerate(model.groups):
         shared = group.layer.shared
         owner = id(group if shared is None else shared)
-        if group.variables and owner not in set_of:
+        if set(group.variables) - {CACHE} and owner not in set_of:  # caches lie apart
             users = tuple((i,) for i in group.indices)
             if shared is not None:
                 users = (tuple(i for i, c in enumerate(model.group_of) if model.groups[c].layer.shared is shared),)

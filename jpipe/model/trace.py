@@ -20,6 +20,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
+from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.frozen import FROZEN
 from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
@@ -133,7 +134,8 @@ def _trace_layer(
         variables = _strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
-        if layer.shared is not None and set(variables).difference(weights):
+        own = [collection for collection in variables if rules.get(collection) == CACHE]  # of each use
+        if layer.shared is not None and set(variables).difference(weights, own):
             raise LayerError(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"

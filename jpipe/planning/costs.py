@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from jpipe.jax_tools.random_keys import example_key
 from jpipe.jax_tools.tracing import no_mesh
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
 from jpipe.model.traced_layer import TracedLayer, partition_layer
 from jpipe.planning.flops import count_flops
@@ -121,7 +123,7 @@ def _counted(layer: TracedLayer) -> Cost:
     return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
 
 
-def _device_like(mesh: Mesh) -> object:
+def _device_like(mesh: Mesh) -> jax.Device:
     """A device of this process that is one of the mesh or like one of them.
 
     Raises:
@@ -141,7 +143,7 @@ def _device_like(mesh: Mesh) -> object:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float]]:
+def _seconds(variants: Sequence[TracedLayer], device: jax.Device) -> list[list[float]]:
     """Of each variant of a layer: of the forward, and of the backward."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
@@ -152,7 +154,8 @@ def _seconds(variants: Sequence[TracedLayer], device: object) -> list[list[float
         jax.debug_infs(False),
     ):
         example = cache(_example)  # the variants share what they have in common, such as parameters
-        times = iter(_median_seconds([run for layer in variants for run in _runs(layer, example)]))
+        alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
+        times = iter(_median_seconds([run for layer in variants for run in _runs(layer, alone, example)]))
     found = []
     for layer in variants:
         forward, again, backward = (next(times) for _ in range(3))
@@ -164,16 +167,16 @@ Run = tuple[Callable[..., object], tuple[PyTree, ...]]
 """A jitted function, and what to call it with."""
 
 
-def _runs(layer: TracedLayer, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
-    """The forward, that with its residuals, and the backward."""
-    function, local = layer.function, partition_layer(layer)
+def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDtypeStruct], jax.Array]) -> list[Run]:
+    """The forward, that with its residuals, and the backward, as one device runs them that is `alone`."""
+    function, local = layer.function, partition_layer(layer, alone)
     outputs = function.differentiated(local.forward.results.outputs)
     leaves, structure = jax.tree.flatten((function.arguments, jax.tree.leaves(function.group.takes), outputs))
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
-    alone = jax.jit(lambda *given: local.forward(*given)[0]) if function.remat.keep_inputs else kept
+    plain = jax.jit(lambda *given: local.forward(*given)[0]) if function.remat.keep_inputs else kept
     given = arguments, kept(arguments, x)[1], cotangents
-    return [(alone, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
+    return [(plain, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:

@@ -93,6 +93,7 @@ PLACES = {
     "K=1": {"num_stages": 1},
     "K=2": {"num_stages": 2},
     "K=4": {"num_stages": 4},
+    "K=1, V=2": {"num_stages": 1, "num_chunks": 2, "schedule": "interleaved"},
     "K=2, V=2": {"num_stages": 2, "num_chunks": 2, "schedule": "interleaved"},
     "v": {"num_stages": 3, "num_chunks": 2, "schedule": "v"},
     "unrolled": {"num_stages": 2, "unroll": True},
@@ -262,15 +263,64 @@ def test_inside_of_jit():
     np.testing.assert_array_equal(found, pipe.generate(variables, prompts, 3))
 
 
+def equals_the_model(layers, prompts, num_tokens, **options):
+    """Whether what is generated is what the plain model says without a cache."""
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even", **options)
+    variables = pipe.init(jax.random.key(1), batch_of())
+    modules = [layer.layer if isinstance(layer, jpipe.Shared) else layer for layer in layers]
+    apply = sequential(modules, jax.device_get(pipe.layer_variables(variables)))
+    found = pipe.generate(variables, prompts, num_tokens)
+    np.testing.assert_array_equal(found, without_cache(apply, prompts, num_tokens))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_prompts_of_any_integers(dtype, length):
+    """Others than the model was trained on were an error of MLIR's."""
+    equals_the_model(linen(2), np.random.default_rng(4).integers(0, VOCABULARY, (5, length)).astype(dtype), 3)
+
+
+class Shift(nn.Module):
+    """What the token before was; a layer without parameters, whose cache starts from a number of its own."""
+
+    decode: bool = False
+    start: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        before = jnp.full_like(x[:, :1], self.start)
+        if not self.decode:
+            return x + 0.5 * jnp.concatenate([before, x[:, :-1]], 1)
+        ready = self.has_variable("cache", "last")
+        last = self.variable("cache", "last", lambda: before)
+        y = x + 0.5 * last.value if ready else x
+        last.value = x if ready else before
+        return y
+
+
+def test_layers_without_parameters_keep_caches():
+    """These once counted as layers with variables, so that others' were looked for in their place."""
+    prompts = np.random.default_rng(5).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
+    embed, *blocks, head = linen(2)
+    equals_the_model([embed, Shift(), blocks[0], Shift(start=1.0), blocks[1], head], prompts, 4)
+
+
+def test_each_use_of_a_shared_layer_has_a_cache_of_its_own():
+    prompts = np.random.default_rng(6).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
+    embed, block, head = linen(1)
+    shared = jpipe.Shared(block)
+    equals_the_model([embed, shared, shared, shared, head], prompts, 4)
+
+
 class Short(nn.Module):
-    """A cache that is as long as its author says."""
+    """A cache that is as long as its author says, of more heads than that."""
 
     decode: bool = False
 
     @nn.compact
     def __call__(self, x):
         if self.decode:
-            self.variable("cache", "keys", jnp.zeros, (x.shape[0], 8, WIDTH))
+            self.variable("cache", "keys", jnp.zeros, (x.shape[0], 8, 16, 2))
             self.variable("cache", "index", lambda: jnp.zeros((), jnp.int32))
         return x
 
@@ -288,7 +338,7 @@ TOKENS = np.zeros((4, 5), np.int32)
             WITH_SHORT,
             (TOKENS, 5),
             ValueError,
-            r"9 tokens .* cache of layer 1 \(Short\), float64\[2,8,8\]",
+            r"9 tokens .* cache of layer 1 \(Short\), float64\[2,8,16,2\]",
         ),
         (WITH_SHORT, (TOKENS[:1], 3), ValueError, "1 prompts are fewer than the 2 stages"),
         (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is no positive integer"),
@@ -302,7 +352,9 @@ TOKENS = np.zeros((4, 5), np.int32)
         (WITH_SHORT, ("Hello", 3), TypeError, "prompts is str"),
         (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
         (WITH_SHORT, (TOKENS, 3, None, 0.5), ValueError, "temperature=0.5 draws random numbers, but key=None"),
-        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is below 0"),
+        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, 1e-40), ValueError, "temperature=1e-40 is no number to divide"),
     ],
 )
 def test_bad_input(layers, arguments, error, message):
@@ -330,3 +382,27 @@ def test_models_without_tokens():
     variables = pipe.init(jax.random.key(0), {"inputs": np.zeros((4, 4), np.float32)})
     with pytest.raises(ValueError, match=r"takes float32\[2,4\] and gives float32\[2,4\]"):
         pipe.generate(variables, TOKENS, 3)
+
+
+def test_a_traced_temperature_is_named():
+    pipe = jpipe.Pipeline(WITH_SHORT, loss_fn, num_stages=2, num_microbatches=2, balance="even")
+    variables = pipe.init(jax.random.key(0), batch_of())
+    with pytest.raises(TypeError, match="temperature is traced"):
+        jax.jit(lambda t: pipe.generate(variables, TOKENS, 3, jax.random.key(0), t))(0.5)
+
+
+class Sequences(nn.Module):
+    """A layer whose tokens are split over devices, which single ones can't be."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jax.lax.with_sharding_constraint(nn.Dense(WIDTH)(x), jax.P(None, "model", None))
+
+
+def test_layers_that_split_sequences_are_named(make_mesh):
+    mesh = make_mesh((2, 2), ("stage", "model"), explicit=False)
+    layers = [SMALL[0], Short(), Sequences(), Sequences(), Sequences(), SMALL[2]]
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
+    variables = pipe.init(jax.random.key(0), batch_of())
+    with pytest.raises(ValueError, match=r"is one of equal layers, .* constrain the dimension of tokens"):
+        pipe.generate(variables, TOKENS[:, :2], 2)

@@ -116,3 +116,11 @@ class Mapped(nn.Module):
 def test_programs_of_single_devices_say_nothing_of_tokens(make_mesh):
     mesh = make_mesh((1, 2), ("stage", "model"))
     generate(Mapped(mesh), mesh=mesh)
+
+
+def test_inputs_that_are_cut_out_of_a_longer_batch_say_nothing_of_tokens():
+    layers = [nn.Embed(11, WIDTH), Cached(), nn.Dense(11)]
+    loss = lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    pipe = jpipe.Pipeline(layers, loss, num_stages=1, num_microbatches=2, inputs=lambda tokens: tokens[:, :-1])
+    pipe.init(jax.random.key(0), np.zeros((4, LENGTH + 1), np.int32))
+    pipe.planner.decoding(2, 4, 1)

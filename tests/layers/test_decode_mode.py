@@ -45,9 +45,9 @@ class NnxAttention(nnx.Module):
 )
 def test_caches(layer):
     """As long as sequences are, for as many as there are at a time; filled one after the other."""
-    found = decoding(as_layers([layer])[0], TAKES, SIZE, LENGTH)
-    x = jax.random.normal(jax.random.key(1), (SIZE, 1, 8))
-    variables = found.init(jax.random.key(0), (x,), None)
+    (trained,) = as_layers([layer])
+    found, x = decoding(trained, TAKES, SIZE, LENGTH), jax.random.normal(jax.random.key(1), (SIZE, 1, 8))
+    variables = found.init(jax.random.key(0), (x,), None) | trained.init(jax.random.key(0), (x,), None)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(variables["cache"]))
     assert shapes == [(), (SIZE, LENGTH, 2, 4), (SIZE, LENGTH, 2, 4)]
     for count in (1, 2):
@@ -59,6 +59,34 @@ def test_caches(layer):
             (jnp.abs(leaf).sum((0, 2, 3)) > 0).tolist() == [True] * count + [False] * (LENGTH - count)
             for leaf in filled
         )
+
+
+class Narrow(nnx.Module):
+    """Attention in bfloat16 between float32 layers, or after a table of its own."""
+
+    def __init__(self, rngs, embeds=False):
+        self.table = nnx.Embed(11, 8, rngs=rngs) if embeds else None
+        self.inner = nnx.MultiHeadAttention(2, 8, decode=False, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        x = x if self.table is None else self.table(x)
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
+def test_nnx_caches_are_as_their_modules_compute(embeds, ready):
+    """They once were as what their layer takes: of another dtype, of tokens."""
+    layer = Narrow(nnx.Rngs(0), embeds) if ready else lambda rngs: Narrow(rngs, embeds)
+    takes = jax.ShapeDtypeStruct((2, 6), jnp.int32) if embeds else TAKES
+    with jax.numpy_dtype_promotion("standard"):
+        found = decoding(as_layers([layer])[0], takes, SIZE, LENGTH)
+    x = jnp.ones((SIZE, 1), jnp.int32) if embeds else jnp.ones((SIZE, 1, 8))
+    variables = found.init(jax.random.key(0), (x,), None)
+    with jax.numpy_dtype_promotion("standard"):
+        _, new = found.apply(variables, (x,), Context(None, False))
+    kinds = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(new["cache"]) if leaf.ndim}
+    assert kinds == {((SIZE, LENGTH, 2, 4), "bfloat16")}
 
 
 class Table(nnx.Module):

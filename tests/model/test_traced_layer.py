@@ -5,12 +5,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, Mesh
 
 import jpipe
 from cases import assert_close
 from jpipe.execution.batches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
+from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import loss_sums, trace_loss
 from jpipe.model.remat import MODES, as_remat
@@ -52,6 +55,26 @@ def functions_of(layer, remat):
 def layer_of(function):
     """Its forward and backward on one device."""
     return partition_layer(trace_layer(function))
+
+
+@pytest.mark.parametrize(("mesh", "dimensions"), [(("stage",), 1), ((), 2)])
+def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimensions):
+    """Which `jpipe.jax_tools.weight_products` is for; of devices that aren't known, as JAX has them."""
+    devices = Mesh(np.array(jax.devices()[:1]), mesh) if mesh else AbstractMesh((), ())
+    layers, shapes = as_layers([nn.Dense(4), nn.Dense(5), nn.Dense(3)]), jax.ShapeDtypeStruct((2, 6, 4), jnp.float32)
+    group = trace_model(layers, lambda batch: batch, shapes).groups[1]
+    layer = trace_layer(LayerFunction(group, key_shape(), as_remat("none"), shapes))
+    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).transposed.jaxpr)
+    assert len(product[0]) == dimensions
+
+
+def products_in(jaxpr):
+    """The dimensions that products of weights are summed over, those inside of calls too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general" and (found := equation.params["dimension_numbers"][0])[0][0] == 0:
+            yield found
+        for inner in jaxprs_in_params(equation.params):
+            yield from products_in(inner)
 
 
 @pytest.mark.parametrize("remat", REMATS, ids=[*MODES, "dots_saveable"])
