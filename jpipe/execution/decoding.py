@@ -143,8 +143,8 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
             )
         if old.indices != new.indices:
             raise ValueError(
-                f"generate: layer {index} ({old.layer.name}) is one of equal layers, {list(old.indices)} in training and "
-                f"{list(new.indices)} in decode mode, where sequences of one token aren't split over devices as "
+                f"generate: layer {index} ({old.layer.name}) is one of equal layers, {list(old.indices)} in training "
+                f"and {list(new.indices)} in decode mode, where sequences of one token aren't split over devices as "
                 "whole ones are; generate with a pipeline whose layers don't constrain the dimension of tokens, and "
                 "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)"
             )

@@ -17,8 +17,8 @@ import jax
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
-from jpipe.jax_tools.weight_products import weight_products_as_they_lie
 from jpipe.jax_tools.tracing import replay, trace
+from jpipe.jax_tools.weight_products import weight_products_as_they_lie
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
 from jpipe.model.split_backward import split_in_two
