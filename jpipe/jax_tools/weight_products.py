@@ -14,7 +14,7 @@ from collections import Counter
 import jax
 
 from jpipe.jax_tools.jaxprs import changed_inside
-from jpipe.seam.inside import replaced
+from jpipe.seam.inside import in_place_of, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
 
@@ -96,10 +96,4 @@ def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
             return over_rows(x, dy).reshape(shape)
         return jax.lax.optimization_barrier(over_rows(dy, x)).T.reshape(shape)
 
-    made = jax.make_jaxpr(multiply)(*shapes_of(product.invars)).jaxpr
-    names = dict(zip((*made.invars, *made.outvars), (*product.invars, *product.outvars), strict=True))
-    named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
-    return [
-        replaced(e, invars=named(e.invars), outvars=named(e.outvars), source_info=product.source_info)
-        for e in made.eqns
-    ]
+    return in_place_of(product, multiply)

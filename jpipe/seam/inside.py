@@ -23,7 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jpipe.seam import flax_inside
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.terminal.notices import warn_once
 from jpipe.types import Leaf, PyTree, Shapes
 
@@ -196,6 +196,16 @@ def carry_out(
     single = replaced(equation, invars=variables, params=dict(params or equation.params), ctx=context)
     fields: dict[str, object] = {"invars": variables, "outvars": equation.outvars, "effects": equation.effects}
     return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
+
+
+def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
+    """What a function of its operands does, traced anew, as equations that give its results in its context."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        made = jax.make_jaxpr(function)(*shapes_of(equation.invars)).jaxpr
+    names = dict(zip((*made.invars, *made.outvars), (*equation.invars, *equation.outvars), strict=True))
+    named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
+    place = {"ctx": equation.ctx, "source_info": equation.source_info}
+    return [replaced(e, invars=named(e.invars), outvars=named(e.outvars), **place) for e in made.eqns]
 
 
 @cache
