@@ -1,5 +1,6 @@
 """`benchmarks/peers`: that the model is the same everywhere, how turns are taken, and what its pages say."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import results
 from common import make_layers
 from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
-from turns import Step
+from turns import Step, Variant
 
 ROOT = Path(__file__).parents[1]
 PAGE = (Path(compare.__file__).parent / "README.md").read_text()
@@ -104,36 +105,50 @@ def test_another_model_is_told_by_its_losses():
 
 
 def test_a_row_leaves_out_the_steps_that_are_not_timed():
-    row = compare.row_of("M=2", ENTRIES[1], steps_of([6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5]), SMALL)
+    row = compare.row_of("M=2", ENTRIES[1], steps_of([6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5]), SMALL, "usual")
     assert (row.first, row.steps, row.shortest, row.median, row.loss) == (1.0, 3, 5.0, 6.0, 3.0)
-    assert row.where == "2 on 2"
+    assert (row.where, row.memory, row.quiet) == ("2 on 2", "usual", True)
 
 
 def test_a_row_leaves_out_steps_that_others_disturbed():
     steps = [step._replace(others=2.0 * (i in (4, 6))) for i, step in enumerate(steps_of([1.0] * 9))]
-    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL)
-    assert (row.steps, row.shortest, row.median) == (3, 6.0, 8.0)
-    assert compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL).steps == 3
+    row = compare.row_of("M=2", ENTRIES[1], steps, SMALL, "kept")
+    assert (row.steps, row.shortest, row.median, row.quiet) == (3, 6.0, 8.0, True)
+    row = compare.row_of("M=2", ENTRIES[1], steps[:7], SMALL, "kept")
+    assert (row.steps, row.quiet) == (3, False)
+
+
+QUIET = ("kept", True)
 
 
 def test_speedups_are_of_each_peers_own_best_step():
     rows = [
-        Row("M=8", "jpipe", "hand,scanned", 8, 8, "1 on 1", 3, 9, 2.0, 2.5, 2, 1, 1),
-        Row("M=8", "jpipe", "two,none", 8, 8, "2 on 2", 3, 9, 1.25, 1.5, 2, 1, 1),
-        Row("M=8", "torch", "single", 8, 8, "1 on 1", 3, 9, 1.0, 1.5, 2, 1, 1),
-        Row("M=8", "torch", "1f1b", 8, 8, "2 on 2", 3, 9, 0.625, 1.0, 2, 1, 1),
+        Row("M=8", "jpipe", "hand,scanned", 8, 8, "1 on 1", 3, 9, 2.0, 2.5, 2, 1, 1, *QUIET),
+        Row("M=8", "jpipe", "two,none", 8, 8, "2 on 2", 3, 9, 1.25, 1.5, 2, 1, 1, *QUIET),
+        Row("M=8", "torch", "single", 8, 8, "1 on 1", 3, 9, 1.0, 1.5, 2, 1, 1, *QUIET),
+        Row("M=8", "torch", "1f1b", 8, 8, "2 on 2", 3, 9, 0.625, 1.0, 2, 1, 1, "kept", False),
     ]
     table = results.report(rows)
-    assert table[3] == "| jpipe `two,none` | 2 on 2 | 9.0 | 1.250 | 1.500 | 1.60 | 0.90 | 1.00 | 1 |"
-    assert table[5] == "| torch `1f1b` | 2 on 2 | 9.0 | 0.625 | 1.000 | 1.60 | 0.90 | 0.50 | 1 |"
+    assert table[3] == "| jpipe `two,none` | 2 on 2 | 9.0 | 1.250 | 1.500 | 2.00 | 1.60 | 0.90 | 1.00 | 1 |"
+    assert table[5] == "| torch `1f1b` | 2 on 2 | 9.0 | 0.625* | 1.000 | 2.00 | 1.60 | 0.90 | 0.50 | 1 |"
 
 
 def test_rows_are_kept_by_run(tmp_path):
-    rows = [Row(run, "torch", "1f1b", 8, 8, "2 on 2", 3, 9.0, 0.625, 1.0, 2.0, 1.0, 1.0) for run in ("a", "b")]
+    figures = (8, 8, "2 on 2", 3, 9.0, 0.625, 1.0, 2.0, 1.0, 1.0)
+    rows = [Row(run, "torch", "1f1b", *figures, "usual", run == "b") for run in ("a", "b")]
     results.write(rows, tmp_path / "kept.csv")
     again = [rows[0]._replace(shortest=0.5)]
     results.write(again, tmp_path / "kept.csv")
     assert results.read(tmp_path / "kept.csv") == [rows[1], *again]
+
+
+def test_a_peer_that_ended_is_told_and_closed():
+    """Writing to it gave a BrokenPipeError, and so did closing it, so that the peers after it weren't closed."""
+    variant = Variant([sys.executable, "-c", "pass"], [{min(os.sched_getaffinity(0))}])
+    variant._processes[0].wait()
+    with pytest.raises(RuntimeError, match="a peer's process ended"):
+        variant.step()
+    variant.close()
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from results import Row, report, write
+from results import ALONE, Row, report, write
 from same_model import Sizes
-from turns import HERE, Step, Variant
+from turns import HERE, MEMORY, Step, Variant
 
 COUNTED = 4  # losses that are compared: before three steps, and after
 A_TURN = 2  # timed steps, one after the other
@@ -29,18 +29,20 @@ MORE = {
     "jpipe": ["hand,unrolled", "two,none,looped,1f1b", "one,none,unrolled,zero_bubble", "one,layer,unrolled,1f1b"],
 }
 """Variants that take part only if `--only` names them."""
+SPECTRAX = ("GPipe", "Std1F1B", "Eager1F1B", "ZeroBubbleH1", "DualPipeV")  # one chunk a device, or two in a V
+SPECTRAX += ("InterleavedGPipe", "Interleaved1F1BPlusOne", "InterleavedH1", "KimiK2")  # two in a loop
 SINGLE = {
     "torch": ["single", "single,accumulated"],
-    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated"],
+    "jpipe": ["hand,scanned,accumulated", "hand,unrolled,accumulated", "single,none,unrolled,1f1b"],
     **{peer: ["single", "single,accumulated"] for peer in ("spectrax", "maxtext", "praxis")},
 }
 PIPELINED = {
     "torch": ["gpipe", "1f1b"],
     "jpipe": [
         *(f"two,none,unrolled,{schedule}" for schedule in ("1f1b", "gpipe", "zero_bubble")),
-        *("two,layer,unrolled,1f1b", "one,none,unrolled,1f1b"),
+        *("two,none,unrolled,interleaved,2", "two,layer,unrolled,1f1b", "one,none,unrolled,1f1b"),
     ],
-    "spectrax": [f"simulated,{name}" for name in ("GPipe", "Std1F1B", "ZeroBubbleH1", "DualPipeV")],
+    "spectrax": [f"simulated,{name}" for name in SPECTRAX],
     "maxtext": ["simulated,iteration_input", "simulated,everything"],
     "praxis": ["simulated,save_iteration_input", "simulated,save_everything"],
 }
@@ -80,7 +82,7 @@ def entries(peers: list[str], only: list[str], core: bool) -> Iterator[Entry]:
         for variant in [*SINGLE[peer], *PIPELINED[peer], *more]:
             if only and not any(word in f"{peer},{variant}" for word in only):
                 continue
-            if variant.startswith(("single", "hand")):
+            if variant.startswith(ALONE):
                 yield Entry(peer, variant, [{first}])
             elif variant.startswith(("one,", "simulated")):  # one process of two devices
                 yield Entry(peer, variant, [{first} if core else {first, second}])
@@ -95,13 +97,13 @@ class Conditions(NamedTuple):
     interpreters: dict[str, str]
     turns: int
     limit: float
-    large_pages: bool = False
+    memory: str = "kept"
 
     def start(self, entry: Entry) -> Variant:
         """The variant's processes."""
         command = [self.interpreters[entry.peer], str(HERE / f"{entry.peer}_peer.py"), entry.variant]
         command += [f"--port={free_port()}", *self.sizes.arguments()]
-        return Variant(command, entry.cores, large_pages=self.large_pages)
+        return Variant(command, entry.cores, memory=self.memory)
 
 
 def take_turns(found: list[Entry], conditions: Conditions) -> list[list[Step]]:
@@ -139,11 +141,12 @@ def check_losses(found: list[Entry], steps: list[list[Step]]) -> None:
     print(f"losses before each of {COUNTED} steps: {losses[0]}; largest difference, relative: {apart.max():.1e}")
 
 
-def row_of(run: str, entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
+def row_of(run: str, entry: Entry, steps: list[Step], sizes: Sizes, memory: str) -> Row:
     """Of the steps that had the machine to themselves, if these are at least three; else of all that were timed."""
     timed = steps[COUNTED:]
-    quiet = [step for step in timed if step.quiet]
-    timed = quiet if len(quiet) >= 3 else timed
+    undisturbed = [step for step in timed if step.quiet]
+    quiet = len(undisturbed) >= 3
+    timed = undisturbed if quiet else timed
     seconds = [step.seconds for step in timed]
     return Row(
         *(run, entry.peer, entry.variant, sizes.width, sizes.microbatches, entry.where, len(timed)),
@@ -151,30 +154,37 @@ def row_of(run: str, entry: Entry, steps: list[Step], sizes: Sizes) -> Row:
         round(statistics.median(step.processor for step in timed), 4),
         round(steps[-1].peak, 1),
         round(steps[COUNTED - 1].loss, 6),
+        memory,
+        quiet,
     )
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Sizes, dict[str, str]]:
+    """Reads the command line, with options for sizes and peers: all options, the sizes, and interpreters by peer."""
+    for peer in PEERS:
+        default = sys.executable if peer == "jpipe" else None
+        parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
+    Sizes.add_arguments(parser)
+    options = parser.parse_args()
+    named = {peer: getattr(options, peer) for peer in PEERS}
+    return options, Sizes.of(options), {peer: path for peer, path in named.items() if path}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for peer in PEERS:
-        default = sys.executable if peer == "jpipe" else None
-        parser.add_argument(f"--{peer}", default=default, metavar="PYTHON", help=f"interpreter that has {peer}")
     parser.add_argument("--turns", type=int, default=6, help="of each, each of two timed steps (default %(default)s)")
     parser.add_argument("--limit", type=float, default=400, help="seconds, then no turn begins (default %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help="variants that have one of these words in their names")
     parser.add_argument("--one-core", action="store_true", help="all processes of a variant on one core: its work")
-    parser.add_argument("--large-pages", action="store_true", help="memory in pages of 2 MiB, for all processes")
+    parser.add_argument("--memory", choices=MEMORY, default="kept", help="`MEMORY` in turns.py (default %(default)s)")
     parser.add_argument("--run", help="the run's name in tables (default: M=...)")
     parser.add_argument("--write", type=Path, help="a CSV file to add the rows to")
-    Sizes.add_arguments(parser)
-    options = parser.parse_args()
-    sizes = Sizes.of(options)
-    interpreters = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
+    options, sizes, interpreters = parse(parser)
     found = list(entries(list(interpreters), options.only, options.one_core))
-    steps = take_turns(found, Conditions(sizes, interpreters, options.turns, options.limit, options.large_pages))
+    steps = take_turns(found, Conditions(sizes, interpreters, options.turns, options.limit, options.memory))
     check_losses(found, steps)
     run = options.run or f"M={sizes.microbatches}"
-    rows = [row_of(run, *pair, sizes) for pair in zip(found, steps, strict=True)]
+    rows = [row_of(run, *pair, sizes, options.memory) for pair in zip(found, steps, strict=True)]
     if options.write:
         write(rows, options.write)
     print("\n".join(report(rows)))

@@ -1,11 +1,10 @@
 """The model in jpipe, and by hand in JAX: one device, two processes of one device each, or one process of two.
 
 Variants are words joined by commas: "hand" with "scanned" or "unrolled", and "accumulated" where it takes
-micro-batches; or "two" for two processes, "one" for one process of two devices and "single" for one stage, then remat, "looped" or "unrolled", a schedule, and
-chunks a device, if they are more than one.
+micro-batches; or "two" for two processes, "one" for one process of two devices and "single" for one stage, then remat,
+"looped" or "unrolled", a schedule, and chunks a device, if they are more than one.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax_functions import stepped
 from same_model import RATE, Sizes, Tree, make_tokens, make_weights
-from turns import serve, take_standard_output
+from turns import parse_variant, serve, take_standard_output
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import Size, make_layers, on_cpu, step_by_hand, transformer_pipeline
@@ -56,24 +56,15 @@ def make_batch(sizes: Sizes) -> Tree:
 def hand_step(sizes: Sizes, words: list[str]) -> Callable[[], float]:
     layers, parts = make_layers(size_of(sizes)), sizes.microbatches if "accumulated" in words else 1
     start, train = step_by_hand(layers, optax.sgd(RATE), parts, scan="scanned" in words)
-    state, batch = start(layer_trees(make_weights(sizes), sizes.heads)), jax.tree.map(jnp.asarray, make_batch(sizes))
-
-    def step() -> float:
-        nonlocal state
-        state, loss = train(state, batch)
-        jax.block_until_ready(state)
-        return float(loss)
-
-    return step
+    state = start(layer_trees(make_weights(sizes), sizes.heads))
+    return stepped(train, state, jax.tree.map(jnp.asarray, make_batch(sizes)))
 
 
-def make_pipeline(
-    sizes: Sizes, words: list[str], mesh: Any = None, dtype: str = "float32", stages: int = 2
-) -> jpipe.Pipeline:
+def make_pipeline(sizes: Sizes, words: list[str], mesh: Any = None, stages: int = 2) -> jpipe.Pipeline:
     remat, style, schedule, *chunks = words
     options = {"remat": remat, "unroll": {"looped": False, "unrolled": True}[style], "schedule": schedule}
     options["num_chunks"] = int(*chunks) if chunks else 1
-    return transformer_pipeline(size_of(sizes, dtype), stages, sizes.microbatches, mesh=mesh, **options)
+    return transformer_pipeline(size_of(sizes), stages, sizes.microbatches, mesh=mesh, **options)
 
 
 def pipelined_step(sizes: Sizes, words: list[str], stages: int) -> Callable[[], float]:
@@ -82,28 +73,18 @@ def pipelined_step(sizes: Sizes, words: list[str], stages: int) -> Callable[[], 
     place = lambda a: jax.make_array_from_process_local_data(everywhere, a, a.shape)
     batch = jax.tree.map(place, make_batch(sizes))
     pipe = make_pipeline(sizes, words, mesh, stages=stages)
-    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(RATE))
-    variables = pipe.from_layer_variables(layer_trees(make_weights(sizes), sizes.heads))
-    state = state.replace(variables=variables)
+    variables = pipe.from_layer_variables(layer_trees(make_weights(sizes), sizes.heads), batch)
 
-    def step() -> float:
-        nonlocal state
+    def train(state: Any, batch: Tree) -> Any:
         state, metrics = pipe.train_step(state, batch)
-        jax.block_until_ready(state)
-        return float(metrics["loss"])
+        return state, metrics["loss"]
 
-    return step
+    return stepped(train, pipe.create_state(jax.random.key(0), batch, optax.sgd(RATE), variables), batch)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("variant")
-    parser.add_argument("--index", type=int, default=0, help="of this process")
-    parser.add_argument("--port", type=int, help="of the coordinator on this machine")
-    Sizes.add_arguments(parser)
-    options = parser.parse_args()
+    options, sizes, (kind, *words) = parse_variant(__doc__)
     answers = take_standard_output()
-    sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
     on_cpu(2 if kind == "one" else 1)
     if kind == "two":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -5,8 +5,6 @@ or "single" for `jax.jit` of the same functions on one device, with "accumulated
 layer pipelines the blocks; embedding and head are computed before and after it, and JAX differentiates the whole.
 """
 
-import argparse
-import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -15,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_functions import block, descended, loss_of_hidden, single_step, stepped
-from same_model import Sizes, Tree, make_tokens, make_weights
-from turns import serve, take_standard_output
+from jax.sharding import Mesh
+from jax_functions import loss_of_hidden, run_stage, serve_variant, stacked, stacked_step
+from same_model import Sizes, Tree, make_weights
 
 RULES = [("activation_stage", "stage"), ("layers", "stage")]
 """Which mesh axis each of MaxText's logical axes that are split here lies on."""
@@ -55,87 +52,40 @@ def make_pipeline(sizes: Sizes, remat: bool, mesh: Mesh) -> Any:
     from maxtext.layers.pipeline import create_nnx_pipeline
 
     blocks = make_weights(sizes)["blocks"]
-    count = len(blocks) // 2
-    names = [(part, name) for part in blocks[0] for name in blocks[0][part]]
+    weights = stacked(blocks)
 
     class Stage(nnx.Module):
         """Half of the blocks."""
 
         def __init__(self) -> None:
-            for i in range(count):
-                for part, name in names:
-                    shape = blocks[0][part][name].shape
-                    setattr(
-                        self, f"w{i}_{part}_{name}", nnx.Param(jnp.zeros(shape), sharding_names=(None,) * len(shape))
-                    )
+            for name, (first, _) in weights.items():
+                setattr(self, name, nnx.Param(jnp.zeros(first.shape), sharding_names=(None,) * first.ndim))
 
         def __call__(self, x: Any, *_: Any) -> Any:
-            for i in range(count):
-                w: Tree = {part: {} for part in blocks[0]}
-                for part, name in names:
-                    w[part][name] = getattr(self, f"w{i}_{part}_{name}").get_value()
-                x = block(x, w, sizes.heads)
-            return x
+            return run_stage(x, blocks, lambda name: getattr(self, name).get_value(), sizes.heads)
 
     with mesh:
         pipe = create_nnx_pipeline(make_config(sizes, remat), lambda rngs: Stage(), mesh, rngs=nnx.Rngs(0))
-    for i in range(count):
-        for part, name in names:
-            both = np.stack([blocks[i][part][name], blocks[i + count][part][name]])
-            getattr(pipe.layers, f"w{i}_{part}_{name}").set_value(jnp.asarray(both))
+    for name, both in weights.items():
+        getattr(pipe.layers, name).set_value(jnp.asarray(both))
     return pipe
 
 
-def pipelined_step(sizes: Sizes, remat: bool) -> Callable[[], float]:
+def pipelined_step(sizes: Sizes, remat: str) -> Callable[[], float]:
     from flax import linen as nn
     from flax import nnx
 
-    mesh = Mesh(np.array(jax.devices()), ("stage",))
-    with mesh, nn.logical_axis_rules(RULES):
-        graph, blocks = nnx.split(make_pipeline(sizes, remat, mesh))
-    split, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (["stage"], []))
+    mesh, rules = Mesh(np.array(jax.devices()), ("stage",)), partial(nn.logical_axis_rules, RULES)
+    with mesh, rules():
+        graph, blocks = nnx.split(make_pipeline(sizes, remat == "iteration_input", mesh))
 
     def loss(weights: Tree, inputs: Any, targets: Any) -> Any:
         x = weights["embedding"][inputs]
         x = nnx.merge(graph, weights["blocks"])(x, None, None, True)
         return loss_of_hidden(x, weights["head"], targets)
 
-    weights = make_weights(sizes) | {"blocks": blocks}
-    places = {"embedding": whole, "blocks": split, "head": whole}
-    weights = {name: jax.device_put(weights[name], place) for name, place in places.items()}
-    batch = jax.device_put(make_tokens(sizes), whole)
-
-    @partial(jax.jit, donate_argnums=0)
-    def train(weights: Tree, batch: Any) -> Any:
-        total, gradients = jax.value_and_grad(loss)(weights, *batch)
-        return descended(weights, gradients), total
-
-    step = stepped(train, weights, batch)
-
-    def within() -> float:
-        with mesh, nn.logical_axis_rules(RULES):
-            return step()
-
-    return within
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("variant")
-    parser.add_argument("--index", type=int, default=0, help="of this process; there is one")
-    parser.add_argument("--port", type=int, help="not used")
-    Sizes.add_arguments(parser)
-    options = parser.parse_args()
-    answers = take_standard_output()
-    sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1 if kind == "single" else 2)
-    if kind == "single":
-        serve(single_step(sizes, sizes.microbatches if "accumulated" in words else 1), answers)
-    else:
-        serve(pipelined_step(sizes, words[0] == "iteration_input"), answers)
+    return stacked_step(sizes, loss, blocks, mesh, rules)
 
 
 if __name__ == "__main__":
-    main()
+    serve_variant(__doc__, pipelined_step)

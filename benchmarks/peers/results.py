@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 KEPT = Path(__file__).parents[1] / "data" / "peers.csv"
+ALONE = ("single", "hand")
+"""Variants of one device begin with one of these words."""
 
 
 class Row(NamedTuple):
@@ -29,6 +31,8 @@ class Row(NamedTuple):
       processor: median processor seconds of all its processes.
       peak: MiB that its largest process held.
       loss: after three steps.
+      memory: how processes were given memory, of `MEMORY` in turns.py.
+      quiet: whether at least three steps had the machine to themselves; if not, all that were timed count.
     """
 
     run: str
@@ -44,11 +48,13 @@ class Row(NamedTuple):
     processor: float
     peak: float
     loss: float
+    memory: str
+    quiet: bool
 
     @property
     def alone(self) -> bool:
         """Whether it is a step of one device."""
-        return self.variant.startswith(("single", "hand"))
+        return self.variant.startswith(ALONE)
 
 
 def write(rows: list[Row], path: Path) -> None:
@@ -64,23 +70,26 @@ def read(path: Path = KEPT) -> list[Row]:
         return [Row(*(kind(text) for kind, text in zip(KINDS, row, strict=True))) for row in [*csv.reader(file)][1:]]
 
 
-KINDS = (str, str, str, int, int, str, int, float, float, float, float, float, float)
+KINDS = (str, str, str, int, int, str, int, *[float] * 6, str, lambda text: text == "True")
 
 
 def report(rows: list[Row]) -> list[str]:
-    """The lines of one run's table; speed-ups are over the peer's own best step of one device, by the shortest."""
+    """The lines of one run's table; speed-ups are over the peer's own best step of one device, by the shortest.
+
+    A star behind the shortest step marks a row that isn't `quiet`: other programs ran during its steps.
+    """
     m = rows[0].microbatches
     ideal = 2 * m / (m + 1)
     shortest = lambda peer, alone: min((r.shortest for r in rows if (r.peer, r.alone) == (peer, alone)), default=nan)
     best, ours = {row.peer: shortest(row.peer, True) for row in rows}, shortest("jpipe", False)
-    lines = [
-        f"| {rows[0].run} | on cores | first | shortest | median | speed-up | of {ideal:.3f} | of jpipe's | MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = (rows[0].run, "on cores", "first", "shortest", "median", "work")
+    columns += ("speed-up", f"of {ideal:.3f}", "of jpipe's", "MiB")
+    lines = [f"| {' | '.join(columns)} |", f"{'|---' * len(columns)}|"]
     for row in rows:
         speedup = best[row.peer] / row.shortest
         gain = " | | " if row.alone else f" {speedup:.2f} | {speedup / ideal:.2f} | {row.shortest / ours:.2f} "
-        times = f"{row.first:.1f} | {row.shortest:.3f} | {row.median:.3f}"
+        star = "" if row.quiet else "*"
+        times = f"{row.first:.1f} | {row.shortest:.3f}{star} | {row.median:.3f} | {row.processor:.2f}"
         lines.append(f"| {row.peer} `{row.variant}` | {row.where} | {times} |{gain}| {row.peak:.0f} |")
     return lines
 

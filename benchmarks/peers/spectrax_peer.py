@@ -5,16 +5,14 @@ Variants are "simulated" and a schedule; or "single" for `jax.jit` of the same f
 stage's forward: Spectrax has no other way at this version.
 """
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import numpy as np
-from jax_functions import descended, loss_of, single_step
+from jax_functions import descended, loss_of, serve_variant
 from same_model import Sizes, Tree, make_tokens, make_weights
-from turns import serve, take_standard_output
 
 updated = jax.jit(descended, donate_argnums=0)
 
@@ -60,24 +58,6 @@ def pipelined_step(sizes: Sizes, name: str) -> Callable[[], float]:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("variant")
-    parser.add_argument("--index", type=int, default=0, help="of this process; there is one")
-    parser.add_argument("--port", type=int, help="not used")
-    Sizes.add_arguments(parser)
-    options = parser.parse_args()
-    answers = take_standard_output()
-    sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
-    os.environ["LOGGING_LEVEL_ED"] = "WARNING"  # else two lines a step
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1 if kind == "single" else 2)
-    if kind == "single":
-        serve(single_step(sizes, sizes.microbatches if "accumulated" in words else 1), answers)
-    else:
-        serve(pipelined_step(sizes, words[0]), answers)
-
-
 if __name__ == "__main__":
-    main()
+    os.environ["LOGGING_LEVEL_ED"] = "WARNING"  # else two lines a step
+    serve_variant(__doc__, pipelined_step)

@@ -5,7 +5,6 @@ it, else PyTorch's `scaled_dot_product_attention`; "accumulated" for a single pr
 "compiled" for `torch.compile`.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from same_model import EPSILON, RATE, Sizes, Tree, make_tokens, make_weights
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from turns import serve, take_standard_output
+from turns import parse_variant, serve, take_standard_output
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -107,16 +106,10 @@ def pipelined_step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("variant")
-    parser.add_argument("--index", type=int, default=0, help="of this process")
-    parser.add_argument("--port", type=int, help="of the first process on this machine")
-    Sizes.add_arguments(parser)
-    options = parser.parse_args()
+    options, sizes, (kind, *words) = parse_variant(__doc__)
     answers = take_standard_output()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    sizes, (kind, *words) = Sizes.of(options), options.variant.split(",")
     stages = 1 if kind == "single" else 2
     inputs, targets = (torch.from_numpy(a).long() for a in make_tokens(sizes))
     model = make_stage(sizes, options.index, stages, "written" in words)

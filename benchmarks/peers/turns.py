@@ -4,6 +4,7 @@ A peer is a script with an interpreter of its own. It reads lines from its stand
 each, and answers with a line of JSON. While others work it sleeps. It imports no framework.
 """
 
+import argparse
 import json
 import os
 import resource
@@ -11,14 +12,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from same_model import Sizes
+
 HERE = Path(__file__).parent
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Of 2 MiB, where the kernel gives them on request: a program that takes its memory anew in every step then takes some
-hundred pages instead of some ten thousand."""
+_KEEP = ("arena_max=1", "mmap_max=0", f"trim_threshold={2**40}")
+MEMORY = {
+    "kept": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _KEEP)},
+    "usual": {},
+    "large": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+}
+"""How processes are given memory. XLA's CPU client gives a program's temporaries back after every call. As the C
+library has it by default ("usual"), much of that goes to the system, and is given anew in the next step page by page,
+each filled with zeros. It may be told to keep memory for the process, or to ask for pages of 2 MiB ("large")."""
+
+
+def parse_variant(doc: str) -> tuple[argparse.Namespace, Sizes, list[str]]:
+    """What a peer's process is told by its command line: all options, the sizes, and the variant's words.
+
+    Args:
+      doc: the script's docstring.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("variant", help="words joined by commas")
+    parser.add_argument("--index", type=int, default=0, help="of this process")
+    parser.add_argument("--port", type=int, help="of the first process on this machine")
+    Sizes.add_arguments(parser)
+    options = parser.parse_args()
+    return options, Sizes.of(options), options.variant.split(",")
 
 
 def take_standard_output() -> IO[str]:
@@ -86,11 +111,11 @@ class Variant:
     Args:
       command: interpreter, script and options.
       cores: one process's cores an item.
-      large_pages: `LARGE_PAGES` for all of them.
+      memory: which of `MEMORY`, for all of them.
     """
 
-    def __init__(self, command: Iterable[str], cores: list[set[int]], *, large_pages: bool = False):
-        environment = os.environ | ONE_THREAD | (LARGE_PAGES if large_pages else {})
+    def __init__(self, command: Iterable[str], cores: list[set[int]], *, memory: str = "kept"):
+        environment = os.environ | ONE_THREAD | MEMORY[memory]
         before = os.sched_getaffinity(0)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         self._processes = []
@@ -109,8 +134,9 @@ class Variant:
         """
         busy = busy_seconds()
         for process in self._processes:
-            process.stdin.write("step\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # it ended: so will its answers
+                process.stdin.write("step\n")
+                process.stdin.flush()
         lines = [process.stdout.readline() for process in self._processes]
         if not all(lines):
             self.close()
@@ -126,7 +152,8 @@ class Variant:
     def close(self) -> None:
         """Ends all processes; those of one cluster leave it together."""
         for process in self._processes:
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # what it was told before it ended goes nowhere
+                process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(20)
