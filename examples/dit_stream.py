@@ -79,13 +79,16 @@ class Stream:
         self.request = options.request * (self.mesh.shape.get("data", 1) if self.mesh else 1)
         self.left: list[float] = []
         self.layers, self.variables = make_layers(options, self.left), None
-        self.queue = cache(self._queue)
+        self._queue = cache(self._make_queue)
 
-    def _queue(self, depth: int, images: int | None = None) -> tuple[jpipe.Pipeline, Inputs]:
-        """A pipeline for B requests, and these: so many images, by default `request` in each."""
+    def queue(self, depth: int, images: int | None = None) -> tuple[jpipe.Pipeline, Inputs]:
+        """A pipeline for B requests, and these: so many images, by default `request` in each; made once."""
+        return self._queue(depth, depth * self.request if images is None else images)
+
+    def _make_queue(self, depth: int, images: int) -> tuple[jpipe.Pipeline, Inputs]:
         sizes = {"num_stages": self.stages, "num_microbatches": depth}
         pipe = jpipe.Pipeline(self.layers, dit.loss_fn, **sizes, mesh=self.mesh)
-        batch = make_batch(depth * self.request if images is None else images, self.options)
+        batch = make_batch(images, self.options)
         jax.eval_shape(pipe.init, jax.random.key(0), batch)  # computes nothing: shapes decide the cut
         if self.variables is None:
             self.variables = pipe.init(jax.random.key(0), batch)
@@ -181,6 +184,9 @@ def show(rows: list[Row], options: argparse.Namespace) -> None:
     console.print(table)
 
 
+KINDS = "FBWI"  # whose colours pictures have, one for each P
+
+
 def draw(rows: list[Row], path: Path) -> None:
     """Busy time and throughput by depth for each P, latency for the last that was measured throughout, or the first."""
     from matplotlib.figure import Figure
@@ -188,7 +194,7 @@ def draw(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     busy, speed, latency = figure.subplots(1, 3)
     groups = {row.stages: [other for other in rows if other.stages == row.stages] for row in rows}
-    for (stages, own), kind in zip(groups.items(), "FBWI", strict=False):
+    for (stages, own), kind in zip(groups.items(), KINDS[: len(groups)], strict=True):
         depths = np.geomspace(1, own[-1].depth)
         busy.plot(depths, 100 * depths / (depths + stages - 1), color=palette.COLOURS[kind])
         for axes, name, style in ((busy, "busy, %", "o"), (speed, "images/s", "o-")):
@@ -237,6 +243,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     cluster.add_options(parser)
     options = parser.parse_args(arguments)
     options.depths.sort()
+    if options.picture and len(set(options.stages or ())) > len(KINDS):
+        parser.error(f"--picture has colours for {len(KINDS)} of --stages {options.stages}; give fewer")
     return options
 
 
@@ -246,9 +254,9 @@ def run(options: argparse.Namespace) -> list[Row]:
         stream = Stream(stages, options)
         if jax.process_count() == 1:
             worst, most = stream.difference(max(options.depths)), TOLERANCE[options.dtype]
-            console.print(f"P={stages}: outputs equal the plain model's within {worst:.0e} ({options.dtype}).")
             if not worst <= most:
-                raise SystemExit(f"the pipeline isn't the plain model: they differ by more than {most}")
+                raise SystemExit(f"the pipeline isn't the plain model: they differ by {worst:.0e}, more than {most}")
+            console.print(f"P={stages}: outputs equal the plain model's within {worst:.0e} ({options.dtype}).")
         if options.steps:
             serve(stream, options)
         rows += stream.rows()

@@ -177,6 +177,13 @@ def loops(jaxpr: Any) -> set[int]:
     return found
 
 
+def test_a_queue_is_made_once_however_it_is_asked_for(wide):
+    stream = stream_of(2)
+    stream.variables = "none: shapes are enough"
+    assert stream.queue(3) is stream.queue(3, None) is stream.queue(3, 3)
+    assert stream.queue(3, 6) is not stream.queue(3)
+
+
 @pytest.mark.slow
 def test_ddim_in_stages_is_that_of_the_plain_model(wide):
     stream = stream_of(2)
@@ -273,10 +280,19 @@ def test_stages_that_share_cores_are_not_measured_but_for_one_request_alone(core
     assert np.isnan(other.measured).all() and 8.0 < other.simulated.last < 16.0
 
 
-def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch):
+def test_one_that_is_not_the_plain_model_is_noticed(monkeypatch, capsys):
     monkeypatch.setattr(dit_stream.Stream, "difference", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="isn't the plain model"):
         dit_stream.run(options_of("--stages 2 --depths 1"))
+    assert "equal" not in capsys.readouterr().out
+
+
+def test_a_picture_of_more_stages_than_it_has_colours_is_refused(capsys):
+    """The fifth P was left out of it, and nothing said."""
+    with pytest.raises(SystemExit):
+        options_of("--stages 1 2 3 4 5 --picture stream.png")
+    assert "--picture has colours for 4 of --stages [1, 2, 3, 4, 5]" in capsys.readouterr().err
+    options_of("--stages 1 2 3 4 5")
 
 
 @pytest.mark.parametrize(
