@@ -157,13 +157,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     cluster.join(options, console)
-    text = read_text(None)
-    end = len(text) * 19 // 20
-    starts = np.linspace(end, len(text) - options.seq, options.batch).astype(int)
-    held_out = text[starts[:, None] + np.arange(options.seq)].astype(np.int32)
+    text, end = read_text(None)
+    starts = np.linspace(0, len(end) - options.seq, options.batch).astype(int)
+    held_out = end[starts[:, None] + np.arange(options.seq)].astype(np.int32)
 
     pipe = make_pipeline(options, cluster.make_mesh(options.stages))
-    state = train(pipe, text[:end], held_out, options)
+    state = train(pipe, text, held_out, options)
     console.print(compare(pipe, state.variables, held_out, options.length))
 
     rows = [np.frombuffer(prompt.encode(), np.uint8) for prompt in options.prompt]

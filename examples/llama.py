@@ -192,9 +192,8 @@ def fit(pipe: jpipe.Pipeline, state: Any, windows: Iterator[Batch], num_steps: i
 
 def train(options: argparse.Namespace) -> None:
     config = replace(TINY, num_layers=options.layers, weight_tying=options.tied)
-    text = read_text(None)
-    split = len(text) * 19 // 20
-    held_out = next(windows_of(text[split:]))
+    text, end = read_text(None)
+    held_out = next(windows_of(end))
 
     model = make_model(config)
     pipe = make_pipeline(config, num_stages=options.stages, num_microbatches=options.microbatches)
@@ -205,7 +204,7 @@ def train(options: argparse.Namespace) -> None:
 
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
     state = pipe.create_state(jax.random.key(0), held_out, tx, variables)
-    state = fit(pipe, state, windows_of(text[:split]), options.steps)
+    state = fit(pipe, state, windows_of(text), options.steps)
 
     from_layers(pipe.layer_variables(state.variables), model)
     reached = float(pipe.evaluate(state.variables, held_out))

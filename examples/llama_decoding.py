@@ -97,11 +97,10 @@ def train(options: argparse.Namespace, text: np.ndarray) -> tuple[jpipe.Pipeline
 
 
 def run(options: argparse.Namespace) -> None:
-    text = read_text(None)
-    split = len(text) * 19 // 20
-    pipe, variables, model = train(options, text[:split])
-    starts = np.linspace(split, len(text) - options.length, options.prompts).astype(int)
-    prompts = text[starts[:, None] + np.arange(options.length)].astype(np.int32)
+    text, end = read_text(None)
+    pipe, variables, model = train(options, text)
+    starts = np.linspace(0, len(end) - options.length, options.prompts).astype(int)
+    prompts = end[starts[:, None] + np.arange(options.length)].astype(np.int32)
     found = cluster.to_host(pipe.generate(variables, prompts, options.tokens, prefill=options.length))
     for row in found:
         begin, end = (bytes(part.tolist()).decode(errors="replace") for part in np.split(row, [options.length]))

@@ -113,13 +113,19 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
 
-def read_text(path: Path | None) -> np.ndarray:
-    """The bytes to learn from: a file's, or the English documentation that comes with CPython."""
+def hold_out(text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to learn from, and the last twentieth, which is held out."""
+    end = len(text) * 19 // 20
+    return np.frombuffer(text[:end], np.uint8), np.frombuffer(text[end:], np.uint8)
+
+
+def read_text(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """`hold_out` of a file, or of the English documentation that comes with CPython."""
     if path is not None:
-        return np.frombuffer(path.read_bytes(), np.uint8)
+        return hold_out(path.read_bytes())
     paragraphs = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
     once = dict.fromkeys(paragraphs)  # topics quote one another, and text held out must not have been learnt
-    return np.frombuffer("\n\n".join(once).encode(), np.uint8)
+    return hold_out("\n\n".join(once).encode())
 
 
 def batches(
@@ -266,14 +272,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     cluster.join(options, console)
-    data = read_text(options.text)
-    split = len(data) * 19 // 20
-    if len(data) - split <= options.seq:
-        raise SystemExit(f"the text has {len(data)} bytes, too few for --seq {options.seq}: give a longer one")
+    text, end = read_text(options.text)
+    if len(end) <= options.seq:
+        size = len(text) + len(end)
+        raise SystemExit(f"the text has {size} bytes, too few for --seq {options.seq}: give a longer one")
     layers, tx = make_layers(options), make_optimizer(options)
     pipe = make_pipeline(layers, options, cluster.make_mesh(options.stages))
-    stream = batches(data[:split], options, options.seed, pipe.data_shard)
-    checked = list(islice(batches(data[:split], options, options.seed), CHECKED_STEPS))
+    stream = batches(text, options, options.seed, pipe.data_shard)
+    checked = list(islice(batches(text, options, options.seed), CHECKED_STEPS))
     state = pipe.create_state(jax.random.key(options.seed), checked[0], tx)
     trees = cluster.to_host(pipe.layer_variables(state.variables))
     show_pipeline(pipe, [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees], options)
@@ -287,14 +293,14 @@ def main() -> None:
 
     losses = [loss for loss, _ in figures]
     state = train(pipe, state, stream, losses, options)
-    held_out = pipe.place(next(batches(data[split:], options, options.seed, pipe.data_shard)))
+    held_out = pipe.place(next(batches(end, options, options.seed, pipe.data_shard)))
     console.print(
         f"Nats a byte: {np.mean(losses[-20:]):.3f} in the last 20 steps, "
         f"{float(pipe.evaluate(state.variables, held_out)):.3f} on text held out."
     )
-    for text in continue_prompts(pipe, state.variables, options):
+    for continued in continue_prompts(pipe, state.variables, options):
         console.rule()
-        console.print(text.decode(errors="replace"), markup=False, highlight=False)
+        console.print(continued.decode(errors="replace"), markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from lm import read_text
+from lm import hold_out, read_text
 from rich.table import Table
 
 import jpipe
@@ -144,17 +144,11 @@ def export(model: Any, folder: Path, rank: int, alpha: float) -> llama.llama.Lla
 # --- English, then Python ---
 
 
-def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is learnt, and the end, which is held out."""
-    end = len(text) * 19 // 20
-    return text[:end], text[end:]
-
-
-def read_python() -> np.ndarray:
-    """The bytes of some modules of the standard library."""
+def read_python() -> tuple[np.ndarray, np.ndarray]:
+    """`hold_out` of some modules of the standard library."""
     names = "argparse", "ast", "datetime", "inspect", "subprocess", "tarfile", "threading", "typing", "zipfile"
     paths = [Path(sysconfig.get_path("stdlib")) / f"{name}.py" for name in names]
-    return np.frombuffer(b"".join(path.read_bytes() for path in paths if path.is_file()), np.uint8)
+    return hold_out(b"".join(path.read_bytes() for path in paths if path.is_file()))
 
 
 def say_losses(when: str, pipe: jpipe.Pipeline, variables: Any, held_out: dict[str, llama.Batch]) -> None:
@@ -180,7 +174,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     chosen = {"num_stages": options.stages, "num_microbatches": options.microbatches}
     chosen["mesh"] = cluster.make_mesh(options.stages)
     whole, pipe = llama.make_pipeline(config, **chosen), make_pipeline(config, **lora, **chosen)
-    texts = {"English": split(read_text(None)), "Python": split(read_python())}
+    texts = {"English": read_text(None), "Python": read_python()}
     held_out = {name: next(llama.windows_of(end)) for name, (_, end) in texts.items()}
     tx, example = optax.adamw(3e-3), held_out["English"]
     show_sizes({"all": sizes_of(whole, example, tx), "LoRA": sizes_of(pipe, example, tx)})
@@ -204,8 +198,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     if jax.process_index() == 0:  # tunix reads onto the first device of all
         save_base(model, folder / "base")
         merged = export(changed, folder, **lora)
-        wanted, _ = merged(batch["input_tokens"], batch["positions"], None, batch["attention_mask"])
-        check("tunix's model, read from the merged checkpoint, gives the pipeline's logits", wanted, logits)
+        got, _ = merged(batch["input_tokens"], batch["positions"], None, batch["attention_mask"])
+        check("tunix's model, read from the merged checkpoint, gives the pipeline's logits", got, logits)
 
 
 OPTIONS = {

@@ -101,12 +101,12 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def train(options: argparse.Namespace) -> None:
-    text = read_text(options.text)
+    text, end = read_text(options.text)
     pipe = make_pipeline(options, jpipe.make_mesh(stage=options.stages, data=options.data))
-    split, tx = len(text) * 19 // 20, make_optimizer(options)
-    batches = grain.MapDataset.source(Windows(text[:split], options, pipe.data_shard, options.seed))
+    tx = make_optimizer(options)
+    batches = grain.MapDataset.source(Windows(text, options, pipe.data_shard, options.seed))
     data = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
-    held_out = pipe.place(Windows(text[split:], options, pipe.data_shard, 0)[0])
+    held_out = pipe.place(Windows(end, options, pipe.data_shard, 0)[0])
     with jpipe.Checkpointer(options.run / "checkpoints") as saved:
         state, position = saved.restore(pipe, held_out, tx)
         if state is None:

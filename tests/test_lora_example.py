@@ -69,6 +69,10 @@ def test_merged_by_tunix_and_read_back(worker):
     assert call(worker, "merged") == 1 + BLOCKS * 9 + 1 + 1 + 1  # every weight, and the logits
 
 
+def test_what_differs_is_refused(worker):
+    assert re.search(r"not These are equal: .* differ by 5.0e-01", call(worker, "refused"))
+
+
 @pytest.mark.slow
 def test_the_example(worker, tmp_path):
     sizes = "--layers", "2", "--stages", "2", "--base-steps", "40", "--steps", "30", "--save", str(tmp_path)

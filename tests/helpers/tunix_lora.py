@@ -138,6 +138,15 @@ def merged() -> int:
         return assert_close(example, (got, of_tunix), (wanted, np.asarray(logits)), 1e-12)
 
 
+def refused() -> str:
+    """What the example's own check says of two arrays that differ."""
+    try:
+        load_example("lora").check("These are equal", np.ones(2), np.array([1.0, 2.0]))
+    except SystemExit as error:
+        return str(error)
+    return ""
+
+
 def plain(tree: Any) -> Any:
     """The tree without LoRA parameters."""
     if not isinstance(tree, dict):
