@@ -39,7 +39,8 @@ def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _changed(jaxpr: Jaxpr) -> Jaxpr:
     uses = Counter(v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, Literal))
     uses.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    turns = {e.invars[0]: e for e in jaxpr.eqns if e.primitive.name == "transpose" and uses[e.invars[0]] == 1}
+    transposes = [e for e in jaxpr.eqns if e.primitive.name == "transpose"]
+    turns = {v: e for e in transposes if isinstance(v := e.invars[0], Var) and uses[v] == 1}
     equations: list[JaxprEqn] = []
     done: set[Var] = set()  # results of transposes that products give already
     for equation in jaxpr.eqns:

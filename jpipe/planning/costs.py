@@ -26,7 +26,7 @@ from jpipe.model.traced_layer import TracedLayer, partition_layer
 from jpipe.planning.flops import count_flops
 from jpipe.seam.inside import needed_part
 from jpipe.terminal.progress import task
-from jpipe.types import PyTree
+from jpipe.types import Device, PyTree
 
 PARAMETER_COPIES = 4
 """Arrays like a parameter that training holds: itself, its gradient, and two moments of an optimiser such as Adam."""
@@ -123,7 +123,7 @@ def _counted(layer: TracedLayer) -> Cost:
     return Cost(forward.flops, backward.flops, *_bytes(layer), tuple(sorted((forward + backward).unknown)))
 
 
-def _device_like(mesh: Mesh) -> jax.Device:
+def _device_like(mesh: Mesh) -> Device:
     """A device of this process that is one of the mesh or like one of them.
 
     Raises:
@@ -143,7 +143,7 @@ def _device_like(mesh: Mesh) -> jax.Device:
     return next((device for device in found if device in set(mesh.devices.flat)), found[0])
 
 
-def _seconds(variants: Sequence[TracedLayer], device: jax.Device) -> list[list[float]]:
+def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float]]:
     """Of each variant of a layer: of the forward, and of the backward."""
     # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
     with (
