@@ -32,6 +32,8 @@ from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
 Structs = list[jax.ShapeDtypeStruct]
+Computed = Callable[[ClosedJaxpr], ClosedJaxpr]
+"""From a device's program to what it is as this kind of device computes it."""
 
 
 class _Source(NamedTuple):
@@ -221,6 +223,7 @@ class DeviceLayer:
       forward: the layer's forward that also returns its residuals.
       remake: variables -> those leaves of the vjp that are made again.
       transposed: leaves of the vjp, cotangents -> what `backward` gives; all flat.
+      program: the same as this kind of device computes it; predictions and plans look at `transposed`.
       gradients: of the structure of that.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
@@ -232,6 +235,7 @@ class DeviceLayer:
     forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
     transposed: ClosedJaxpr
+    program: ClosedJaxpr
     gradients: Gradients
     sources: tuple[_Source, ...]
     residuals: Structs
@@ -246,7 +250,7 @@ class DeviceLayer:
 
     def backward(self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
         """The whole backward."""
-        return replay(self.transposed, self.gradients)(self._leaves(arguments, residuals), cotangents)
+        return replay(self.program, self.gradients)(self._leaves(arguments, residuals), cotangents)
 
     def backward_inputs(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
@@ -296,21 +300,22 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     }
     leaves_at = [lying[source.where][source.number] for source in layer.sources]
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
-    program = weight_products_as_they_lie(backward.jaxpr) if splits.on_cpu else backward.jaxpr
+    as_computed: Computed = weight_products_as_they_lie if splits.on_cpu else lambda jaxpr: jaxpr
     return DeviceLayer(
         forward=forward,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
-        transposed=program,
+        transposed=backward.jaxpr,
+        program=as_computed(backward.jaxpr),
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
-        split=_split_layer(layer, program) if in_parts else None,
+        split=_split_layer(layer, backward.jaxpr, as_computed) if in_parts else None,
         unsplit=remake.unsplit + backward.unsplit,
     )
 
 
-def _split_layer(layer: TracedLayer, backward: ClosedJaxpr) -> SplitLayer:
+def _split_layer(layer: TracedLayer, backward: ClosedJaxpr, as_computed: Computed) -> SplitLayer:
     """A layer's backward in two parts, from the whole of it as a device runs it."""
     residuals = {i: source.number for i, source in enumerate(layer.sources) if source.where == "residual"}
     num_params = len(layer.gradients.params)
@@ -318,17 +323,18 @@ def _split_layer(layer: TracedLayer, backward: ClosedJaxpr) -> SplitLayer:
     parts = split_in_two(backward, others, residuals, len(layer.sources))
     count = len(parts.early)
     stash = shapes_of(parts.inputs.jaxpr.outvars[count:])
+    early, late = as_computed(parts.inputs), as_computed(parts.weights)
 
     def gradients_of(found: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
         known = dict(zip(indices, found, strict=True))
         return jax.tree.unflatten(jax.tree.structure(layer.gradients), map(known.get, range(num_params + len(others))))
 
     def inputs(leaves: list[Leaf], cotangents: list[Leaf]) -> tuple[Gradients, list[Leaf]]:
-        found = replay(parts.inputs, [0] * len(parts.inputs.out_avals))(leaves, cotangents)
+        found = replay(early, [0] * len(early.out_avals))(leaves, cotangents)
         return gradients_of(found[:count], parts.early), found[count:]
 
     def weights(leaves: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
-        return gradients_of(replay(parts.weights, [0] * len(parts.late))(leaves, stash), parts.late).params
+        return gradients_of(replay(late, [0] * len(parts.late))(leaves, stash), parts.late).params
 
     return SplitLayer(
         inputs=inputs,
