@@ -6,7 +6,7 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def check_generation(
 
     Raises:
       TypeError, ValueError: as `check_complete`; prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked
-        for; a temperature below 0, or one without a key; prompts aren't fed in equal parts.
+        for; a temperature that is no number from 0 on, or one without a key; prompts aren't fed in equal parts.
     """
     check_complete(plan, variables)
     if not hasattr(prompts, "shape") or not jnp.issubdtype(prompts.dtype, jnp.integer):
@@ -148,6 +148,10 @@ def check_generation(
             f"{shape[0]} prompts are fewer than the {stages} stages, which would wait for one another; pass at least "
             f"{stages} (repeat some), or generate with a pipeline of fewer stages"
         )
+    if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
+        raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
+    if not isinstance(temperature, Real) and getattr(temperature, "shape", None) != ():
+        raise TypeError(f"temperature={temperature!r:.60} is no number; one is for all prompts")
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, Integral) or num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
     sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
@@ -155,8 +159,6 @@ def check_generation(
         raise ValueError(
             f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
         )
-    if isinstance(temperature, Tracer):
-        raise TypeError("temperature is traced; pass a number, or a static argument of your jax.jit (static_argnames)")
     if temperature != 0 and not np.finfo(np.float32).tiny <= temperature < np.inf:
         raise ValueError(
             f"temperature={temperature} is no number to divide logits by in float32; use 0 for the likeliest token, or "

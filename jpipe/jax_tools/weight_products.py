@@ -91,7 +91,7 @@ def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
     def multiply(x: jax.Array, dy: jax.Array) -> jax.Array:
         shape = x.shape[summed:] + dy.shape[summed:]
         rows = math.prod(x.shape[:summed])
-        x, dy = x.reshape(rows, -1), dy.reshape(rows, -1)
+        x, dy = (a.reshape(rows, math.prod(a.shape[summed:])) for a in (x, dy))  # of no elements too
         over_rows = lambda a, b: jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), **given)
         if x.shape[1] <= dy.shape[1]:
             return over_rows(x, dy).reshape(shape)

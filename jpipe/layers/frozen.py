@@ -70,7 +70,7 @@ class FrozenLayer(Around):
 
     @property
     def ready(self) -> LayerVariables | None:
-        return None if self.inner.ready is None else self._apart(self.inner.ready)
+        return None if self.inner.ready is None else self._apart(self._checked(self.inner.ready))
 
     @property
     def reads_batch(self) -> bool:
@@ -81,7 +81,7 @@ class FrozenLayer(Around):
         return type(self.inner), self.inner.made_of, self.where
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return self._apart(self.inner.init(key, inputs, batch))
+        return self._apart(self._checked(self.inner.init(key, inputs, batch)))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         return self.inner.apply(thawed(variables), inputs, context)
@@ -114,11 +114,16 @@ class FrozenLayer(Around):
             )
         params = variables.get("params", {})
         frozen = self._frozen(params)
-        if not any(jax.tree.leaves(frozen)) and jax.tree.leaves(params):
-            paths = [_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-            raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
         only = lambda wanted: jax.tree.map(lambda leaf, is_: leaf if is_ == wanted else None, params, frozen)
         return variables | {"params": only(False), FROZEN: only(True)}
+
+    def _checked(self, variables: LayerVariables) -> LayerVariables:
+        """All of the inner layer's variables, of which some parameter has to be frozen."""
+        params = variables.get("params", {})
+        if not any(jax.tree.leaves(self._frozen(params))) and jax.tree.leaves(params):
+            paths = [_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
+        return variables
 
     def _frozen(self, params: PyTree) -> PyTree:
         """For each parameter whether it is frozen."""

@@ -353,6 +353,8 @@ TOKENS = np.zeros((4, 5), np.int32)
         (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
         (WITH_SHORT, (TOKENS, 3, None, 0.5), ValueError, "temperature=0.5 draws random numbers, but key=None"),
         (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, "1"), TypeError, "temperature='1' is no number"),
+        (WITH_SHORT, (TOKENS, 3, None, np.ones(4)), TypeError, "temperature=array.* is no number; one is for"),
         (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan is no number to divide"),
         (WITH_SHORT, (TOKENS, 3, None, 1e-40), ValueError, "temperature=1e-40 is no number to divide"),
     ],
@@ -387,7 +389,7 @@ def test_models_without_tokens():
 def test_a_traced_temperature_is_named():
     pipe = jpipe.Pipeline(WITH_SHORT, loss_fn, num_stages=2, num_microbatches=2, balance="even")
     variables = pipe.init(jax.random.key(0), batch_of())
-    with pytest.raises(TypeError, match="temperature is traced"):
+    with pytest.raises(TypeError, match="temperature or num_tokens is traced"):
         jax.jit(lambda t: pipe.generate(variables, TOKENS, 3, jax.random.key(0), t))(0.5)
 
 

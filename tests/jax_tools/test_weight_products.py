@@ -38,6 +38,7 @@ FUNCTIONS = {
     "weight turned": (lambda w, x: x @ w.T, WIDE, (2, 8, 3), True),
     "checkpoint": (jax.checkpoint(lambda w, x: jnp.sin(x @ w)), NARROW, (2, 8, 3), True),
     "in a loop": (scanned, (4, 4), (2, 8, 4), True),
+    "no elements": (lambda w, x: x @ w + (x[:, :0] @ w).sum(1, keepdims=True), NARROW, (2, 8, 3), True),
     "jit": (jax.jit(lambda w, x: x @ w), NARROW, (2, 8, 3), True),
     "a weight for each head": (lambda w, x: jnp.einsum("bthd,hdk->bthk", x, w), (2, 3, 4), (2, 8, 2, 3), False),
     "by examples": (lambda w, x: jnp.einsum("btd,bdk->btk", x, w), (2, 3, 4), (2, 8, 3), False),

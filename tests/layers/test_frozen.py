@@ -269,3 +269,18 @@ def test_what_is_frozen_is_not_written():
 def test_connections_go_through():
     read = jpipe.freeze(jpipe.reads(Adapted(), lambda batch: batch["mask"]))
     assert read.layer == jpipe.freeze(Adapted()) and read.read is not None
+
+
+@pytest.mark.parametrize("layer", [Adapted(), lambda rngs: AdaptedNnx(rngs)], ids=["linen", "nnx"])
+def test_a_checkpoint_has_all(layer, tmp_path):
+    """Saving once failed where some of a layer's parameters are frozen."""
+    layers = [nn.Embed(7, 8, param_dtype=WIDE), *[jpipe.freeze(layer, is_base)] * 2, nn.Dense(7, param_dtype=WIDE)]
+    loss_fn = lambda y, batch: optax.softmax_cross_entropy_with_integer_labels(y, batch["targets"]).mean()
+    pipes = [jpipe.Pipeline(layers, loss_fn, num_stages=k, num_microbatches=2, balance="even") for k in (2, 1)]
+    state, _ = pipes[0].train_step(pipes[0].create_state(jax.random.key(0), BATCH, optax.adam(0.1)), BATCH)
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(pipes[0], state)
+        saved.wait()
+        again, _ = saved.restore(pipes[1], BATCH, optax.adam(0.1))
+    trees = [pipe.layer_variables(s.variables) for pipe, s in zip(pipes, (state, again), strict=True)]
+    assert_equal(*map(jax.device_get, trees))
