@@ -29,6 +29,7 @@ from jpipe.execution.unsplit import warn_of_unsplit
 from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import on_all_stages
+from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
@@ -132,8 +133,9 @@ def _check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     specs = [spec for own in group.specs.values() for spec in own]
     if specs and not any(map(on_all_stages, specs)):
         raise ValueError(
-            f"{name} has no weights that the stages could share: none has a dimension that K divides, or they are used "
-            "in other layers too; pad the vocabulary to a multiple of K, or use ends='spread'"
+            f"{name} has no weights that the stages could share: none of {SMALLEST} elements or more has a "
+            "dimension that K divides, or they are used in other layers too; pad the vocabulary to a multiple of K, or "
+            "use ends='spread'"
         )
     size = lambda leaf: math.prod(leaf.shape)
     largest = [
