@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 
 from jpipe.partitioner.flat_jaxpr import without_calls
-from jpipe.seam.inside import needed_part, replaced
+from jpipe.seam.inside import needed_part, replaced, traced_apart
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CHEAP, FREE, is_by_element
 
@@ -108,8 +108,7 @@ def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]
         if _is_heavy(equation):
             for v in operands:
                 if not isinstance(v, Literal) and v in again and v not in made:
-                    own = lambda x: jax.lax.optimization_barrier(x)  # JAX gives two traces of one function one variable
-                    (barrier,) = jax.make_jaxpr(own)(*shapes_of([v])).jaxpr.eqns
+                    (barrier,) = traced_apart(jax.lax.optimization_barrier, [v]).eqns
                     found.append(replaced(barrier, invars=[v]))
                     (made[v],) = barrier.outvars
             operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]

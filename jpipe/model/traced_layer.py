@@ -33,7 +33,7 @@ from jpipe.types import Leaf, PyTree
 T = TypeVar("T")
 Structs = list[jax.ShapeDtypeStruct]
 Computed = Callable[[ClosedJaxpr], ClosedJaxpr]
-"""From a device's program to what it is as this kind of device computes it."""
+"""A device's program -> the same as this kind of device computes it."""
 
 
 class _Source(NamedTuple):

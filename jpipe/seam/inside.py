@@ -198,10 +198,18 @@ def carry_out(
     return jaxpr_as_fun(ClosedJaxpr(replaced(_EMPTY, eqns=[single], **fields), ()))(*operands)
 
 
+def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Literal]) -> Jaxpr:
+    """A function's jaxpr, of arguments like some variables, with variables of its own.
+
+    JAX gives two traces of one function the same variables: side by side in a jaxpr they would be one value.
+    """
+    return jax.make_jaxpr(lambda *given: function(*given))(*shapes_of(like)).jaxpr
+
+
 def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
-    """What a function of its operands does, traced anew, as equations that give its results in its context."""
+    """What a function does with an equation's operands, as equations that give its results, in its context."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        made = jax.make_jaxpr(function)(*shapes_of(equation.invars)).jaxpr
+        made = traced_apart(function, equation.invars)
     names = dict(zip((*made.invars, *made.outvars), (*equation.invars, *equation.outvars), strict=True))
     named = lambda variables: [v if isinstance(v, Literal) else names.get(v, v) for v in variables]
     place = {"ctx": equation.ctx, "source_info": equation.source_info}
