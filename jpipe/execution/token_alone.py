@@ -45,7 +45,7 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
     for group in traced.groups:
         if not decoding.group_at(group.indices[0]).variables.get(CACHE):
             function = LayerFunction(group, None, remat, traced.batch)
-            if group.indices[0] == 0:  # how the user's function gets inputs from a batch is none of its business
+            if group.indices[0] == 0:  # from inputs on: a batch may be longer than they are
                 (first,) = with_inputs([group.layer], lambda inputs: inputs)
                 function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
             if found := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
