@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import flax.errors
 import flax.linen as nn
@@ -27,9 +27,20 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Single, Specs
+from jpipe.layers.base import (
+    Activation,
+    AnyLayer,
+    Around,
+    Context,
+    Inputs,
+    Item,
+    LayerError,
+    LayerVariables,
+    Single,
+    Specs,
+)
 from jpipe.layers.fingerprint import values_within
-from jpipe.layers.functions import ModeArguments, mode_arguments
+from jpipe.layers.functions import MODE_NAMES, ModeArguments, mode_arguments, modes
 from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
 from jpipe.seam.inside import raised, shortened
@@ -46,7 +57,7 @@ SOWN = (
 )
 NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
-    "`deterministic` or `train`, which jpipe gives it"
+    f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}"
 )
 
 
@@ -105,6 +116,61 @@ def check_variable_types(layers: Sequence[AnyLayer]) -> None:
                     f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
                     "one of the two types another name"
                 )
+
+
+# --- dropout that is off ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
+    """The context in which a layer is called in training. Gives its dropouts, as words; some are known only after it.
+
+    Of Linen modules those that are called: one made in a compact method is seen nowhere else. Of nnx modules all that
+    they hold. Those of rate 0 aren't among them, nor those that the user has turned off.
+    """
+    found: list[str] = []
+
+    def note(
+        called: Callable, arguments: tuple, options: dict[str, object], where: nn.module.InterceptorContext
+    ) -> object:
+        if _drops(where.module):
+            found.append(_described(where.module))
+        return called(*arguments, **options)
+
+    while isinstance(layer, Around):
+        layer = layer.inner
+    if isinstance(layer, NnxLayer) and layer.method is None:
+        nodes = nnx.iter_graph(nnx.merge(layer.graphdef, layer.template))
+        found = [_described(node) for _, node in nodes if _drops(node)]
+    watches = isinstance(layer, LinenLayer) and not _is_turned_off(layer.module)
+    with nn.intercept_methods(note) if watches else nullcontext():
+        yield found
+
+
+Dropping = nn.Dropout | nnx.Dropout | nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention
+
+
+def _rate(part: Dropping) -> float:
+    return part.rate if isinstance(part, nn.Dropout | nnx.Dropout) else part.dropout_rate
+
+
+def _drops(part: object) -> TypeGuard[Dropping]:
+    """Whether a module draws what it drops; at a rate of 1 that is everything."""
+    return isinstance(part, Dropping) and 0 < _rate(part) < 1
+
+
+def _described(part: Dropping) -> str:
+    return f"{type(part).__name__} of rate {_rate(part)}"
+
+
+def _is_turned_off(module: nn.Module) -> bool:
+    """Whether the user gave a module, or one in its fields, the mode of evaluation: by a field, not by its default."""
+    off = modes(train=False)
+    fields = ((part, f) for part in parts_of(module) for f in dataclasses.fields(part) if f.name in off)
+    return any(getattr(part, f.name, None) == off[f.name] != f.default for part, f in fields)
+
+
+# --- Linen ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,6 +283,9 @@ def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
     except ValueError as error:
         raise LayerError(f"names the logical axes {x.names}. Flax says: {error}") from error
     return found or PartitionSpec()
+
+
+# --- NNX --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ from typing import Any
 ModeArguments = dict[str, Any]
 """Booleans by keyword, for functions that may also take others."""
 
+IN_TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout", "apply_dropout")
+IN_EVALUATION = ("deterministic", "use_running_average", "is_eval", "eval_mode", "inference")
+"""Names of arguments that tell a layer its mode: those that are True in training, and those that are in evaluation."""
+
+MODE_NAMES = f"{', '.join((*IN_TRAINING, *IN_EVALUATION[:-1]))} or {IN_EVALUATION[-1]}"
+
 
 def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False) -> ModeArguments:
     """The keyword arguments that tell `function` whether it trains: those of the known ones that its signature names.
@@ -19,15 +25,13 @@ def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool]
       train: training (True) or evaluation (False).
       taken: whether the user has given an argument of this name already; it is left out then.
     """
-    known = {
-        "train": train,
-        "training": train,
-        "is_training": train,
-        "deterministic": not train,
-        "use_running_average": not train,
-    }
     parameters = signature_of(function)
-    return {name: value for name, value in known.items() if name in parameters and not taken(name)}
+    return {name: value for name, value in modes(train).items() if name in parameters and not taken(name)}
+
+
+def modes(train: bool) -> ModeArguments:
+    """The value of every argument that tells a mode, in training or in evaluation."""
+    return dict.fromkeys(IN_TRAINING, train) | dict.fromkeys(IN_EVALUATION, not train)
 
 
 def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:

@@ -21,7 +21,9 @@ from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.flax import dropouts_of
 from jpipe.layers.frozen import FROZEN
+from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import (
@@ -40,6 +42,7 @@ from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
+from jpipe.terminal.notices import warn_once
 from jpipe.types import Batch, PyTree, Shapes
 
 
@@ -140,7 +143,8 @@ def _trace_layer(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
+        with dropouts_of(layer) as dropouts:
+            jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
         asked = layer.partition_specs(variables)
     except LayerError as error:
         raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
@@ -149,12 +153,25 @@ def _trace_layer(
         again = f"\n  It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
         said = f"{_fault(error)}\n  {way_here()}{own}{again if layer.repeats is not None else ''}"
         raise ValueError(f"{name} {said}") from shortened(error)
+    if dropouts and not needs_key:
+        _warn_of_dropout(name, dropouts[0], variables)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes
         raise ValueError(f"{name}: {error}") from error
+
+
+def _warn_of_dropout(name: str, dropout: str, variables: dict[str, Shapes]) -> None:
+    """Warns of a layer that holds dropout and draws no random numbers in training, unless all of it is frozen."""
+    if FROZEN in variables and not jax.tree.leaves(variables["params"]):
+        return
+    warn_once(
+        f"{name} holds a {dropout}, but draws no random numbers in training, so nothing is dropped. Most likely it "
+        f"isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where dropout is meant to "
+        "be off, give it the rate 0"
+    )
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
@@ -311,8 +328,8 @@ def _fault(error: Exception) -> str:
         )
     if lacks_an_argument(error):
         return (
-            f"raised {raised(error)}. Whether it trains, a layer is told by an argument called deterministic, train, "
-            "training, is_training or use_running_average. A layer before it can give a tuple, which is passed as "
+            f"raised {raised(error)}. Whether it trains, a layer is told by an argument called {MODE_NAMES}. A layer "
+            "before it can give a tuple, which is passed as "
             'positional arguments; what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
     return f"raised {raised(error)}"

@@ -12,6 +12,7 @@ from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import describe
 from jpipe.model.groups import same_type
 from jpipe.model.trace import trace_model
+from jpipe.terminal.notices import warn_once
 
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -105,3 +106,106 @@ def test_who_needs_a_key(layer, needs):
 def test_describe():
     assert describe(np.zeros((2, 3), np.float32)) == "float32[2,3]"
     assert describe((X, {"ids": IDS})) == "(float32[2,4], {'ids': int32[2,4]})"
+
+
+# --- dropout that is off ----------------------------------------------------------------------------------------------
+
+
+class Told(nn.Module):
+    """A block with dropout, told its mode by an argument of a name that jpipe knows, or doesn't know."""
+
+    rate: float = 0.25
+
+    @nn.compact
+    def __call__(self, x, enable_dropout=False):
+        return nn.Dropout(self.rate)(nn.Dense(4)(x), deterministic=not enable_dropout)
+
+
+class Untold(nn.Module):
+    rate: float = 0.25
+    parallel: bool = False  # whether it is an attention with dropout that is held
+
+    @nn.compact
+    def __call__(self, x, dropping=False):
+        if self.parallel:
+            return nn.MultiHeadDotProductAttention(2, dropout_rate=self.rate, deterministic=not dropping)(x)
+        return nn.Dropout(self.rate)(nn.Dense(4)(x), deterministic=not dropping)
+
+
+class ByField(nn.Module):
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.25, deterministic=not self.train)(x)
+
+
+class OwnField(ByField):
+    train: bool | None = None
+
+
+class NnxUntold(nnx.Module):
+    def __init__(self, rate, rngs):
+        self.dense, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x, dropping=False):
+        return self.dropout(self.dense(x), deterministic=not dropping)
+
+    def attend(self, x):
+        return self.dense(x)
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, dropout_rate=0.25, rngs=rngs)
+
+    def __call__(self, x, dropping=False):
+        return self.attention(x, deterministic=not dropping)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dropout"),
+    [
+        (Untold(), "Dropout of rate 0.25"),
+        (Untold(parallel=True), "MultiHeadDotProductAttention of rate 0.25"),
+        (ByField(), "Dropout of rate 0.25"),
+        (nn.Sequential([nn.Dense(4), Untold()]), "Dropout of rate 0.25"),
+        (lambda rngs: NnxUntold(0.25, rngs), "Dropout of rate 0.25"),
+        (NnxUntold(0.25, nnx.Rngs(0)), "Dropout of rate 0.25"),
+        (NnxAttention(nnx.Rngs(0)), "MultiHeadAttention of rate 0.25"),
+        (jpipe.freeze(Untold(), lambda path: "kernel" in path), "Dropout of rate 0.25"),
+    ],
+)
+def test_dropout_that_nothing_is_drawn_for_is_told_of(layer, dropout):
+    warn_once.cache_clear()
+    layers = [lambda x: x, layer]
+    with pytest.warns(
+        UserWarning, match=rf"layer 1 \(\w+\) holds a {dropout}, .* enable_dropout.*, give it the rate 0"
+    ):
+        trace(layers, np.ones((2, 3, 4), np.float32))
+    trace(layers, np.ones((2, 3, 4), np.float32))  # once
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Told(),
+        Told(0.0),
+        Untold(0.0),
+        Untold(1.0),
+        nn.Dropout(0.25, deterministic=True),
+        nn.Sequential([nn.Dense(4), nn.Dropout(0.25, deterministic=True)]),
+        OwnField(train=False),
+        jpipe.freeze(Untold()),
+        lambda rngs: nnx.Dropout(0.25, rngs=rngs),
+        lambda rngs: NnxUntold(0.0, rngs),
+        jpipe.Shared(NnxUntold(0.25, nnx.Rngs(0))).using("attend"),
+    ],
+)
+def test_no_false_alarm_of_dropout(layer):
+    warn_once.cache_clear()
+    trace([lambda x: x, layer], np.ones((2, 3, 4), np.float32))  # warnings are errors
+
+
+def test_dropout_under_the_word_of_maxtext_and_t5x_is_on():
+    assert [group.needs_key for group in trace([nn.Dense(4), Told()]).groups] == [False, True]
