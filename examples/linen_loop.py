@@ -45,6 +45,7 @@ pipe = jpipe.Pipeline(model, loss_fn, num_stages=4, num_microbatches=8)
 params = model.init(jax.random.key(0), training["inputs"])["params"]
 params = pipe.from_layer_variables([{"params": layer} for layer in params.values()], training)["params"]
 state = TrainState.create(apply_fn=pipe.apply, params=params, tx=optax.adamw(1e-3))
+state = pipe.place_state(state, state.tx)
 for step in range(61):
     chosen = random.choice(1440, 128, replace=False)
     batch = {name: array[chosen] for name, array in training.items()}

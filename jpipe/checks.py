@@ -6,7 +6,7 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +245,22 @@ def check_state(state: object) -> None:
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state is a {type(state).__name__}; make it with pipe.create_state(key, batch, tx)")
+    check_alive("state", state)
+
+
+def check_loop_state(state: PyTree) -> None:
+    """Checks what `place_state` is given.
+
+    Raises:
+      TypeError: a leaf is no array and no number.
+      ValueError: it was donated.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | Number):
+            raise TypeError(
+                f"state{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which can't lie on devices; pass a "
+                "pytree of arrays, random keys and numbers"
+            )
     check_alive("state", state)
 
 

@@ -37,7 +37,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
-from jpipe.training.train_state import TrainState, abstract_state
+from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, state_shardings
 from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, Leaf, PyTree
 
@@ -355,6 +355,24 @@ class Pipeline:
         plan = self.planner.plan_for(batch)
         variables = {name: layout.shapes for name, layout in plan.layouts.items()}
         return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch)
+
+    def place_state(self, state: PyTree, tx: optax.GradientTransformation | None) -> PyTree:
+        """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
+
+        A jitted step returns them there; for a state that begins on one device it would be compiled a second time.
+        What lies on the mesh already stays as it is: parameters, and what `tx.init(params)` makes like them.
+
+        Args:
+          state: any pytree of arrays, random keys and numbers, such as Flax's `TrainState` or `(tx.init(params), key)`.
+            Each process passes the same.
+          tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
+        """
+        checks.check_loop_state(state)
+        params = self.plan.layouts["params"].shapes
+        if tx is not None:
+            checked_opt_state(tx, params, self.plan.loss.of_batch)
+        shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
+        return batches.moved(state, shardings, self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.

@@ -214,6 +214,20 @@ def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))
 
 
+def moved(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
+    """Arrays and numbers where `shardings` say, but for those that lie on all devices of the mesh already."""
+    devices = set(mesh.devices.flat)
+
+    def move(leaf: Leaf, sharding: NamedSharding) -> Leaf:
+        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices):
+            return leaf
+        if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
+            return jax.device_put(leaf, sharding)
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # this process's own array, on those of others too
+
+    return jax.tree.map(move, tree, shardings)
+
+
 def _alternatives(size: int) -> str:
     divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
     return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]]))

@@ -61,11 +61,7 @@ def abstract_state(
       TypeError: `tx` is no optax transformation, or needs more than a step gives it.
       ValueError: it treats a parameter by its name, shape or norm, while a buffer holds many parameters.
     """
-    check_is_optimizer(tx)
-    opt_state = jax.eval_shape(tx.init, variables["params"])
-    check_optimizer(opt_state)
-    check_update(tx, variables["params"], opt_state, loss)
-    check_elementwise(tx)
+    opt_state = checked_opt_state(tx, variables["params"], loss)
     everywhere = NamedSharding(variables["params"].layout.mesh, PartitionSpec())
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return TrainState(
@@ -75,6 +71,16 @@ def abstract_state(
         key=place(key, everywhere),
         tx=tx,
     )
+
+
+def checked_opt_state(tx: optax.GradientTransformation, params: StageTree, loss: jax.ShapeDtypeStruct) -> Shapes:
+    """The shapes of the state of an optimiser that may work on these parameters; errors as of `abstract_state`."""
+    check_is_optimizer(tx)
+    opt_state = jax.eval_shape(tx.init, params)
+    check_optimizer(opt_state)
+    check_update(tx, params, opt_state, loss)
+    check_elementwise(tx)
+    return opt_state
 
 
 def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:

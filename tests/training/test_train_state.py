@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import jpipe
-from cases import model, pipeline
+from cases import assert_equal, compilations, model, pipeline
 from jpipe.memory.layout import StageTree
 from jpipe.training.train_state import state_shardings
 from updates import is_matrix, labels
@@ -67,3 +69,76 @@ def test_what_mirrors_the_parameters_lies_as_they_do_and_the_rest_by_its_shape(m
     assert {sharding.spec for sharding in jax.tree.leaves(found["rows"])} == {PartitionSpec("stage")}
     assert found["stat"].spec == PartitionSpec("stage")
     assert found["count"].spec == found["vector"].spec == PartitionSpec()
+
+
+# --- the state of a loop of one's own ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loop(make_mesh):
+    """A pipeline, its batch, parameters, optimiser, and a jitted step of a loop with Flax's `TrainState` and a key."""
+    truth = model("linen", "float32")
+    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=make_mesh((2, 2), ("stage", "data")))
+    params = pipe.from_layer_variables(truth.trees, truth.batch)["params"]
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 100)))
+
+    @jax.jit
+    def step(state, key, batch):
+        key, own = jax.random.split(key)
+        (loss, _), grads = pipe.value_and_grad({"params": state.params}, batch, own)
+        return state.apply_gradients(grads=grads), key, loss
+
+    return pipe, truth.batch, params, tx, step
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_loop_of_ones_own_compiles_its_step_once(loop, placed):
+    pipe, batch, params, tx, step = loop
+    state, key = TrainState.create(apply_fn=pipe.apply, params=params, tx=tx), jax.random.key(1)
+    if placed:
+        state, key = pipe.place_state((state, key), tx)
+    step.clear_cache()
+    with compilations() as count:
+        state, key, _ = step(state, key, batch)
+        assert count() == 1
+        for _ in range(2):
+            state, key, _ = step(state, key, batch)
+        assert count() == (1 if placed else 2)  # what begins on one device comes back on the mesh
+
+
+def test_what_is_placed_keeps_its_values_and_what_lies_on_the_mesh_its_place(loop):
+    pipe, _, params, tx, _ = loop
+    raw = jnp.arange(2, dtype=jnp.uint32)
+    given = {"opt": tx.init(params), "params": params, "raw": raw, "step": 3, "rate": np.float32(0.5)}
+    placed = pipe.place_state(given, tx)
+    assert_equal(placed, jax.tree.map(jnp.asarray, given))
+    everywhere = set(pipe.mesh.devices.flat)
+    assert all(leaf.sharding.device_set == everywhere for leaf in jax.tree.leaves(placed))
+    assert all(a is b for a, b in zip(jax.tree.leaves(placed["params"]), jax.tree.leaves(params), strict=True))
+    assert placed["step"].sharding.spec == placed["raw"].sharding.spec == PartitionSpec()
+    key = pipe.place_state(jax.random.key(5), None)
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(5)))
+    back = pipe.place_state(jax.device_get(given), tx)  # from the host, each stage's on its own devices
+    assert_equal(back, placed)
+    for leaf, shape in zip(jax.tree.leaves(back["params"]), jax.tree.leaves(params.layout.shapes), strict=True):
+        assert leaf.sharding == shape.sharding
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3, mask=is_matrix), optax.lamb(1e-3)], ids=["mask", "lamb"])
+def test_the_optimiser_of_a_placed_state_is_checked(loop, tx):
+    pipe, _, params, _, _ = loop
+    with pytest.raises(ValueError, match=r"tells parameters apart.*jpipe\.per_layer"):
+        pipe.place_state(tx.init(params), tx)
+
+
+def test_what_cannot_be_placed(loop):
+    pipe, _, _, tx, _ = loop
+    with pytest.raises(TypeError, match=r"state\['name'\] is a str, which can't lie on devices"):
+        pipe.place_state({"name": "adam"}, tx)
+    with pytest.raises(TypeError, match="tx is a int; pass an optax transformation"):
+        pipe.place_state({"step": 0}, 0)
+    gone = jnp.zeros(3)
+    gone.delete()
+    with pytest.raises(ValueError, match="state: these arrays were donated"):
+        pipe.place_state(gone, None)
