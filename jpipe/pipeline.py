@@ -43,6 +43,7 @@ from jpipe.types import Batch, Leaf, PyTree
 
 if TYPE_CHECKING:
     from jpipe.profiling.communication import Communication
+    from jpipe.profiling.gradient_check import GradientCheck
     from jpipe.view.page import Page
 
 saving.register()
@@ -303,6 +304,28 @@ class Pipeline:
         from jpipe.profiling.communication import communication
 
         return communication(self.planner, batch, repr(self))
+
+    def check_gradients(
+        self,
+        variables: Variables,
+        batch: Batch,
+        key: jax.Array | None = None,
+        reference: Callable[[list[Item], Batch], jax.Array] | None = None,
+    ) -> GradientCheck:
+        """Loss and gradients beside the plain model's, to be printed; `agrees`: they differ by rounding alone.
+
+        The plain model runs on one device, and has to fit it.
+
+        Args:
+          variables, batch, key: as of `value_and_grad`.
+          reference: `(trees, batch) -> loss` of the whole batch, from trees as of `layer_variables`: a model of your
+            own, which JAX differentiates. Default: the layers, called one after the other for each micro-batch.
+        """
+        from jpipe.profiling.gradient_check import check_gradients
+
+        (loss, _), grads = self.value_and_grad(variables, batch, key)
+        trees, found = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
+        return check_gradients(self.planner, trees, batch, key, (loss, found), reference, repr(self))
 
     def view(self, batch: Batch = None, *, path: str | PathLike[str] | None = None) -> Page:
         """A page of sliders with this pipeline's stages, costs and bytes, an HTML file. Nothing is computed for it.

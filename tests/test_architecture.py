@@ -58,7 +58,7 @@ MAY_IMPORT = {
         "checks",
     },
     "profiling": {"model", "planning", "training", "execution", "pictures", "view", "pipeline", "checks"}
-    | {"terminal", "jax_tools", "partitioner", "mesh", "schedules"},
+    | {"seam", "terminal", "jax_tools", "partitioner", "mesh", "schedules", "layers", "memory"},
     "forecasting": {
         "seam",
         "terminal",
@@ -82,7 +82,8 @@ HAND_OVER = {  # what a tool does for methods of the core: imported when they ar
     "jpipe.schedules.schedule": {"jpipe.pictures.figures"},
     "jpipe.schedules.simulate": {"jpipe.pictures.figures", "jpipe.pictures.perfetto"},
     "jpipe.planning.partition": {"jpipe.pictures.tables"},
-    "jpipe.pipeline": {"jpipe.profiling.communication", "jpipe.view.facts", "jpipe.view.page"},
+    "jpipe.pipeline": {"jpipe.profiling.communication", "jpipe.profiling.gradient_check"}
+    | {"jpipe.view.facts", "jpipe.view.page"},
     "jpipe.pictures.summary": {"jpipe.forecasting.memory_model"},
     "jpipe.view.facts": {"jpipe.forecasting.memory_model"},
     "jpipe.view.command": {"jpipe.forecasting.plan_command"},

@@ -1,0 +1,325 @@
+"""Loss and gradients beside those of the plain model: which leaves differ, and which differ by rounding alone.
+
+A leaf whose true gradient is zero, such as the bias of an attention's keys, holds nothing but rounding: there two right
+computations differ by 100%. So the plain model tells how much its gradients round: it is computed some more times, from
+parameters that are off by the last bit of the narrowest type that it computes in. By what it differs from itself then,
+a pipeline may differ from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jpipe.execution.batches import split_microbatches
+from jpipe.execution.planner import Planner
+from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.jax_tools.random_keys import as_key, layer_key
+from jpipe.jax_tools.tracing import replay, trace
+from jpipe.layers.base import Context, LayerVariables, positional
+from jpipe.layers.connections import with_inputs
+from jpipe.layers.frozen import path_as_text
+from jpipe.memory.layer_trees import LayerTrees, to_items
+from jpipe.model.groups import Model
+from jpipe.partitioner.per_device import jaxpr_per_device
+from jpipe.partitioner.shardings import settled
+from jpipe.pictures.tables import Table
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, shapes_of
+from jpipe.types import Batch, PyTree
+
+Params = Mapping[int, PyTree]
+"""The parameters of each layer that makes some; those that share them aren't in it."""
+Reference = Callable[[list[PyTree], Batch], jax.Array]
+"""`(trees, batch) -> loss`: a user's own model, given each layer's variables as `layer_variables` has them."""
+Plain = Callable[[Params, LayerTrees, Batch, jax.Array], tuple[jax.Array, Params]]
+"""`(parameters, all variables, batch, key) -> (loss, gradients)`."""
+
+SAMPLES, FACTOR = 4, 8
+"""How often the plain model is computed from parameters that are off by a bit; by how many times as much as it changes
+then a pipeline may differ from it."""
+
+
+@dataclass(frozen=True)
+class CheckedLeaf:
+    """One parameter's gradient, or the loss, beside that of the plain model.
+
+    Attributes:
+      layer: the index and the name of its layer, as "3 (Block)"; empty for the loss.
+      path: of the parameter in its layer, as "attention/key/bias".
+      size: the largest of the plain model's numbers.
+      off: the largest difference.
+      rounding: the largest difference that is rounding.
+    """
+
+    layer: str
+    path: str
+    size: float
+    off: float
+    rounding: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.off <= self.rounding
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the plain model's numbers are rounding themselves."""
+        return self.size <= self.rounding / 2
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """Loss and gradients of a pipeline beside the plain model's; `print` it, or show it in a notebook.
+
+    Attributes:
+      title: of which pipeline.
+      loss: the loss.
+      leaves: the gradient of each parameter, in the order of layers.
+      narrowest: the narrowest type of the floating-point numbers that the plain model computes with.
+    """
+
+    title: str
+    loss: CheckedLeaf
+    leaves: tuple[CheckedLeaf, ...]
+    narrowest: str
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all differences are rounding."""
+        return all(leaf.agrees for leaf in (self.loss, *self.leaves))
+
+    @property
+    def differing(self) -> tuple[CheckedLeaf, ...]:
+        """What differs by more than rounding; what is furthest off comes first."""
+        return tuple(leaf for leaf in sorted((self.loss, *self.leaves), key=_how_far, reverse=True) if not leaf.agrees)
+
+    def __repr__(self) -> str:
+        return f"<GradientCheck of {self.title}: {self._verdict()}>"
+
+    def __str__(self) -> str:
+        return self._table().described()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _verdict(self) -> str:
+        if self.agrees:
+            return f"loss and all {len(self.leaves)} gradients equal the plain model's, but for rounding"
+        return f"{len(self.differing)} of {1 + len(self.leaves)} differ from the plain model's by more than rounding"
+
+    def _table(self) -> Table:
+        """The loss and the leaves that are furthest off, of those that agree a few."""
+        shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
+        rows = [self.loss, *shown]
+        texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
+        marks = {
+            i: "differs" if not leaf.agrees else "zero"
+            for i, leaf in enumerate(rows)
+            if not leaf.agrees or leaf.is_zero
+        }
+        zeros = sum(leaf.is_zero for leaf in self.leaves)
+        notes = [
+            f"{self._verdict()}. {len(self.leaves) - len(shown)} gradients that are nearer aren't shown.",
+            f"rounding: that of {self.narrowest}, which the plain model shows where its parameters are off by a bit.",
+            *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
+        ]
+        header = ("layer", "parameter", "largest", "off by", "rounding")
+        return Table(f"Loss and gradients of {self.title}, and the plain model's", header, texts, marks, notes)
+
+
+def _how_far(leaf: CheckedLeaf) -> float:
+    """The difference in units of rounding; what isn't a number is the furthest."""
+    ratio = leaf.off / leaf.rounding if leaf.rounding else float(leaf.off > 0) * np.inf
+    return np.inf if np.isnan(ratio) else ratio
+
+
+def check_gradients(
+    planner: Planner,
+    trees: LayerTrees,
+    batch: Batch,
+    key: jax.Array | None,
+    found: tuple[jax.Array, LayerTrees],
+    reference: Reference | None,
+    title: str,
+) -> GradientCheck:
+    """A pipeline's loss and gradients beside the plain model's.
+
+    Args:
+      planner: the pipeline's.
+      trees: the variables of each layer, by collection.
+      batch: a batch `[B, ...]`.
+      key: a random key, or None.
+      found: the pipeline's loss and gradients.
+      reference: the plain model; None for the layers one after the other.
+      title: the pipeline in a line.
+
+    Raises:
+      ValueError: there are several processes, of which none has all of the model; or the plain model can't be run.
+    """
+    if planner.request.mesh.is_multi_process:
+        raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
+    model = planner.model(planner.for_training(batch))
+    key = jax.random.key(0) if key is None else as_key(key)
+    trees, batch, key = jax.device_put((trees, batch, key), planner.request.mesh.devices.flat[0])
+    plain = _of_layers(planner, model, trees, batch, key) if reference is None else _of_reference(reference, model)
+    params = _own_params(model, trees)
+    traced = jax.jit(plain).trace(params, trees, batch, key)
+    dtypes = {shape.dtype for equation in _equations(traced.jaxpr.jaxpr) for shape in shapes_of(equation.outvars)}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    narrowest = max(floats, key=lambda dtype: jnp.finfo(dtype).eps)
+    eps, compiled = float(jnp.finfo(narrowest).eps), traced.lower().compile()
+    wanted, *others = [
+        jax.device_get(compiled(_off_by_a_bit(params, eps * (sample > 0), sample), trees, batch, key))
+        for sample in range(1 + SAMPLES)
+    ]
+    loss, grads = jax.device_get(found)
+    checked = _checked((loss, _own_params(model, grads)), wanted, others, eps)
+    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i, path in _paths(params)]
+    leaves = tuple(CheckedLeaf(*name, *sizes) for name, sizes in zip([("", "loss"), *names], checked, strict=True))
+    return GradientCheck(title, leaves[0], leaves[1:], jnp.dtype(narrowest).name)
+
+
+# --- the plain model --------------------------------------------------------------------------------------------------
+
+
+def _makers(model: Model) -> dict[int, int]:
+    """Of each layer with variables, the layer that makes its parameters: another one, if it shares them."""
+    return {user: users[0] for known in model.variable_sets for users in known.users for user in users}
+
+
+def _own_params(model: Model, trees: LayerTrees) -> Params:
+    """The parameters of all layers that make some."""
+    makers = _makers(model)
+    return {i: tree["params"] for i, tree in trees.items() if makers[i] == i and jax.tree.leaves(tree["params"])}
+
+
+def _whole(model: Model, params: Params, trees: LayerTrees) -> dict[int, LayerVariables]:
+    """The variables of all layers: `trees`, but with these parameters."""
+    found: dict[int, LayerVariables] = {}
+    makers = _makers(model)
+    for i in range(model.num_layers):
+        maker = makers.get(i)
+        own = {**trees.get(i, {}), **({"params": params[maker]} if maker in params else {})}
+        found[i] = {name: own[name] for name in model.group_at(i).variables}
+    return found
+
+
+def _of_reference(reference: Reference, model: Model) -> Plain:
+    """A user's own model: its loss, differentiated."""
+
+    def loss(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
+        del key
+        return reference(to_items(model, _whole(model, params, trees)), batch)
+
+    return jax.value_and_grad(loss)
+
+
+def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, key: jax.Array) -> Plain:
+    """The layers one after the other, each as its library has it: sums of losses and weights are divided once."""
+    micro, request = planner.for_training(batch), planner.request
+    loss, layers = planner.loss(micro), with_inputs(request.layers, request.read_inputs)
+    terms = range(0, 2 * len(loss.terms), 2)
+
+    def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: jax.Array, weights: list) -> PyTree:
+        """Of micro-batch m: the gradients of its sums of loss, each divided by its weight; all sums."""
+
+        def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
+            x, variables = (), _whole(model, params, trees)
+            for i, layer in enumerate(layers):
+                x, _ = layer.apply(variables[i], positional(x), Context(layer_key(key, i, m), True, part))
+            sums = loss.sums(x, part)
+            return sum(sums[t] / weight for t, weight in zip(terms, weights, strict=True)), sums
+
+        return jax.grad(mean, has_aux=True)(params)
+
+    number, weights = jax.ShapeDtypeStruct((), np.int32), [loss.of_batch] * len(terms)
+    shapes = (
+        jax.eval_shape(lambda: (_own_params(model, trees), trees)),
+        micro.shapes,
+        number,
+        jax.eval_shape(lambda: key),
+    )
+    with planner.tracing():
+        jaxpr, found = trace(of_part, *shapes[0], *shapes[1:], weights)
+    run = replay(_on_one_device(jaxpr), found)
+
+    def value_and_grad(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
+        parts, indices = split_microbatches(batch, micro.count), jnp.arange(micro.count, dtype=jnp.int32)
+        of = lambda m, weights: run(params, trees, jax.tree.map(lambda a: a[m], parts), m, key, weights)
+        ones = [jnp.ones(weight.shape, weight.dtype) for weight in weights]
+        totals = list(map(jnp.sum, jax.lax.map(lambda m: of(m, ones)[1], indices)))
+
+        def add(sums: Params, m: jax.Array) -> tuple[Params, None]:
+            grads, _ = of(m, [totals[t + 1] for t in terms])
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), None
+
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulator_dtype(a.dtype)), params)
+        grads = jax.tree.map(lambda g, a: g.astype(a.dtype), jax.lax.scan(add, zeros, indices)[0], params)
+        return loss.means(totals)[0], grads
+
+    return value_and_grad
+
+
+def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """A traced function of whole arrays without what says how they are split over a mesh."""
+    if "shard_map" in {equation.primitive.name for equation in _equations(jaxpr.jaxpr)}:
+        raise ValueError(
+            "a layer calls jax.shard_map, which needs the mesh, while the plain model runs on one device; pass "
+            "reference=, a model that doesn't"
+        )
+    return jaxpr_per_device(jaxpr, (), [()] * len(jaxpr.in_avals), [settled] * len(jaxpr.out_avals)).jaxpr
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, with those of the jaxprs inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
+
+
+def _off_by_a_bit(params: Params, eps: float, seed: int) -> Params:
+    """Each number times one that is 1 up to `eps`."""
+    random = np.random.default_rng(seed)
+    change = lambda leaf: (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+    return jax.tree.map(lambda leaf: jnp.asarray(change(np.asarray(leaf)), leaf.dtype, device=leaf.device), params)
+
+
+def _checked(found: PyTree, wanted: PyTree, others: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
+    """Of the loss and of each leaf: its size, by how much it is off, and how much of that may be rounding.
+
+    Args:
+      found, wanted: loss and gradients of the pipeline, and of the plain model.
+      others: those of the plain model from parameters that are off by a bit.
+      eps: the spacing of numbers around 1.
+    """
+    largest = lambda a: float(np.max(np.abs(a), initial=0))
+    off = lambda tree: [
+        largest(np.asarray(a, wide(a)) - b) for a, b in zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)
+    ]
+    wide = lambda a: np.complex128 if np.iscomplexobj(a) else np.float64
+    sizes = list(map(largest, jax.tree.leaves(wanted)))
+    noise = np.max([off(other) for other in others], axis=0).tolist()
+    loss, grads = wanted
+    scales = [largest(loss)]
+    for params in grads.values():
+        own = list(map(largest, jax.tree.leaves(params)))
+        scales += [max(own)] * len(own)  # of a layer's gradients, sums of which are rounded
+    allowed = [FACTOR * of_leaf + 4 * eps * scale for of_leaf, scale in zip(noise, scales, strict=True)]
+    return list(zip(sizes, off(found), allowed, strict=True))
+
+
+def _paths(params: Params) -> list[tuple[int, str]]:
+    """The layer and the path in it of each leaf."""
+    return [
+        (i, path_as_text(path)) for i in sorted(params) for path, _ in jax.tree_util.tree_leaves_with_path(params[i])
+    ]
