@@ -395,7 +395,7 @@ class Pipeline:
         if tx is not None:
             checked_opt_state(tx, params, self.plan.loss.of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
-        return batches.moved(state, shardings, self.mesh)
+        return batches.placed(state, shardings, self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.

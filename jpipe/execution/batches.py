@@ -214,7 +214,7 @@ def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))
 
 
-def moved(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
+def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
     """Arrays and numbers where `shardings` say, but for those that lie on all devices of the mesh already."""
     devices = set(mesh.devices.flat)
 

@@ -10,8 +10,8 @@ from typing import Any
 ModeArguments = dict[str, Any]
 """Booleans by keyword, for functions that may also take others."""
 
-IN_TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout", "apply_dropout")
-IN_EVALUATION = ("deterministic", "use_running_average", "is_eval", "eval_mode", "inference")
+IN_TRAINING: tuple[str, ...] = ("train", "training", "is_training", "is_train", "enable_dropout", "apply_dropout")
+IN_EVALUATION: tuple[str, ...] = ("deterministic", "use_running_average", "is_eval", "eval_mode", "inference")
 """Names of arguments that tell a layer its mode: those that are True in training, and those that are in evaluation."""
 
 MODE_NAMES = f"{', '.join((*IN_TRAINING, *IN_EVALUATION[:-1]))} or {IN_EVALUATION[-1]}"

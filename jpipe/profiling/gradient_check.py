@@ -123,9 +123,9 @@ class GradientCheck:
             for i, leaf in enumerate(rows)
             if not leaf.agrees or leaf.is_zero
         }
-        zeros = sum(leaf.is_zero for leaf in self.leaves)
+        hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
         notes = [
-            f"{self._verdict()}. {len(self.leaves) - len(shown)} gradients that are nearer aren't shown.",
+            f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
             f"rounding: that of {self.narrowest}, which the plain model shows where its parameters are off by a bit.",
             *[f"zero: {zeros} gradients are zero but for rounding, so that any two computations differ."] * (zeros > 0),
         ]
@@ -165,17 +165,17 @@ def check_gradients(
     if planner.request.mesh.is_multi_process:
         raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
     model = planner.model(planner.for_training(batch))
-    key = jax.random.key(0) if key is None else as_key(key)
-    trees, batch, key = jax.device_put((trees, batch, key), planner.request.mesh.devices.flat[0])
-    plain = _of_layers(planner, model, trees, batch, key) if reference is None else _of_reference(reference, model)
+    typed = jax.random.key(0) if key is None else as_key(key)
+    trees, batch, typed = jax.device_put((trees, batch, typed), planner.request.mesh.devices.flat[0])
+    plain = _of_layers(planner, model, trees, batch, typed) if reference is None else _of_reference(reference, model)
     params = _own_params(model, trees)
-    traced = jax.jit(plain).trace(params, trees, batch, key)
+    traced = jax.jit(plain).trace(params, trees, batch, typed)
     dtypes = {shape.dtype for equation in _equations(traced.jaxpr.jaxpr) for shape in shapes_of(equation.outvars)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrowest = max(floats, key=lambda dtype: jnp.finfo(dtype).eps)
     eps, compiled = float(jnp.finfo(narrowest).eps), traced.lower().compile()
     wanted, *others = [
-        jax.device_get(compiled(_off_by_a_bit(params, eps * (sample > 0), sample), trees, batch, key))
+        jax.device_get(compiled(_off_by_a_bit(params, eps * (sample > 0), sample), trees, batch, typed))
         for sample in range(1 + SAMPLES)
     ]
     loss, grads = jax.device_get(found)
@@ -204,8 +204,9 @@ def _whole(model: Model, params: Params, trees: LayerTrees) -> dict[int, LayerVa
     found: dict[int, LayerVariables] = {}
     makers = _makers(model)
     for i in range(model.num_layers):
-        maker = makers.get(i)
-        own = {**trees.get(i, {}), **({"params": params[maker]} if maker in params else {})}
+        own, maker = dict(trees.get(i, {})), makers.get(i, i)
+        if maker in params:
+            own["params"] = params[maker]
         found[i] = {name: own[name] for name in model.group_at(i).variables}
     return found
 
@@ -215,7 +216,10 @@ def _of_reference(reference: Reference, model: Model) -> Plain:
 
     def loss(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
         del key
-        return reference(to_items(model, _whole(model, params, trees)), batch)
+        found = reference(to_items(model, _whole(model, params, trees)), batch)
+        if jnp.shape(found) != ():
+            raise ValueError(f"reference returned an array of shape {jnp.shape(found)}; it has to return the mean loss")
+        return found
 
     return jax.value_and_grad(loss)
 
@@ -234,7 +238,8 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
             for i, layer in enumerate(layers):
                 x, _ = layer.apply(variables[i], positional(x), Context(layer_key(key, i, m), True, part))
             sums = loss.sums(x, part)
-            return sum(sums[t] / weight for t, weight in zip(terms, weights, strict=True)), sums
+            first, *others = [sums[t] / weight for t, weight in zip(terms, weights, strict=True)]
+            return sum(others, first), sums
 
         return jax.grad(mean, has_aux=True)(params)
 
