@@ -115,7 +115,7 @@ def saved_run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, saved_run):
     """What two processes of two devices each found."""
-    cases = [*STEPS, "training", "there and back", "ready modules", "resumed", "errors", "late"]
+    cases = [*STEPS, "training", "own loop", "there and back", "ready modules", "resumed", "errors", "late"]
     return once(tmp_path_factory, "two", lambda: run_all(saved_run[0], 2, 2, cases))
 
 
@@ -198,6 +198,15 @@ def check_training(found: dict[int, Any]) -> None:
 
 def test_steps_of_training_are_those_of_one_process(two, four_devices):
     check_training(two)
+
+
+def test_a_loop_of_ones_own_is_that_of_one_process_and_compiles_once(two, four_devices):
+    alone = process_worker.own_loop()
+    for by_case in two.values():
+        found = by_case["own loop"]
+        assert (found["compiled"], found["step"]) == (1, 3)
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["losses"][0] == pytest.approx(float(model("plain", "float32").truth[0]), rel=1e-5)
 
 
 def test_variables_go_from_mesh_to_mesh_though_no_process_has_them_whole(two):

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from cases import model, pipeline
+from cases import compilations, model, pipeline
 from jpipe.processes import agreement
 
 Case = Callable[[], Any]
@@ -82,6 +82,30 @@ def training() -> Any:
             batch = pipe.place(own_rows(pipe, truth.batch))  # while the step runs
             losses.append({name: float(value) for name, value in metrics.items()})
     return {"losses": losses, "params": whole(pipe.layer_variables({"params": state.variables["params"]}))}
+
+
+def own_loop() -> Any:
+    """Two steps of a loop of one's own, of which one program is compiled."""
+    truth = model("plain", "float32")
+    pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "first"))
+    batch = pipe.place(own_rows(pipe, truth.batch))
+
+    @jax.jit
+    def step(state: tuple, batch: Any) -> tuple[tuple, jax.Array]:
+        params, opt_state, number, key = state
+        (loss, _), grads = pipe.value_and_grad({"params": params}, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, number + 1, jax.random.split(key)[0]), loss
+
+    with jax.numpy_dtype_promotion("standard"):
+        tx, params = optax.adamw(1e-2), pipe.from_layer_variables(truth.trees, batch)["params"]
+        state = pipe.place_state((params, tx.init(params), 0, jax.random.key(5)), tx)
+        losses = []
+        with compilations() as count:
+            for _ in range(3):
+                state, loss = step(state, batch)
+                losses.append(float(loss))
+    return {"losses": losses, "compiled": count(), "step": int(state[2])}
 
 
 def there_and_back() -> Any:
@@ -207,6 +231,7 @@ CASES: dict[str, Case] = {
     "stage within, data across": lambda: step({"stage": 2, "data": 2}, "last", schedule="gpipe", remat="none"),
     "both across": lambda: step({"stage": 2, "data": 2}, "explicit"),
     "training": training,
+    "own loop": own_loop,
     "there and back": there_and_back,
     "ready modules": ready_modules,
     "resumed": resumed,
