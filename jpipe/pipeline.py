@@ -314,7 +314,7 @@ class Pipeline:
     ) -> GradientCheck:
         """Loss and gradients beside the plain model's, to be printed; `agrees`: they differ by rounding alone.
 
-        The plain model runs on one device, and has to fit it.
+        The plain model runs on one device, in one process, and has to fit it.
 
         Args:
           variables, batch, key: as of `value_and_grad`.
