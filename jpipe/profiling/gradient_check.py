@@ -20,7 +20,7 @@ from jpipe.execution.batches import split_microbatches
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.random_keys import as_key, layer_key
-from jpipe.jax_tools.tracing import replay, trace
+from jpipe.jax_tools.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import path_as_text
@@ -165,24 +165,20 @@ def check_gradients(
     if planner.request.mesh.is_multi_process:
         raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
     model = planner.model(planner.for_training(batch))
+    trees, batch, found = jax.device_get((trees, batch, found))
     typed = jax.random.key(0) if key is None else as_key(key)
-    trees, batch, typed = jax.device_put((trees, batch, typed), planner.request.mesh.devices.flat[0])
-    plain = _of_layers(planner, model, trees, batch, typed) if reference is None else _of_reference(reference, model)
-    params = _own_params(model, trees)
-    traced = jax.jit(plain).trace(params, trees, batch, typed)
-    dtypes = {shape.dtype for equation in _equations(traced.jaxpr.jaxpr) for shape in shapes_of(equation.outvars)}
-    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    narrowest = max(floats, key=lambda dtype: jnp.finfo(dtype).eps)
-    eps, compiled = float(jnp.finfo(narrowest).eps), traced.lower().compile()
-    wanted, *others = [
-        jax.device_get(compiled(_off_by_a_bit(params, eps * (sample > 0), sample), trees, batch, typed))
-        for sample in range(1 + SAMPLES)
-    ]
-    loss, grads = jax.device_get(found)
-    checked = _checked((loss, _own_params(model, grads)), wanted, others, eps)
-    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i, path in _paths(params)]
+    with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
+        typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
+        plain = (
+            _of_layers(planner, model, trees, batch, typed) if reference is None else _of_reference(reference, model)
+        )
+        (wanted, *others), narrowest = _with_rounding(plain, _own_params(model, trees), trees, batch, typed)
+    loss, grads = found
+    own = _own_params(model, grads)
+    checked = _checked((loss, own), wanted, others, float(jnp.finfo(narrowest).eps))
+    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i, path in _paths(own)]
     leaves = tuple(CheckedLeaf(*name, *sizes) for name, sizes in zip([("", "loss"), *names], checked, strict=True))
-    return GradientCheck(title, leaves[0], leaves[1:], jnp.dtype(narrowest).name)
+    return GradientCheck(title, leaves[0], leaves[1:], narrowest.name)
 
 
 # --- the plain model --------------------------------------------------------------------------------------------------
@@ -292,11 +288,22 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
-def _off_by_a_bit(params: Params, eps: float, seed: int) -> Params:
-    """Each number times one that is 1 up to `eps`."""
-    random = np.random.default_rng(seed)
-    change = lambda leaf: (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
-    return jax.tree.map(lambda leaf: jnp.asarray(change(np.asarray(leaf)), leaf.dtype, device=leaf.device), params)
+def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[PyTree], np.dtype]:
+    """(what the plain model gives, first of these parameters, then of some that are off by a bit; its narrowest type).
+
+    Args:
+      plain: the plain model.
+      params: the parameters, on the host.
+      given: its other arguments.
+    """
+    traced = jax.jit(plain).trace(params, *given)
+    dtypes = {shape.dtype for equation in _equations(traced.jaxpr.jaxpr) for shape in shapes_of(equation.outvars)}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    narrowest = jnp.dtype(max(floats, key=lambda dtype: jnp.finfo(dtype).eps))
+    run, random, eps = traced.lower().compile(), np.random.default_rng(0), float(jnp.finfo(narrowest).eps)
+    off = lambda leaf: (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+    variants = [params, *(jax.tree.map(off, params) for _ in range(SAMPLES))]
+    return [jax.device_get(run(variant, *given)) for variant in variants], narrowest
 
 
 def _checked(found: PyTree, wanted: PyTree, others: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
