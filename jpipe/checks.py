@@ -19,6 +19,7 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
+from jpipe.model.loss import TracedLoss, name_of
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
@@ -95,18 +96,16 @@ def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Model, key: jax.Array | None) -> None:
-    """Checks that there is a key if a layer draws random numbers.
+def check_key(model: Model, loss: TracedLoss, key: jax.Array | None) -> None:
+    """Checks that there is a key if a layer or the loss draws random numbers.
 
     Raises:
-      ValueError: naming the first layer that does.
+      ValueError: naming the first that does.
     """
-    needy = [group for group in model.groups if group.needs_key]
+    needy = [f"layer {group.indices[0]} ({group.layer.name})" for group in model.groups if group.needs_key]
+    needy += [f"loss_fn {name_of(loss.function)}"] * loss.needs_key
     if key is None and needy:
-        raise ValueError(
-            f"layer {needy[0].indices[0]} ({needy[0].layer.name}) draws random numbers, but key=None; "
-            "pass key=jax.random.key(...)"
-        )
+        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
 
 
 def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
@@ -188,8 +187,7 @@ def check_training(planner: Planner, variables: dict[str, StageTree], batch: Bat
     check_batch(plan, batch)
     check_complete(plan, variables)
     micro = planner.for_training(batch)
-    model, _ = planner.model(micro), planner.loss(micro)
-    check_key(model, key)
+    check_key(planner.model(micro), planner.loss(micro), key)
 
 
 def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> bool:

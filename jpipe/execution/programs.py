@@ -96,12 +96,11 @@ def value_and_grad(
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
-        # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
-        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means see `loss_scales`.
-        weight = sums[1] if len(stage.scales) == 1 else jnp.ones(())
-        divide = lambda leaf, dtype: (leaf / weight.astype(leaf.dtype)).astype(dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads, partial_along), dtypes)
+            grads = params.reduced(grads, partial_along)
+            if step.loss is not None and step.loss.weights is None:  # the backward began from 1 (`loss_scales`)
+                grads = jax.tree.map(lambda leaf: leaf / sums[1].astype(leaf.dtype), grads)
+            grads = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, dtypes)
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)

@@ -164,7 +164,7 @@ def make_plan(
     check_collections(request.merge, model.groups)
     if request.shares_ends:
         _check_ends(model)
-    loss.warn_of_moving_weight()
+    loss.warn_of_late_weight()
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
