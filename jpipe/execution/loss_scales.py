@@ -1,9 +1,9 @@
 """Where the backward starts: the cotangents of the sums of a loss.
 
-A loss is sum_t S_t / W_t, where S_t and W_t are sums over all micro-batches of a term and of its weight (a mean's weight
-is 1, so that W_t is M). The weights follow from the batch alone, so they are summed up before the first tick, and each
-micro-batch's backward starts from 1 / W_t, as the whole model's does. Backward rules that aren't linear (a clip, a
-rounding) so see what they would see there, and nothing is divided at the end.
+A loss is sum_t S_t / W_t, where S_t and W_t are sums over all micro-batches of a term and of its weight. (A mean's
+weight is 1, so that W_t is M.) The weights follow from the batch alone, so they are summed up before the first tick,
+and each micro-batch's backward starts from 1 / W_t, as the whole model's does. Backward rules that aren't linear (a
+clip, a rounding) see what they would see there, and nothing is divided at the end.
 
 The weight of a single term may depend on the model's outputs instead. Then the backward starts from 1, and gradients
 are divided by the weight after the last tick.
@@ -37,11 +37,12 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
     assert loss is not None
     if loss.weights is None:
         return [1.0]
-    if not any(uses(loss.weights)):  # means, and counts that only shapes tell: the same for every micro-batch
-        weights = replay(loss.weights, [0] * len(loss.terms))(jax.tree.map(lambda leaf: leaf[0], batch))
-        return [1 / (step.schedule.num_microbatches * weight) for weight in weights]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
-    by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)
-    known = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
-    return [1 / convert(total, axes, own, replicated(axes)) for total, own in known]
+    weights = replay(local.jaxpr, [0] * len(loss.terms))
+    if any(uses(loss.weights)):
+        totals = map(jnp.sum, jax.lax.map(weights, batch))
+    else:  # means, and counts that shapes tell: every micro-batch has the same
+        first = weights(jax.tree.map(lambda leaf: leaf[0], batch))
+        totals = [weight * step.schedule.num_microbatches for weight in first]
+    return [1 / convert(total, axes, own, replicated(axes)) for total, own in zip(totals, local.shardings, strict=True)]
