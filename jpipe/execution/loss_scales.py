@@ -15,18 +15,20 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.execution.step import Step
-from jpipe.jax_tools.jaxprs import uses
+from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.tracing import replay
 from jpipe.partitioner.choice import as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
+from jpipe.seam.inside import needed_part
 from jpipe.types import Batch
 
 
-def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
+def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | np.ndarray | float]:
     """The cotangents of the sums of the loss's terms: 1 / W_t, or 1 if the weight isn't known yet.
 
     Args:
@@ -37,12 +39,12 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
     assert loss is not None
     if loss.weights is None:
         return [1.0]
+    alone, used = needed_part(loss.weights, [True] * len(loss.terms))
+    if not any(used):  # means, and counts that shapes tell: every micro-batch has the same
+        with on_this_host():
+            return [1 / (step.schedule.num_microbatches * weight) for weight in interpret(alone)]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
-    weights = replay(local.jaxpr, [0] * len(loss.terms))
-    if any(uses(loss.weights)):
-        totals = map(jnp.sum, jax.lax.map(weights, batch))
-    else:  # means, and counts that shapes tell: every micro-batch has the same
-        first = weights(jax.tree.map(lambda leaf: leaf[0], batch))
-        totals = [weight * step.schedule.num_microbatches for weight in first]
-    return [1 / convert(total, axes, own, replicated(axes)) for total, own in zip(totals, local.shardings, strict=True)]
+    by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)
+    known = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
+    return [1 / convert(total, axes, own, replicated(axes)) for total, own in known]
