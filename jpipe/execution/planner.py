@@ -215,7 +215,7 @@ class Planner:
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
 
-    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None) -> Decoding:
+    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         with self.tracing(), task(f"tracing {len(self.request.layers)} layers in decode mode"):
             return make_decoding(self.known_plan(), size, length, prefill, logits)
 

@@ -18,7 +18,7 @@ from jpipe.layers.functions import signature_of
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
-from jpipe.terminal.notices import warn_once
+from jpipe.terminal.notices import warn_user
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 LossFn = Callable[..., PyTree]
@@ -99,8 +99,9 @@ class TracedLoss:
         """
         if self.weights is not None:
             return
-        meant = "If the second is a metric, such as an accuracy, return (loss, 1.0, {'accuracy': accuracy}). "
-        warn_once(
+        alone = "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
+        meant = f"If the second is a metric, such as an accuracy, {alone}. "
+        warn_user(
             f"loss_fn {name_of(self.function)} returned a weight_sum that depends on the model's outputs. The loss is "
             "the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, each taken as a "
             f"constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe divides the "
