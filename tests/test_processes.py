@@ -23,6 +23,7 @@ import jpipe
 import process_worker
 from cases import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.execution.rows import data_shard
+from jpipe.processes import watching
 
 WORKER = Path(process_worker.__file__)
 SECONDS = 240
@@ -249,16 +250,36 @@ def test_a_process_that_does_not_come_is_missed(two):
     assert "RuntimeError: process 1 did not come to the same step within 2 s" in two[0]["late"]
 
 
-@pytest.mark.slow
-def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
-    port, begin = free_port(), time.monotonic()
-    workers = [start(tmp_path, i, 2, 2, port, "one raises") for i in range(2)]
+def exit_codes(directory: Path, processes: int, devices: int, case: str) -> list[int]:
+    """With what processes end that don't come to the end of a case."""
+    port = free_port()
+    workers = [start(directory, i, processes, devices, port, case) for i in range(processes)]
     try:
-        codes = [worker.wait(SECONDS) for worker in workers]
+        return [worker.wait(SECONDS) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+def test_a_process_that_hangs_is_named_and_all_end(tmp_path):
+    """Process 1 sleeps, and process 0 waits for it in native code; each prints its stacks and ends by itself."""
+    assert exit_codes(tmp_path, 2, 2, "hangs") == [watching.EXIT_CODE] * 2
+    first, second = ((tmp_path / f"{index}.log").read_text() for index in range(2))
+    for index, log in enumerate((first, second)):
+        assert f"no step has ended for 4 s; process {index} of 2 ends with exit code 75." in log, log
+        assert "Process 1 had not entered step 3." in log, log
+        assert re.search(r"process 0 \(.+\) had entered 3 steps \(the last: the loss\), of which 2 ended", log), log
+        assert re.search(r"process 1 \(.+\) had entered 2 steps \(the last: the loss\), of which 2 ended", log), log
+        assert " in hangs" in log, "the main thread's stack"
+    assert " in asleep" in second
+    assert " in asleep" not in first
+
+
+@pytest.mark.slow
+def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
+    begin = time.monotonic()
+    codes = exit_codes(tmp_path, 2, 2, "one raises")
     assert all(codes), codes
     assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
     assert time.monotonic() - begin < 90, "start, and twice the heartbeat"

@@ -201,6 +201,25 @@ def one_raises() -> Any:
     return training()
 
 
+def asleep() -> None:
+    time.sleep(300)
+
+
+def hangs() -> Any:
+    """The last process sleeps before its third step, and the others wait for it in theirs."""
+    x = np.ones((4, WIDTH), np.float32)
+    layers, mesh = [jax.nn.tanh] * 4, mesh_of({"stage": 4}, "first")
+    pipe = jpipe.Pipeline(layers, lambda y, _: y.mean(), num_stages=4, num_microbatches=2, mesh=mesh)
+    variables = pipe.init(jax.random.key(0), x)
+    pipe.evaluate(variables, x)
+    with jpipe.watch(seconds=4):
+        for index in range(4):
+            if index == 2 and jax.process_index() == jax.process_count() - 1:
+                asleep()
+            float(pipe.evaluate(variables, x))
+    return "no process ended"
+
+
 CASES: dict[str, Case] = {
     "stage across": lambda: step({"stage": 4}),
     "stage across, data within": lambda: step({"stage": 2, "data": 2}),
@@ -214,6 +233,7 @@ CASES: dict[str, Case] = {
     "errors": errors,
     "late": late,
     "one raises": one_raises,
+    "hangs": hangs,
 }
 
 
