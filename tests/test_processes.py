@@ -156,10 +156,20 @@ def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
 
 
 @pytest.mark.slow
-def test_a_profile_is_the_same_in_all_processes(tmp_path):
+def test_a_profile_is_the_same_in_all_processes_and_names_the_slow_one(tmp_path):
     first, second = run_all(tmp_path, 2, 2, ["profiled"]).values()
     assert first["profiled"] == second["profiled"]
-    assert sum(first["profiled"]["slices"].values()) == pytest.approx(first["profiled"]["step"], rel=1e-9)
+    found = first["profiled"]
+    assert sum(found["slices"].values()) == pytest.approx(found["step"], rel=1e-9)
+    assert [(own["process"], own["host"], own["stages"]) for own in found["processes"]] == [
+        (0, socket.gethostname(), [0]),
+        (1, socket.gethostname(), [1]),
+    ]
+    assert found["processes"][0]["of_median"] == 1
+    assert 4 < found["processes"][1]["of_median"] < 100, "twenty times, but for this machine's noise"
+    name = f"process 1 on {socket.gethostname()} (stage 1) takes {found['processes'][1]['of_median']:.2f} times"
+    assert [finding["text"].startswith(name) for finding in found["findings"]].count(True) == 1
+    assert "Processes: milliseconds for all layers" in found["text"]
 
 
 @pytest.mark.slow
