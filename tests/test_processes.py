@@ -287,6 +287,22 @@ def test_a_process_that_hangs_is_named_and_all_end(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_that_hangs_before_the_first_step_is_named(tmp_path):
+    assert exit_codes(tmp_path, 2, 2, "hangs at once") == [watching.EXIT_CODE] * 2
+    log = (tmp_path / "0.log").read_text()
+    assert "Process 1 had not entered step 1." in log, log
+    assert "had entered 1 steps (the last: the comparison of configurations with the other processes)" in log, log
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_long_ends_none(tmp_path):
+    for by_case in run_all(tmp_path, 2, 2, ["one compiles"]).values():
+        found = by_case["one compiles"]
+        assert found["loss"] == pytest.approx(np.tanh(np.tanh(np.tanh(np.tanh(1.0)))), rel=1e-6)
+        assert found["left"] == [], "in the store of all processes"
+
+
+@pytest.mark.slow
 def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
     begin = time.monotonic()
     codes = exit_codes(tmp_path, 2, 2, "one raises")

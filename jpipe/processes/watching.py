@@ -29,12 +29,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import jax
 
 from jpipe.seam.runtime import is_computed, shared_store
 from jpipe.terminal.first_calls import Call, followed, followers
+from jpipe.types import PyTree
 
 EXIT_CODE = 75
 """With which a process ends whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
@@ -46,7 +47,6 @@ _SHOWN = 16
 _STDERR = 2  # `sys.stderr` may be locked by the thread that hangs
 _blocks = itertools.count()
 
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -135,7 +135,7 @@ class Watch:
         for thread in exchange:
             thread.join(GRACE)
 
-    def steps_of(self, function: Callable[Given, Result]) -> Callable[Given, Result]:
+    def steps_of(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """The same function, each call of which is a step: for those under a `jax.jit` of one's own.
 
             with jpipe.watch(seconds=600) as watched:
@@ -156,7 +156,7 @@ class Watch:
         name, calls = getattr(function, "__name__", type(function).__name__), itertools.count()
 
         @functools.wraps(function)
-        def step(*arguments: Given.args, **options: Given.kwargs) -> Result:
+        def step(*arguments: PyTree, **options: PyTree) -> PyTree:
             with followed(name, (arguments, options)) as call:
                 if call:
                     call.is_compiling = next(calls) == 0

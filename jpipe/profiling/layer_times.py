@@ -62,9 +62,9 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
         found = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
         tried, found = {}, timed_costs(variants, planner.request.mesh)
-    by_process = tuple(sum(cost.total for cost in own[0]) for own in found)
-    here, kept, *others = found[0][0], found[0][len(variants) - 1], *found[0][len(variants) :]
-    return LayerTimes(here, kept, dict(zip(tried, others, strict=True)), by_process)
+    by_process = tuple(sum(cost.total for cost in times[0]) for times in found)
+    first, tried = found[0], dict(zip(tried, found[0][len(variants) :], strict=True))
+    return LayerTimes(first[0], first[len(variants) - 1], tried, by_process)
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:

@@ -23,6 +23,7 @@ import jpipe
 from cases import model, pipeline
 from jpipe.planning import costs
 from jpipe.processes import agreement
+from jpipe.seam.runtime import shared_store
 
 Case = Callable[[], Any]
 WIDTH = 8
@@ -212,19 +213,37 @@ def asleep() -> None:
     time.sleep(300)
 
 
-def hangs() -> Any:
-    """The last process sleeps before its third step, and the others wait for it in theirs."""
-    x = np.ones((4, WIDTH), np.float32)
-    layers, mesh = [jax.nn.tanh] * 4, mesh_of({"stage": 4}, "first")
-    pipe = jpipe.Pipeline(layers, lambda y, _: y.mean(), num_stages=4, num_microbatches=2, mesh=mesh)
+def evaluated() -> Callable[[], float]:
+    """A step of all processes, which is not compiled yet: the mean of tanh, four times, of ones."""
+    x, mesh = np.ones((4, WIDTH), np.float32), mesh_of({"stage": 4}, "first")
+    pipe = jpipe.Pipeline([jax.nn.tanh] * 4, lambda y, _: y.mean(), num_stages=4, num_microbatches=2, mesh=mesh)
     variables = pipe.init(jax.random.key(0), x)
-    pipe.evaluate(variables, x)
+    return lambda: float(pipe.evaluate(variables, x))
+
+
+def hangs(steps: int) -> Any:
+    """The last process sleeps after some steps that are watched, and the others wait for it."""
+    step = evaluated()
+    if steps:
+        step()
     with jpipe.watch(seconds=4):
-        for index in range(4):
-            if index == 2 and jax.process_index() == jax.process_count() - 1:
+        for index in range(steps + 1):
+            if index == steps and jax.process_index() == jax.process_count() - 1:
                 asleep()
-            float(pipe.evaluate(variables, x))
+            step()
     return "no process ended"
+
+
+def one_compiles() -> Any:
+    """The last process compiles for longer than the seconds that no step may take, and the others wait for it."""
+    step, seconds = evaluated(), 8 * jax.process_index()
+    step()
+    with jpipe.watch(seconds=3) as watched:
+        watched.steps_of(lambda: time.sleep(seconds))()
+        loss = step()
+    step()  # all have left the block
+    store = shared_store()
+    return {"loss": loss, "left": store and store.key_value_dir_get("jpipe/watch/")}
 
 
 CASES: dict[str, Case] = {
@@ -240,7 +259,9 @@ CASES: dict[str, Case] = {
     "errors": errors,
     "late": late,
     "one raises": one_raises,
-    "hangs": hangs,
+    "hangs": lambda: hangs(2),
+    "hangs at once": lambda: hangs(0),
+    "one compiles": one_compiles,
 }
 
 
