@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "seam": {"terminal"},
     "terminal": set(),
     "schedules": set(),
-    "processes": {"seam"},
+    "processes": {"seam", "terminal"},
     "jax_tools": {"seam", "terminal"},
     "partitioner": {"seam", "jax_tools"},
     "mesh": {"seam", "partitioner"},
