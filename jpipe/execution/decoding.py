@@ -83,7 +83,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     request, traced = plan.request, plan.traced
     names = {name for group in traced.groups for name in group.variables} - {"params"}
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
-    model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules)
+    model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
     _check_model(plan, model, length)
     whole = replace(model.groups[-1], gives_at=[request.splits.of_examples(tokens.shape[0])])  # logits, to choose by
     model = replace(model, groups=(*model.groups[:-1], whole))

@@ -94,7 +94,8 @@ class Planner:
         given = self.request
         read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with self.tracing(), task(f"tracing {len(given.layers)} layers"):
-            model = trace_model(given.layers, read, micro.shapes, given.splits, given.rules)
+            like = None if self.plan is None else self.plan.traced
+            model = trace_model(given.layers, read, micro.shapes, given.splits, given.rules, like)
         if self.plan is not None:
             self.plan.check_model(model)
         return model
