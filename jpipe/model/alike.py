@@ -113,7 +113,9 @@ class Alike:
         traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not traces[first].same(traces[index]):
             return None
-        by_mode = {mode: {i: scalars_of(own.jaxprs[mode]) for i, own in traces.items()} for mode in traces[first].jaxprs}
+        by_mode = {
+            mode: {i: scalars_of(own.jaxprs[mode]) for i, own in traces.items()} for mode in traces[first].jaxprs
+        }
         constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
         depend = {mode: _dependent(traces[first], mode, constants[mode]) for mode in constants}
         # A group has one rate of running averages, and its caches start from one number.

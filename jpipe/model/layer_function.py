@@ -137,7 +137,7 @@ class LayerFunction:
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def trace_call(self) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
-        """(jaxpr: key, variables, inputs, batch -> outputs, new state; their shapes), of the layer that stands for all."""
+        """The layer that stands for all: (jaxpr: key, variables, inputs, batch -> outputs, new state; their shapes)."""
         return trace(self._call, self.key, self.group.variables, self.group.takes, self.arguments.batch)
 
     def _call(
