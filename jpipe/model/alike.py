@@ -18,12 +18,12 @@ from jpipe.layers.base import AnyLayer, LayerVariables, is_same, may_differ_in_n
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import Constants, differing, outputs_that_depend, scalars_of, skeleton, whole
-from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, same_type
+from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.types import PyTree, Shapes
+from jpipe.types import Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,53 +31,59 @@ class LayerTraces:
     """What a layer computes, and with which scalars.
 
     Attributes:
-      made: the shapes of its variables.
-      jaxprs: by mode, its trace; one that it can't be called in is missing.
+      jaxprs: by mode, its trace; a mode that it can't be called in is missing.
       gives: by mode, the collection of each output of the trace, "" for its activation's.
-      rest: the traces without their scalars, and the mesh axes that its metadata names.
+      rest: all that has to be the same where layers differ in scalars alone.
     """
 
-    made: PyTree
     jaxprs: Mapping[str, ClosedJaxpr]
     gives: Mapping[str, Sequence[str]]
     rest: object
 
-    def same(self, other: LayerTraces) -> bool:
-        """Whether both are the same but for scalars."""
-        structures = jax.tree.structure(self.made) == jax.tree.structure(other.made)
-        return structures and same_type(self.made, other.made) and same_value(self.rest, other.rest)
+    def dependent(self, mode: str, constants: Constants) -> set[str]:
+        """The collections whose new values depend on constants."""
+        depend = outputs_that_depend(self.jaxprs[mode], constants.places)
+        return {name for name, is_dependent in zip(self.gives[mode], depend, strict=True) if is_dependent}
 
 
 def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTraces:
-    """Traces a layer that takes what a group's layers take.
+    """Traces a layer.
+
+    Args:
+      layer: the layer.
+      group: layers that take the same.
+      batch: the shapes of the micro-batch `[b, ...]`.
 
     Raises:
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
     """
     jaxprs: dict[str, ClosedJaxpr] = {}
-    gives: dict[str, list[str]] = {}
-    structures: list[object] = []
-    made = layer.ready
+    made, gives, structures = layer.ready, dict[str, list[str]](), list[object]()
     if made is None:
         jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
         gives[INIT] = _collections(made)
-    group = replace(group, layer=layer, constants={})
+    variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
+    group = replace(group, layer=layer, variables=variables, constants={})
     function = LayerFunction(group, key_shape(), MODES["none"], batch)
     for mode, own in ((TRAIN, function), (EVALUATION, replace(function, key=None))):
         try:
             jaxprs[mode], (outputs, updates) = own.trace_call()
-            gives[mode] = [""] * len(jax.tree.leaves(outputs)) + _collections(updates)
-            structures.append(jax.tree.structure((outputs, updates)))
         except Exception:
             if mode == TRAIN:
                 raise
+            continue
+        gives[mode] = [""] * len(jax.tree.leaves(outputs)) + _collections(updates)
+        if mode == TRAIN:
+            function = replace(function, group=replace(group, gives=strong(outputs)))
+        structures.append(jax.tree.structure((outputs, updates)))
     scalars = scalars_of(jaxprs[TRAIN])
     every = Constants(scalars, tuple(range(len(scalars))))
-    traced = trace_layer(replace(function, group=replace(group, constants={TRAIN: every})))
-    both = [whole(traced.forward), whole(traced.backward)]
-    alone = [skeleton(jaxprs[mode]) for mode in (INIT, EVALUATION) if mode in jaxprs]
-    rest = [list(jaxprs), structures, both, alone, layer.partition_specs(group.variables)]
-    return LayerTraces(made, jaxprs, gives, rest)
+    traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
+    alone = {mode: skeleton(jaxpr) for mode, jaxpr in jaxprs.items() if mode != TRAIN}
+    both = whole(traced.forward), whole(traced.backward)
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
+    lying = jax.tree.structure(variables), shapes, layer.partition_specs(variables)
+    return LayerTraces(jaxprs, gives, (alone, both, structures, lying))
 
 
 def _collections(variables: LayerVariables) -> list[str]:
@@ -98,45 +104,39 @@ class Alike:
         self._traces: dict[int, LayerTraces | None] = {}
 
     def joined(self, group: LayerGroup, index: int) -> LayerGroup | None:
-        """The group with one more layer, which takes the same; None if it is another function.
+        """The group with one more layer, which takes the same; None if that is another function.
 
         Args:
           group: the layers.
           index: of the layer.
         """
         first, together = group.indices[0], (*group.indices, index)
-        layers = {i: self._layers[i] for i in together}
-        if is_same(layers[first], layers[index]) and not group.constants:
+        layer, other = self._layers[first], self._layers[index]
+        if is_same(layer, other) and not group.constants:
             return replace(group, indices=together)
-        if not may_differ_in_numbers(layers[first], layers[index]):
+        if not may_differ_in_numbers(layer, other):
             return None
         traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
-        if len(traces) < len(together) or not traces[first].same(traces[index]):
+        if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        by_mode = {
-            mode: {i: scalars_of(own.jaxprs[mode]) for i, own in traces.items()} for mode in traces[first].jaxprs
+        constants = {
+            mode: differing({i: scalars_of(own.jaxprs[mode]) for i, own in traces.items()}, first)
+            for mode in traces[first].jaxprs
         }
-        constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
-        depend = {mode: _dependent(traces[first], mode, constants[mode]) for mode in constants}
+        depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
-        moved = {group.rules.get(name) for name in depend[TRAIN]}
-        if "moments" in moved or CACHE in depend.get(INIT, ()):
+        if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):
             return None
         return replace(group, indices=together, constants=constants)
 
     def _traced(self, group: LayerGroup, index: int) -> LayerTraces | None:
         """A layer's traces; None if it can't be traced, which whoever runs it will be told."""
         if index not in self._traces:
-            twin = next((i for i in self._traces if is_same(self._layers[i], self._layers[index])), None)
+            layer = self._layers[index]
+            twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
             try:
-                found = self._traces[twin] if twin is not None else trace_modes(self._layers[index], group, self._batch)
+                found = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
             except Exception:
                 found = None
             self._traces[index] = found
         return self._traces[index]
-
-
-def _dependent(traces: LayerTraces, mode: str, constants: Constants) -> set[str]:
-    """The collections whose new values depend on constants."""
-    depend = outputs_that_depend(traces.jaxprs[mode], constants.places)
-    return {name for name, is_dependent in zip(traces.gives[mode], depend, strict=True) if is_dependent}

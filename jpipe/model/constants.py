@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.jax_tools.indexing import Index, take_row
+from jpipe.jax_tools.jaxprs import depends_on
 from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -91,12 +92,7 @@ def outputs_that_depend(closed: ClosedJaxpr, places: Collection[int]) -> list[bo
     """For each output of a trace, whether it depends on the scalars in these places."""
     flat = _flat(closed)
     at = _scalar_places(flat)
-    dependent = {flat.jaxpr.constvars[at[place]] for place in places}
-    depends = lambda v: not isinstance(v, Literal) and v in dependent
-    for equation in flat.jaxpr.eqns:
-        if any(map(depends, equation.invars)):
-            dependent.update(equation.outvars)
-    return list(map(depends, flat.jaxpr.outvars))
+    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
 
 
 def skeleton(closed: ClosedJaxpr) -> object:

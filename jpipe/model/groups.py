@@ -228,3 +228,8 @@ def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
     dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
     return same_shapes(a, b) and dtypes(a) == dtypes(b)
+
+
+def strong(shapes: Shapes) -> Shapes:
+    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.tracing import no_mesh, replay, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.base import AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
@@ -123,12 +123,14 @@ class LayerFunction:
         filled = lambda name: jax.tree.map(lambda _: next(leaves), group.variables[name])
         variables = {name: filled(name) for name in group.names}
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
-        call = self._call
+        context = Context(arguments.key, self.train, arguments.batch)
         try:
             if self.constants.places:
-                jaxpr, result = self.trace_call()
-                call = replay(self.constants.put_into(jaxpr, list(leaves)), result)
-            outputs, new = call(arguments.key, variables, inputs, arguments.batch)
+                jaxpr, results = self.trace_call()
+                run = replay(self.constants.put_into(jaxpr, list(leaves)), results)
+                outputs, new = run(variables, inputs, context.key, context.batch)
+            else:
+                outputs, new = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
@@ -137,13 +139,10 @@ class LayerFunction:
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def trace_call(self) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
-        """The layer that stands for all: (jaxpr: key, variables, inputs, batch -> outputs, new state; their shapes)."""
-        return trace(self._call, self.key, self.group.variables, self.group.takes, self.arguments.batch)
-
-    def _call(
-        self, key: Leaf | None, variables: LayerVariables, inputs: Activation, batch: Batch
-    ) -> tuple[Activation, LayerVariables]:
-        return self.group.layer.apply(variables, positional(inputs), Context(key, self.train, batch))
+        """The layer that stands for all: (jaxpr: variables, inputs, key, batch -> outputs, new state; their shapes)."""
+        group = self.group
+        call = lambda v, x, key, batch: group.layer.apply(v, positional(x), Context(key, self.train, batch))
+        return trace(call, group.variables, group.takes, self.key, self.arguments.batch)
 
     def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""

@@ -33,6 +33,7 @@ from jpipe.model.groups import (
     role_of,
     same_shapes,
     same_type,
+    strong,
     with_variable_sets,
 )
 from jpipe.model.layer_function import trace_init
@@ -137,7 +138,7 @@ def _trace_layer(
         made = layer.ready if shared is None else shared
         if made is None:
             made = trace_init(layer, key_shape(), takes, batch)[1]
-        variables = _strong(jax.eval_shape(lambda v: v, made))
+        variables = strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
         own = [collection for collection in variables if rules.get(collection) == CACHE]  # of each use
@@ -190,7 +191,7 @@ def _trace_call(
         )
     _check_updates(variables, updates)
     _check_frozen(updates, jaxpr)
-    return jaxpr, _strong(gives), uses(jaxpr)[0]
+    return jaxpr, strong(gives), uses(jaxpr)[0]
 
 
 @cache
@@ -203,11 +204,6 @@ def _io_effects() -> frozenset[object]:
         jax.debug.callback(lambda: None, ordered=True)
 
     return frozenset(jax.make_jaxpr(run)().effects)
-
-
-def _strong(shapes: Shapes) -> Shapes:
-    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
 def _check_outputs(outputs: Activation) -> None:

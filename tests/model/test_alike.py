@@ -101,6 +101,15 @@ class Normed(nn.Module):
         return self.scale * nn.BatchNorm(not train, momentum=self.momentum)(x)
 
 
+class Hidden(nn.Module):
+    width: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, x):
+        return self.scale * nn.Dense(8)(nn.Dense(self.width)(x))
+
+
 def scaled(scale):
     return lambda x: scale * x
 
@@ -148,6 +157,12 @@ CASES = {
     "types": ([scaled(2.0), scaled(2)], (0, 1)),
     "NumPy's types": (each(lambda s, x: s.astype("float32") * x, np.float32(2), np.float64(2)), (0, 1)),
     "booleans": (each(lambda s, x: x + 1.0 * s, True, False), (0, 1)),
+    "of several": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (1, 1.0, 2, 2.0)], (0, 1, 0, 1)),
+    "widths within": ([Hidden(width, 0.1 * width) for width in (4, 6, 5, 4, 6)], (0, 1, 2, 0, 1)),
+    "widths and scales": (
+        [Hidden(width, scale) for width, scale in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]],
+        (0, 1, 0, 1),
+    ),
     "widths": ([lambda x: x, nn.Dense(8), nn.Dense(6), nn.Dense(8), nn.Dense(8)], (0, 1, 2, 3, 1)),
     "axes": (each(lambda axis, x: x + x.sum(axis, keepdims=True), 0, 1), (0, 1)),
     "powers": (each(lambda n, x: x**n, 2, 3), (0, 1)),
