@@ -2,8 +2,8 @@
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
-evaluated, and forward and backward too, since a custom derivative shows nowhere else. Where the traces are the same but
-for scalars, the layers are one function, and the scalars its `Constants`.
+evaluated, and with custom derivatives forward and backward too, where alone the rules of these show. Where the traces
+are the same but for scalars, the layers are one function, and the scalars its `Constants`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.base import AnyLayer, LayerVariables, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import Constants, differing, outputs_that_depend, scalars_of, skeleton, whole
+from jpipe.model.constants import (
+    Constants,
+    differing,
+    has_custom_derivatives,
+    outputs_that_depend,
+    scalars_of,
+    skeleton,
+    whole,
+    without_plain_calls,
+)
 from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_init
 from jpipe.model.remat import MODES
@@ -31,12 +41,14 @@ class LayerTraces:
     """What a layer computes, and with which scalars.
 
     Attributes:
-      jaxprs: by mode, its trace; a mode that it can't be called in is missing.
+      jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
+      scalars: by mode, those of the trace.
       gives: by mode, the collection of each output of the trace, "" for its activation's.
       rest: all that has to be the same where layers differ in scalars alone.
     """
 
     jaxprs: Mapping[str, ClosedJaxpr]
+    scalars: Mapping[str, list[np.ndarray]]
     gives: Mapping[str, Sequence[str]]
     rest: object
 
@@ -76,14 +88,16 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
         if mode == TRAIN:
             function = replace(function, group=replace(group, gives=strong(outputs)))
         structures.append(jax.tree.structure((outputs, updates)))
-    scalars = scalars_of(jaxprs[TRAIN])
-    every = Constants(scalars, tuple(range(len(scalars))))
-    traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
-    alone = {mode: skeleton(jaxpr) for mode, jaxpr in jaxprs.items() if mode != TRAIN}
-    both = whole(traced.forward), whole(traced.backward)
+    jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
+    scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
+    computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
+    if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
+        every = Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))
+        traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
+        computed += [whole(traced.forward), whole(traced.backward)]
     shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
     lying = jax.tree.structure(variables), shapes, layer.partition_specs(variables)
-    return LayerTraces(jaxprs, gives, (alone, both, structures, lying))
+    return LayerTraces(jaxprs, scalars, gives, (list(jaxprs), computed, structures, lying))
 
 
 def _collections(variables: LayerVariables) -> list[str]:
@@ -119,10 +133,8 @@ class Alike:
         traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        constants = {
-            mode: differing({i: scalars_of(own.jaxprs[mode]) for i, own in traces.items()}, first)
-            for mode in traces[first].jaxprs
-        }
+        by_mode = {mode: {i: own.scalars[mode] for i, own in traces.items()} for mode in traces[first].scalars}
+        constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.indexing import Index, take_row
 from jpipe.jax_tools.jaxprs import depends_on
@@ -58,9 +59,9 @@ class Constants:
         Raises:
           ValueError: it isn't the trace that layers were compared by.
         """
-        flat = _flat(closed)
-        at, scalars = _scalar_places(flat), scalars_of(closed)
-        if list(map(_bits, scalars)) != list(map(_bits, self.scalars)):
+        flat = without_plain_calls(closed)
+        at = _scalar_places(flat)
+        if list(map(_bits, scalars_of(flat))) != list(map(_bits, self.scalars)):
             raise ValueError(
                 "layers that differ in numbers alone are one function, found with random keys of JAX's default "
                 "implementation, but under other keys the layer computes with other numbers; use keys of the default "
@@ -82,25 +83,27 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Consta
     return Constants(scalars[first], places, {i: [own[place] for place in places] for i, own in scalars.items()})
 
 
-def scalars_of(closed: ClosedJaxpr) -> list[np.ndarray]:
-    """The scalar literals and constants of a trace that can be taken out, floating-point numbers and integers."""
-    flat = _flat(closed)
+def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A trace whose literals are constants, in plain calls too (`jit`): what the functions below take."""
+    return without_calls(closed, PLAIN_CALLS)
+
+
+def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
+    """The scalars of a trace that can be taken out, floating-point numbers and integers."""
     return [np.asarray(flat.consts[i]) for i in _scalar_places(flat)]
 
 
-def outputs_that_depend(closed: ClosedJaxpr, places: Collection[int]) -> list[bool]:
+def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
     """For each output of a trace, whether it depends on the scalars in these places."""
-    flat = _flat(closed)
     at = _scalar_places(flat)
     return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
 
 
-def skeleton(closed: ClosedJaxpr) -> object:
+def skeleton(flat: ClosedJaxpr) -> object:
     """A trace without the scalars that can be taken out, to be compared by `same_value`.
 
-    Of a custom derivative the rule isn't in it: what is differentiated has to be compared differentiated.
+    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
     """
-    flat = _flat(closed)
     return _skeleton(flat.jaxpr, flat.consts, _scalar_places(flat))
 
 
@@ -110,8 +113,12 @@ def whole(closed: ClosedJaxpr) -> object:
     return _skeleton(flat.jaxpr, flat.consts, ())
 
 
-def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return without_calls(closed, PLAIN_CALLS)
+def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
+    return any(
+        e.primitive.name in CALLS - PLAIN_CALLS or any(map(has_custom_derivatives, jaxprs_in_params(e.params)))
+        for e in jaxpr.eqns
+    )
 
 
 def _scalar_places(flat: ClosedJaxpr) -> list[int]:

@@ -7,7 +7,16 @@ import pytest
 
 from jpipe.jax_tools.tracing import replay
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import Constants, differing, outputs_that_depend, scalars_of, skeleton, whole
+from jpipe.model.constants import (
+    Constants,
+    differing,
+    has_custom_derivatives,
+    outputs_that_depend,
+    scalars_of,
+    skeleton,
+    whole,
+    without_plain_calls,
+)
 
 X = np.linspace(-1, 1, 5)
 MASK = np.arange(5) > 1
@@ -15,7 +24,7 @@ MASK = np.arange(5) > 1
 
 def traced(function, *given):
     with jax.enable_x64(True):
-        return jax.make_jaxpr(function)(*given)
+        return without_plain_calls(jax.make_jaxpr(function)(*given))
 
 
 def make(a, b, count):
@@ -38,7 +47,7 @@ def test_other_numbers_put_into_a_trace_are_another_function():
     layers = {2: (0.5, -2.0, 7), 5: (0.5, 3.0, 7), 9: (0.25, 4.0, 8)}
     with jax.enable_x64(True):
         traces = {i: jax.make_jaxpr(make(*numbers))(X) for i, numbers in layers.items()}
-        constants = differing({i: scalars_of(trace) for i, trace in traces.items()}, first=2)
+        constants = differing({i: scalars_of(without_plain_calls(trace)) for i, trace in traces.items()}, first=2)
         assert len(constants.places) == 4
         for i, numbers in layers.items():
             shapes = jax.eval_shape(make(*numbers), X)
@@ -47,8 +56,9 @@ def test_other_numbers_put_into_a_trace_are_another_function():
                 np.testing.assert_array_equal(found, want)
             for found, want in zip(jax.jit(run)(X, jnp.int32(i)), make(*numbers)(X), strict=True):
                 np.testing.assert_allclose(found, want, rtol=1e-15)
+            function = make(*numbers)
             gradient = jax.grad(lambda x, i=i, run=run: run(x, i)[0].sum())(X)
-            np.testing.assert_array_equal(gradient, jax.grad(lambda x, f=make(*numbers): f(x)[0].sum())(X))
+            np.testing.assert_array_equal(gradient, jax.grad(lambda x, f=function: f(x)[0].sum())(X))
 
 
 def test_equal_layers_have_no_constants():
@@ -105,3 +115,16 @@ def test_what_is_compared(name):
     assert same_value(skeleton(a), skeleton(traced(first, X)))
     assert same_value(skeleton(a), skeleton(b)) is same
     assert same_value(whole(a), whole(b)) is (name == "names")
+
+
+@pytest.mark.parametrize(
+    ("function", "has"),
+    [
+        (jnp.sin, False),
+        (jax.nn.relu, True),
+        (lambda x: jax.lax.map(jax.nn.relu, x), True),
+        (jax.jit(jax.nn.relu), True),
+    ],
+)
+def test_custom_derivatives_are_found(function, has):
+    assert has_custom_derivatives(traced(function, X).jaxpr) is has
