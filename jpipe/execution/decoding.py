@@ -91,7 +91,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     request, traced = plan.request, plan.traced
     names = {name for group in traced.groups for name in group.variables} - {"params"}
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
-    model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules)
+    model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
     _check_model(plan, model, length)
     last, of_examples = model.groups[-1], request.splits.of_examples(tokens.shape[0])
     whole_at = [

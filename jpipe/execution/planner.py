@@ -112,7 +112,8 @@ class Planner:
         given = self.request
         read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with self.tracing(), task(f"tracing {len(given.layers)} layers"):
-            return trace_model(given.layers, read, micro.shapes, given.splits, given.rules)
+            like = None if self.plan is None else self.plan.traced
+            return trace_model(given.layers, read, micro.shapes, given.splits, given.rules, like)
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None

@@ -6,7 +6,7 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -31,8 +31,9 @@ from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_st
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.on_stages import on_stages, shapes_only
-from jpipe.model.groups import GRADIENT, WEIGHTS, LayerGroup
-from jpipe.model.trace import trace_init
+from jpipe.model.constants import Constants
+from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
+from jpipe.model.layer_function import trace_group_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
@@ -61,7 +62,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return {}
-            return _init_layer(plan, group, init_key(key, layer), *records.lying(v))
+            given = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
+            return _init_layer(plan, group, given, *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
         return add_stage_axis(records.updated(make, buffers, ()))
@@ -71,15 +73,18 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 
 
 def _init_layer(
-    plan: Plan, group: LayerGroup, key: jax.Array, axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
+    plan: Plan, group: LayerGroup, given: Sequence[jax.Array], axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
 ) -> Leaves:
-    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says."""
+    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says.
+
+    They follow from its random key and its constants: `given`.
+    """
     with shapes_only(plan.request.mesh):
-        jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
+        jaxpr, made = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
-    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
     leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-    return replay(local.jaxpr, leaves)(key)
+    return replay(local.jaxpr, leaves)(given)
 
 
 def value_and_grad(

@@ -275,7 +275,7 @@ class Stage:
         return Arguments(params, state, fixed, key, batch)
 
     def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
-        """(a layer's parameters, the leaves of collections that it only reads)."""
+        """(a layer's parameters, the leaves of collections that it only reads and its constants)."""
         group = self.step.model.groups[turn.g]
 
         def read(names: list[str]) -> list[Leaf]:
@@ -290,6 +290,9 @@ class Stage:
         plan = self.step.plan
         if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
             params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
+        constants = self.step.functions[turn.g].constants
+        if constants.places:
+            fixed = [*fixed, *constants.of(look_up(group.indices, turn.position))]
         return params, fixed
 
     def of_loss(self, g: int) -> list[Leaf]:
