@@ -6,17 +6,18 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.batches import join_microbatches, split_microbatches
-from jpipe.execution.decoding import Decoding
+from jpipe.execution.batches import split_microbatches
+from jpipe.execution.decoding import Decoding, PickLogits
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
+from jpipe.execution.outputs import join_microbatches
 from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
@@ -30,8 +31,9 @@ from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_st
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.on_stages import on_stages, shapes_only
-from jpipe.model.groups import GRADIENT, WEIGHTS, LayerGroup
-from jpipe.model.trace import trace_init
+from jpipe.model.constants import Constants
+from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
+from jpipe.model.layer_function import trace_group_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
@@ -60,7 +62,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return {}
-            return _init_layer(plan, group, init_key(key, layer), *records.lying(v))
+            given = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
+            return _init_layer(plan, group, given, *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
         return add_stage_axis(records.updated(make, buffers, ()))
@@ -70,15 +73,18 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 
 
 def _init_layer(
-    plan: Plan, group: LayerGroup, key: jax.Array, axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
+    plan: Plan, group: LayerGroup, given: Sequence[jax.Array], axes: tuple[Axis, ...], lying: dict[str, list[Sharding]]
 ) -> Leaves:
-    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says."""
+    """The leaves of a new layer's variables by collection, each device's own parts, which lie as `lying` says.
+
+    They follow from its random key and its constants: `given`.
+    """
     with shapes_only(plan.request.mesh):
-        jaxpr, made = trace_init(group.layer, key_shape(key), group.takes, plan.traced.batch)
+        jaxpr, made = trace_group_init(group, key_shape(given[0]), plan.traced.batch)
     wanted = [sharding for name in sorted(made) for sharding in lying[name]]
-    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)], [lambda _, s=s: s for s in wanted])
+    local = jaxpr_per_device(jaxpr, axes, [replicated(axes)] * len(given), [lambda _, s=s: s for s in wanted])
     leaves = {name: jax.tree.leaves(tree) for name, tree in made.items()}
-    return replay(local.jaxpr, leaves)(key)
+    return replay(local.jaxpr, leaves)(given)
 
 
 def value_and_grad(
@@ -96,12 +102,11 @@ def value_and_grad(
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
-        # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
-        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means see `loss_scales`.
-        weight = sums[1] if len(stage.scales) == 1 else jnp.ones(())
-        divide = lambda leaf, dtype: (leaf / weight.astype(leaf.dtype)).astype(dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads, partial_along), dtypes)
+            grads = params.reduced(grads, partial_along)
+            if step.loss is not None and step.loss.weights is None:  # the backward began from 1 (`loss_scales`)
+                grads = jax.tree.map(lambda leaf: leaf / sums[1].astype(leaf.dtype), grads)
+            grads = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, dtypes)
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
@@ -125,14 +130,14 @@ def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) ->
 def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode."""
     step = planner.evaluation_step(batch, with_loss=False, bare=bare)
-    axes = step.model.axes
+    axes, joined_along = step.model.axes, planner.output_axes(planner.for_evaluation(batch, bare=bare))
     specs = [to_spec(at, axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
     leaves = _run(
         step,
         run_inference,
         (variables, batch, None, None),
         [PartitionSpec(None, *spec) for spec in specs],
-        after=lambda leaves: list(map(join_microbatches, leaves)),
+        after=lambda leaves: list(map(join_microbatches, leaves, joined_along)),
         result_specs=specs,
     )
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)
@@ -147,9 +152,10 @@ def generate(
     *,
     num_tokens: int,
     prefill: int,
+    logits: PickLogits | None,
 ) -> jax.Array:
     """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
-    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill)
+    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill, logits)
     step, splits, count = decoding.step, planner.request.splits, prompts.shape[0]
     size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
     spec = lambda rows: to_spec(splits.of_examples(rows), step.model.axes, 2)
@@ -176,11 +182,13 @@ def generate(
     )
 
 
-def decoding_of(planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int) -> Decoding:
+def decoding_of(
+    planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int, logits: PickLogits | None = None
+) -> Decoding:
     """What generation follows for prompts of this shape `[B, S]`: of micro-batches that data axes split evenly."""
     stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
     size = -(-shape[0] // (stages * shards)) * shards
-    return planner.decoding(size, shape[1] + num_tokens - 1, prefill)
+    return planner.decoding(size, shape[1] + num_tokens - 1, prefill, logits)
 
 
 def _run(

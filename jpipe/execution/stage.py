@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.execution.kept import Kept
 from jpipe.execution.step import Step
@@ -115,7 +116,7 @@ class Stage:
     batch: Batch
     key: Key | None
     only: jax.Array | None
-    scales: Sequence[jax.Array | float]
+    scales: Sequence[jax.Array | np.ndarray | float]
     shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 
@@ -274,7 +275,7 @@ class Stage:
         return Arguments(params, state, fixed, key, batch)
 
     def weights(self, turn: Turn) -> tuple[list[Leaf], list[Leaf]]:
-        """(a layer's parameters, the leaves of collections that it only reads)."""
+        """(a layer's parameters, the leaves of collections that it only reads and its constants)."""
         group = self.step.model.groups[turn.g]
 
         def read(names: list[str]) -> list[Leaf]:
@@ -289,6 +290,9 @@ class Stage:
         plan = self.step.plan
         if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
             params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
+        constants = self.step.functions[turn.g].constants
+        if constants.places:
+            fixed = [*fixed, *constants.of(look_up(group.indices, turn.position))]
         return params, fixed
 
     def of_loss(self, g: int) -> list[Leaf]:

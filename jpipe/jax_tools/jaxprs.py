@@ -20,7 +20,7 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
-    """For each output of a jaxpr, whether it depends on any of `inputs`, which are among the jaxpr's `invars`.
+    """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
 
     What a loop gives is taken to depend on all that it takes; `uses` looks into loops.
     """

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.fingerprint import same_value
+from jpipe.layers.fingerprint import differ_in_numbers, same_value
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Shared
 from jpipe.types import Batch, Leaf, PyTree
@@ -117,6 +117,11 @@ def is_same(a: AnyLayer, b: AnyLayer) -> bool:
     Such layers are compiled once. It is asked of layers that take inputs of the same shapes.
     """
     return type(a) is type(b) and same_value(a.made_of, b.made_of)
+
+
+def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
+    """Whether both are the same but for numbers among what they are made of; their traces tell what these do."""
+    return type(a) is type(b) and differ_in_numbers(a.made_of, b.made_of)
 
 
 def describe(tree: PyTree) -> str:

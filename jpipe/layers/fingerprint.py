@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType, NoneType
 
@@ -22,11 +22,16 @@ LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
 """Packages in which nothing changes while Python runs, so that their functions depend on their arguments alone."""
 
 
-def same_value(a: object, b: object, pending: frozenset[tuple[int, int]] = frozenset()) -> bool:
+class ShownByTraces(str):
+    """A part of what a layer is made of that traces of the layer show too, so that `differ_in_numbers` ignores it."""
+
+
+def same_value(a: object, b: object) -> bool:
     """Whether two Python values have the same types and bits all the way down, so that code can't tell them apart.
 
     Unlike `==`, which takes 0.0 for -0.0, 1 for True, and nan for another value than itself. Arrays are the same only
-    if they are one object; other objects, if their class says so by `==`.
+    if they are one object; dataclasses, if their fields are; other objects, if their class says so by `==` and the
+    attributes that they hold are the same too, since a user's `==` may leave some of them out.
 
     >>> same_value((1, {"a": float("nan")}), (1, {"a": float("nan")})), same_value((0.0,), (-0.0,)), same_value(1, True)
     (True, False, False)
@@ -35,21 +40,43 @@ def same_value(a: object, b: object, pending: frozenset[tuple[int, int]] = froze
 
     >>> same_value(*[lambda x: x + 1 for _ in range(2)])
     True
+    """
+    return _same(a, b, lambda _: False)
+
+
+def differ_in_numbers(a: object, b: object) -> bool:
+    """Whether two Python values are the same but for numbers, which are of the same types: Python's or NumPy's scalars.
+
+    >>> differ_in_numbers((1, {"rate": 0.1}), (2, {"rate": 0.2})), differ_in_numbers(1, 1.0), differ_in_numbers(0, True)
+    (True, False, False)
+    """
+    kinds = (int, float, np.integer, np.floating, ShownByTraces)
+    return _same(a, b, lambda value: isinstance(value, kinds) and not isinstance(value, bool))
+
+
+def _same(
+    a: object, b: object, ignored: Callable[[object], bool], pending: frozenset[tuple[int, int]] = frozenset()
+) -> bool:
+    """Whether two values are the same, part by part.
 
     Args:
       a: one value.
       b: the other.
+      ignored: value -> whether one of the same type may stand in its place.
       pending: the pairs, by identity, that are being compared, for functions and containers that hold themselves.
     """
     if a is b or (id(a), id(b)) in pending:
         return True
     if type(a) is not type(b):
         return False
+    if ignored(a):
+        return True
     first, second = _parts(a, False), _parts(b, False)
-    if first is None or second is None:
-        return _Whole(a) == _Whole(b)
     pending |= {(id(a), id(b))}
-    return len(first) == len(second) and all(same_value(x, y, pending) for x, y in zip(first, second, strict=True))
+    if first is None or second is None:
+        return _Whole(a) == _Whole(b) and _same(_held(a), _held(b), ignored, pending)
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(_same(x, y, ignored, pending) for x, y in pairs)
 
 
 @lru_cache(maxsize=32)
@@ -120,11 +147,16 @@ def _parts(value: object, kept: bool) -> Sequence[object] | None:
     if kept:
         return None
     if isinstance(value, set | frozenset):
-        return sorted(f"{type(item)} {item!r}" for item in value)
+        return sorted(value, key=lambda item: f"{type(item)} {item!r}")
     if dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__:
         # Linen modules are dataclasses; the module that one is a part of is no part of it.
         return [getattr(value, field.name, None) for field in dataclasses.fields(value) if field.name != "parent"]
     return None
+
+
+def _held(value: object) -> object:
+    """The attributes that an object holds; None for those of libraries, whose `==` looks at all that matters."""
+    return None if _is_library(type(value).__module__) else object.__getstate__(value)
 
 
 def _parts_of_function(function: FunctionType, kept: bool) -> Sequence[object] | None:

@@ -39,7 +39,7 @@ from jpipe.layers.base import (
     Single,
     Specs,
 )
-from jpipe.layers.fingerprint import values_within
+from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.functions import MODE_NAMES, ModeArguments, mode_arguments, modes
 from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
@@ -354,7 +354,8 @@ class NnxLayer(Single):
     def made_of(self) -> Sequence[object]:
         """The graph definition (types, attributes, initialisers), and whether the module is ready."""
         shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in nnx.to_flat_state(self.template)]
-        return self.factory is None, self.shared, self.method, self.graphdef, self.init_jaxpr, shapes
+        init = ShownByTraces(self.init_jaxpr)
+        return self.factory is None, self.shared, self.method, self.graphdef, init, shapes
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """The factory's values under this key; a ready module's own values."""

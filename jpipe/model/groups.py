@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.decode_mode import CACHE
+from jpipe.model.constants import Constants
 from jpipe.partitioner.shardings import Axis, Sharding, names_in, part_structs
 from jpipe.types import PyTree, Shapes
 
@@ -41,16 +42,19 @@ def role_of(collection: str, rules: Mapping[str, str]) -> str:
 WEIGHTS = ("params", KEEP)
 """The roles of collections that are the same for a whole step, so that data axes may split them."""
 
+INIT, TRAIN, EVALUATION = "init", "train", "evaluation"
+"""The functions of a layer: its initialisation, and what it computes in either mode."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerGroup:
-    """Layers that are the same function of the same shapes.
+    """Layers that are the same function of the same shapes, but for numbers.
 
     The last layer of a model is always alone in its group, since the loss follows it, and so is the first, which takes
     no activation but reads the micro-batch.
 
     Attributes:
-      layer: any of them.
+      layer: the one that stands for all: the first of them, as traced.
       indices: their indices in the sequence, ascending; a layer's position in the group is its place here.
       takes: the activation that they are called with, whole (not a device's part), as shapes; `()` for the first layer.
       gives: the activation that they return.
@@ -62,6 +66,7 @@ class LayerGroup:
       constrained: the mesh axes that sharding constraints and `shard_map`s in them name.
       rules: what becomes of collections other than parameters, by name.
       variable_set: the index in `Model.variable_sets` of the set that their variables are in; None without variables.
+      constants: the numbers in which they differ, by function; empty if they are the same.
     """
 
     layer: AnyLayer
@@ -76,6 +81,7 @@ class LayerGroup:
     constrained: frozenset[str] = frozenset()
     rules: Mapping[str, str] = field(default_factory=lambda: DEFAULT_RULES)
     variable_set: int | None = None
+    constants: Mapping[str, Constants] = field(default_factory=dict)
 
     @property
     def state_names(self) -> list[str]:
@@ -222,3 +228,8 @@ def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
     dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
     return same_shapes(a, b) and dtypes(a) == dtypes(b)
+
+
+def strong(shapes: Shapes) -> Shapes:
+    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)

@@ -14,15 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.jax_tools.dtypes import is_float
-from jpipe.layers.base import Context, LayerError, describe, positional
+from jpipe.jax_tools.tracing import no_mesh, replay, trace
+from jpipe.layers.base import AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
-from jpipe.model.groups import GRADIENT, LayerGroup, same_shapes
+from jpipe.model.constants import Constants
+from jpipe.model.groups import EVALUATION, GRADIENT, INIT, TRAIN, LayerGroup, same_shapes
 from jpipe.model.loss import TracedLoss
 from jpipe.model.remat import Remat
 from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
@@ -32,7 +35,8 @@ class Arguments(NamedTuple):
     Attributes:
       params: the leaves of its parameters.
       state: the leaves of its state, in the order of `LayerGroup.state_names`.
-      fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`.
+      fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`, then its constants
+        (`LayerFunction.constants`).
       key: its random key for the micro-batch; None in evaluation.
       batch: the micro-batch `[b, ...]`, a pytree; None for a layer that doesn't look at it.
     """
@@ -91,13 +95,18 @@ class LayerFunction:
         return self.loss is not None or self.group.layer.reads_batch
 
     @property
+    def constants(self) -> Constants:
+        """The numbers in which the layers differ."""
+        return self.group.constants.get(TRAIN if self.train else EVALUATION, Constants())
+
+    @property
     def arguments(self) -> Arguments:
         """The shapes of its arguments."""
         group = self.group
         return Arguments(
             params=jax.tree.leaves(group.variables.get("params")),
             state=group.leaves(group.state_names),
-            fixed=group.leaves(group.fixed_names),
+            fixed=[*group.leaves(group.fixed_names), *self.constants.shapes],
             key=self.key,
             batch=self.batch if self.reads_batch else None,
         )
@@ -116,13 +125,24 @@ class LayerFunction:
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
         context = Context(arguments.key, self.train, arguments.batch)
         try:
-            outputs, new = group.layer.apply(variables, positional(inputs), context)
+            if self.constants.places:
+                jaxpr, results = self.trace_call()
+                run = replay(self.constants.put_into(jaxpr, list(leaves)), results)
+                outputs, new = run(variables, inputs, context.key, context.batch)
+            else:
+                outputs, new = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss is not None:
-            outputs = self.loss.sums(outputs, arguments.batch)
+            outputs = self.loss.sums(outputs, arguments.batch, arguments.key)
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
+
+    def trace_call(self) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
+        """The layer that stands for all: (jaxpr: variables, inputs, key, batch -> outputs, new state; their shapes)."""
+        group = self.group
+        call = lambda v, x, key, batch: group.layer.apply(v, positional(x), Context(key, self.train, batch))
+        return trace(call, group.variables, group.takes, self.key, self.arguments.batch)
 
     def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
@@ -153,7 +173,8 @@ class LayerFunction:
         at_work = lambda names: [
             at for name in names for at in caches.get(name) or map(splits.at_work, group.specs[name])
         ]
-        variables, fixed = at_work(group.names), at_work(group.fixed_names)
+        constants = [replicated(axes)] * len(self.constants.places)
+        variables, fixed = [*at_work(group.names), *constants], at_work(group.fixed_names)
         params = variables[: len(self.arguments.params)]
         key = [replicated(axes)] * self.train
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
@@ -162,7 +183,7 @@ class LayerFunction:
         sums = [] if self.loss is None else [replicated(axes)] * len(self.loss.terms)
         return LayerShardings(
             variables=variables,
-            gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]],
+            gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]] + constants,
             state=at_work(group.state_names),
             arguments=[*variables, *key, *batch],
             activation=takes_at,
@@ -216,6 +237,40 @@ class LayerShardings:
         if self.outputs is None:
             return [*[self.sums] * len(results.outputs), *map(always, state)]
         return list(map(always, [*self.outputs, *state]))
+
+
+def trace_init(
+    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
+) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+    """(jaxpr: random key -> a layer's variables, their shapes).
+
+    Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
+    not they exist. A layer that constrains its activations itself needs the mesh.
+    """
+
+    def init(key: jax.Array) -> LayerVariables:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
+        return layer.init(key, positional(zeros[0]), zeros[1])
+
+    try:
+        with no_mesh():
+            return trace(init, key)
+    except (RuntimeError, NameError, ValueError):  # as where a constraint, a sum or a shard_map finds no mesh
+        if jax.sharding.get_abstract_mesh().empty:
+            raise
+        return trace(init, key)
+
+
+def trace_group_init(
+    group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes
+) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+    """(jaxpr: random key, constants -> the variables of one of a group's layers, their shapes)."""
+    jaxpr, made = trace_init(group.layer, key, group.takes, batch)
+    constants = group.constants.get(INIT, Constants())
+    if constants.places:
+        init = lambda key, *new: replay(constants.put_into(jaxpr, new), made)(key)
+        jaxpr, _ = trace(init, key, *constants.shapes)
+    return jaxpr, made
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:

@@ -17,8 +17,8 @@ from jax.experimental import io_callback
 
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.jax_tools.tracing import no_mesh, trace
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, is_same, positional
+from jpipe.jax_tools.tracing import trace
+from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.flax import dropouts_of
@@ -26,6 +26,7 @@ from jpipe.layers.frozen import FROZEN
 from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import how_to_share
 from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.model.alike import Alike
 from jpipe.model.groups import (
     DEFAULT_RULES,
     WEIGHTS,
@@ -34,8 +35,10 @@ from jpipe.model.groups import (
     role_of,
     same_shapes,
     same_type,
+    strong,
     with_variable_sets,
 )
+from jpipe.model.layer_function import trace_init
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
@@ -52,8 +55,9 @@ def trace_model(
     batch: Shapes,
     splits: Splits = WHOLE,
     rules: Mapping[str, str] = DEFAULT_RULES,
+    like: Model | None = None,
 ) -> Model:
-    """Follows the shapes of one micro-batch through the layers and groups those that are the same.
+    """Follows the shapes of one micro-batch through the layers and groups those that are the same but for numbers.
 
     Args:
       layers: the adapted layers.
@@ -61,6 +65,7 @@ def trace_model(
       batch: the shapes of the micro-batch `[b, ...]`.
       splits: what arrays are split over.
       rules: what becomes of collections other than parameters, by name.
+      like: the same layers as traced before: those of different groups there are of different groups here.
 
     Raises:
       ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
@@ -69,15 +74,19 @@ def trace_model(
     inputs = _read(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
+    alike, apart = Alike(layers, batch), None if like is None else like.group_of
     takes, takes_at, path = (), [], []  # the group of each layer so far
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
-        same = lambda g, x=takes, at=takes_at, layer=layer: (
-            same_type(g.takes, x) and g.takes_at == at and is_same(g.layer, layer)
-        )
-        g = None if last else next((g for g, group in enumerate(groups) if same(group)), None)
-        if g is None:
-            g = len(groups)
+        g, joined = len(groups), None
+        for number, group in enumerate(() if last else groups):
+            may_join = apart is None or apart[group.indices[0]] == apart[index]
+            if may_join and same_type(group.takes, takes) and group.takes_at == takes_at:
+                joined = alike.joined(group, index)
+            if joined is not None:
+                g, groups[number] = number, joined
+                break
+        else:
             way_here = partial(_way_here, layers, inputs, [groups[at] for at in path])
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
@@ -85,8 +94,6 @@ def trace_model(
             # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
-        else:
-            groups[g] = replace(groups[g], indices=(*groups[g].indices, index))
         takes, takes_at = groups[g].gives, groups[g].gives_at
         path.append(g)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
@@ -134,7 +141,7 @@ def _trace_layer(
         made = layer.ready if shared is None else shared
         if made is None:
             made = trace_init(layer, key_shape(), takes, batch)[1]
-        variables = _strong(jax.eval_shape(lambda v: v, made))
+        variables = strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
         own = [collection for collection in variables if rules.get(collection) == CACHE]  # of each use
@@ -183,28 +190,6 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     return list(map(settled, found[: len(jax.tree.leaves(group.gives))]))
 
 
-def trace_init(
-    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
-) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
-    """(jaxpr: random key -> a layer's variables, their shapes).
-
-    Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
-    not they exist. A layer that constrains its activations itself needs the mesh.
-    """
-
-    def init(key: jax.Array) -> LayerVariables:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (takes, batch))
-        return layer.init(key, positional(zeros[0]), zeros[1])
-
-    try:
-        with no_mesh():
-            return trace(init, key)
-    except (RuntimeError, NameError, ValueError):  # as where a constraint, a sum or a shard_map finds no mesh
-        if jax.sharding.get_abstract_mesh().empty:
-            raise
-        return trace(init, key)
-
-
 def _trace_call(
     layer: AnyLayer, variables: LayerVariables, takes: Shapes, batch: Shapes
 ) -> tuple[ClosedJaxpr, Shapes, bool]:
@@ -223,7 +208,7 @@ def _trace_call(
         )
     _check_updates(variables, updates)
     _check_frozen(updates, jaxpr)
-    return jaxpr, _strong(gives), uses(jaxpr)[0]
+    return jaxpr, strong(gives), uses(jaxpr)[0]
 
 
 @cache
@@ -236,11 +221,6 @@ def _io_effects() -> frozenset[object]:
         jax.debug.callback(lambda: None, ordered=True)
 
     return frozenset(jax.make_jaxpr(run)().effects)
-
-
-def _strong(shapes: Shapes) -> Shapes:
-    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
 def _check_outputs(outputs: Activation) -> None:

@@ -5,6 +5,7 @@ So what is known of a value, such as how it lies, is known wherever it is read.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -65,8 +66,14 @@ class FlatJaxpr:
         )
 
 
-def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places; `is_body` as of `FlatJaxpr`."""
+def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: bool = False) -> FlatJaxpr:
+    """A jaxpr with the equations of those that it calls in their callers' places.
+
+    Args:
+      closed: the jaxpr.
+      calls: the names of the primitives that call them.
+      is_body: as of `FlatJaxpr`.
+    """
     avals: list[ShapedArray] = []
     constants: dict[int, Leaf] = {}
     equations: list[FlatEquation] = []
@@ -92,7 +99,7 @@ def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
 
         for equation in jaxpr.eqns:
             reads = tuple(map(read, equation.invars))
-            if equation.primitive.name in CALLS:
+            if equation.primitive.name in calls:
                 makes = visit(called_by(equation), reads, (*callers, equation))
             else:
                 makes = tuple(map(new, equation.outvars))
@@ -105,9 +112,12 @@ def flatten(closed: ClosedJaxpr, *, is_body: bool = False) -> FlatJaxpr:
     return FlatJaxpr(avals, constants, arguments, equations, results, is_body)
 
 
-def without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places."""
-    flat = flatten(closed)
+def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> ClosedJaxpr:
+    """A jaxpr with the equations of those that it calls in their callers' places, and without literals.
+
+    Each literal is a constant of its own. The arguments are those of `flatten`.
+    """
+    flat = flatten(closed, calls=calls)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in flat.avals]
     values = jax.make_jaxpr(lambda *x: x)(*shapes).jaxpr.invars
     chosen = lambda numbers: [values[i] for i in numbers]

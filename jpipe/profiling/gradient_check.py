@@ -224,6 +224,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
     """The layers one after the other, each as its library has it: sums of losses and weights are divided once."""
     micro, request = planner.for_training(batch), planner.request
     loss, layers = planner.loss(micro), with_inputs(request.layers, request.read_inputs)
+    assert loss is not None, "without one there are no gradients"
     terms = range(0, 2 * len(loss.terms), 2)
 
     def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: jax.Array, weights: list) -> PyTree:
@@ -233,7 +234,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
             x, variables = (), _whole(model, params, trees)
             for i, layer in enumerate(layers):
                 x, _ = layer.apply(variables[i], positional(x), Context(layer_key(key, i, m), True, part))
-            sums = loss.sums(x, part)
+            sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m))
             first, *others = [sums[t] / weight for t, weight in zip(terms, weights, strict=True)]
             return sum(others, first), sums
 

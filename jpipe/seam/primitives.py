@@ -51,6 +51,9 @@ CHEAP = frozenset(_ARITHMETIC) | MOVES
 CALLS = frozenset(_read("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"))
 """They only call the jaxpr in their parameters."""
 
+PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call", "remat2"}
+"""Those of them that have no say in how the jaxpr is differentiated."""
+
 LOOPS_AND_BRANCHES = frozenset(_read("cond scan while"))
 """Their jaxprs run never, once or often; `jpipe.seam.inside.scan_counts` says which operands are what."""
 

@@ -241,6 +241,30 @@ def test_nnx(ready):
     np.testing.assert_array_equal(found, without_cache(apply, prompts, 5))
 
 
+class Deep(nn.Module):
+    """A block with a scale and a rate of dropout, which leaves nothing to do in training where it is zero."""
+
+    scale: float
+    rate: float
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, deterministic: bool = True):
+        return x + self.scale * nn.Dropout(self.rate)(Block(self.decode)(x), deterministic=deterministic)
+
+
+def test_blocks_with_numbers_of_their_own():
+    """In decode mode all blocks are the same but for the scale, in training the first one isn't."""
+    numbers, batch = [(1.0, 0.0), (0.5, 0.1), (0.3, 0.2)], batch_of()
+    layers = [linen()[0], *(Deep(*own) for own in numbers), linen()[-1]]
+    pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
+    variables = pipe.init(jax.random.key(1), batch)
+    assert pipe.planner.known_plan().traced.group_of == (0, 1, 2, 2, 3)
+    apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
+    prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 5), without_cache(apply, prompts, 5))
+
+
 @pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2, "data": 2}, {"fsdp": 2}])
 def test_other_axes(axes, make_mesh):
     """Prompts and their caches are split over data axes."""

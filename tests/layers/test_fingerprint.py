@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jpipe
-from cases import assert_equal
+from cases import assert_close, assert_equal
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import is_same
-from jpipe.layers.fingerprint import fingerprint, same_value, values_within
+from jpipe.layers.fingerprint import differ_in_numbers, fingerprint, same_value, values_within
 
 # --- two values now ---------------------------------------------------------------------------------------------------
 
@@ -102,8 +103,109 @@ def test_what_has_no_parts():
     assert same_value([array], [array])
     assert not same_value([array], [other]), "arrays may differ, or change"
     assert same_value({"a": SimpleNamespace(b=1)}, {"a": SimpleNamespace(b=1)}), "their class says so"
+    assert not same_value(SimpleNamespace(b=1), SimpleNamespace(b=True)), "1 == True, but they hold something else"
     assert not same_value(object(), object())
     assert same_value(max, max)
+
+
+class Loose:
+    """An activation function that says it equals all others, as if its number didn't matter."""
+
+    def __init__(self, power):
+        self.power = power
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+    def __call__(self, x):
+        return x**self.power
+
+
+class Holds(nn.Module):
+    activation: Any
+
+    def __call__(self, x):
+        return self.activation(x)
+
+
+class NnxHolds(nnx.Module):
+    def __init__(self, activation):
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.activation(x)
+
+
+LOOSE = {
+    "a function": lambda held: held,
+    "a Linen field": Holds,
+    "an nnx module": NnxHolds,
+    "an nnx factory": lambda held: lambda rngs: NnxHolds(held),
+    "a closure": lambda held: lambda x: held(x),
+    "a dict in a field": lambda held: Holds(functools.partial(lambda x, table: table["held"](x), table={"held": held})),
+    "a set in a closure": lambda held: lambda x, many=frozenset([held]): next(iter(many))(x),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_a_loose_equality_makes_no_layers_one(name):
+    """A regression: layers whose fields said that they are equal were compiled as one, and computed the same."""
+    layers = [LOOSE[name](Loose(power)) for power in (2, 3, 2)]
+    first, second, third = as_layers(layers)
+    assert is_same(first, third)
+    assert not is_same(first, second)
+
+
+@pytest.mark.parametrize("name", ["a Linen field", "an nnx module", "a closure"])
+def test_layers_with_a_loose_equality_compute_their_own(name):
+    layers = [LOOSE[name](Loose(power)) for power in (1, 2, 3, 1)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=1, num_microbatches=1, balance="even")
+    x = np.full((2, 4), 1.1, np.float32)
+    assert_close(pipe.apply(pipe.init(jax.random.key(0), x), x), np.float32(1.1) ** jnp.full((2, 4), 6.0))
+
+
+def test_attributes_in_slots_count():
+    class Slotted:
+        __slots__ = ("power",)
+
+        def __init__(self, power):
+            self.power = power
+
+        def __eq__(self, other):
+            return True
+
+        __hash__ = object.__hash__
+
+    assert same_value(Slotted(2), Slotted(2))
+    assert not same_value(Slotted(2), Slotted(3))
+    assert not same_value(Slotted(2), Slotted(2.0))
+
+
+def test_numbers_may_differ_where_types_do_not():
+    for a, b in [
+        (1, 2),
+        (0.1, 0.2),
+        (0.0, -0.0),
+        (np.float32(1), np.float32(2)),
+        ({"a": (1, [2.0])}, {"a": (3, [4.0])}),
+    ]:
+        assert differ_in_numbers(a, b)
+        assert not same_value(a, b)
+    assert differ_in_numbers(closure(0.1), closure(0.2))
+    for a, b in [
+        (1, 1.0),
+        (True, False),
+        (1, True),
+        (np.float32(1), np.float64(1)),
+        ("a", "b"),
+        ([1], [1, 2]),
+        (1j, 2j),
+    ]:
+        assert not differ_in_numbers(a, b)
+        assert not differ_in_numbers(b, a)
 
 
 def test_a_function_before_its_variable_is_set():

@@ -1,0 +1,154 @@
+"""Which layers differ in numbers alone, so that they are one group: their traces tell.
+
+Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
+rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
+evaluated, and with custom derivatives forward and backward too, where alone the rules of these show. Where the traces
+are the same but for scalars, the layers are one function, and the scalars its `Constants`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from jpipe.jax_tools.random_keys import key_shape
+from jpipe.layers.base import AnyLayer, LayerVariables, is_same, may_differ_in_numbers
+from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.fingerprint import same_value
+from jpipe.model.constants import (
+    Constants,
+    differing,
+    has_custom_derivatives,
+    outputs_that_depend,
+    scalars_of,
+    skeleton,
+    whole,
+    without_plain_calls,
+)
+from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
+from jpipe.model.layer_function import LayerFunction, trace_init
+from jpipe.model.remat import MODES
+from jpipe.model.traced_layer import trace_layer
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.types import Shapes
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTraces:
+    """What a layer computes, and with which scalars.
+
+    Attributes:
+      jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
+      scalars: by mode, those of the trace.
+      gives: by mode, the collection of each output of the trace, "" for its activation's.
+      rest: all that has to be the same where layers differ in scalars alone.
+    """
+
+    jaxprs: Mapping[str, ClosedJaxpr]
+    scalars: Mapping[str, list[np.ndarray]]
+    gives: Mapping[str, Sequence[str]]
+    rest: object
+
+    def dependent(self, mode: str, constants: Constants) -> set[str]:
+        """The collections whose new values depend on constants."""
+        depend = outputs_that_depend(self.jaxprs[mode], constants.places)
+        return {name for name, is_dependent in zip(self.gives[mode], depend, strict=True) if is_dependent}
+
+
+def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTraces:
+    """Traces a layer.
+
+    Args:
+      layer: the layer.
+      group: layers that take the same.
+      batch: the shapes of the micro-batch `[b, ...]`.
+
+    Raises:
+      Exception: whatever the layer raises, but for evaluation, which it may refuse.
+    """
+    jaxprs: dict[str, ClosedJaxpr] = {}
+    made, gives, structures = layer.ready, dict[str, list[str]](), list[object]()
+    if made is None:
+        jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
+        gives[INIT] = _collections(made)
+    variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
+    group = replace(group, layer=layer, variables=variables, constants={})
+    function = LayerFunction(group, key_shape(), MODES["none"], batch)
+    for mode, own in ((TRAIN, function), (EVALUATION, replace(function, key=None))):
+        try:
+            jaxprs[mode], (outputs, updates) = own.trace_call()
+        except Exception:
+            if mode == TRAIN:
+                raise
+            continue
+        gives[mode] = [""] * len(jax.tree.leaves(outputs)) + _collections(updates)
+        if mode == TRAIN:
+            function = replace(function, group=replace(group, gives=strong(outputs)))
+        structures.append(jax.tree.structure((outputs, updates)))
+    jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
+    scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
+    computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
+    if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
+        every = Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))
+        traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
+        computed += [whole(traced.forward), whole(traced.backward)]
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
+    lying = jax.tree.structure(variables), shapes, layer.partition_specs(variables)
+    return LayerTraces(jaxprs, scalars, gives, (list(jaxprs), computed, structures, lying))
+
+
+def _collections(variables: LayerVariables) -> list[str]:
+    """The collection of each leaf."""
+    return [name for name in sorted(variables) for _ in jax.tree.leaves(variables[name])]
+
+
+class Alike:
+    """Finds layers of a model that differ in numbers alone; each that may do so is traced once.
+
+    Args:
+      layers: all layers.
+      batch: the shapes of the micro-batch `[b, ...]`.
+    """
+
+    def __init__(self, layers: Sequence[AnyLayer], batch: Shapes):
+        self._layers, self._batch = layers, batch
+        self._traces: dict[int, LayerTraces | None] = {}
+
+    def joined(self, group: LayerGroup, index: int) -> LayerGroup | None:
+        """The group with one more layer, which takes the same; None if that is another function.
+
+        Args:
+          group: the layers.
+          index: of the layer.
+        """
+        first, together = group.indices[0], (*group.indices, index)
+        layer, other = self._layers[first], self._layers[index]
+        if is_same(layer, other) and not group.constants:
+            return replace(group, indices=together)
+        if not may_differ_in_numbers(layer, other):
+            return None
+        traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
+        if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
+            return None
+        by_mode = {mode: {i: own.scalars[mode] for i, own in traces.items()} for mode in traces[first].scalars}
+        constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
+        depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
+        # A group has one rate of running averages, and its caches start from one number.
+        if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):
+            return None
+        return replace(group, indices=together, constants=constants)
+
+    def _traced(self, group: LayerGroup, index: int) -> LayerTraces | None:
+        """A layer's traces; None if it can't be traced, which whoever runs it will be told."""
+        if index not in self._traces:
+            layer = self._layers[index]
+            twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
+            try:
+                found = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
+            except Exception:
+                found = None
+            self._traces[index] = found
+        return self._traces[index]

@@ -1,0 +1,169 @@
+"""Constants: the numbers in which the functions of one group's layers differ, as data.
+
+A layer's numbers (a rate of stochastic depth, a residual scale) are literals of its trace. Where layers differ in
+nothing else, the literals are taken out of the trace of the first of them, and the group's function reads them as
+arguments: so all of them are one program. Only literals outside of loops, branches, custom derivatives and
+`jax.checkpoint` are taken out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jpipe.jax_tools.indexing import Index, take_row
+from jpipe.jax_tools.jaxprs import depends_on
+from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.seam.inside import called_by
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.primitives import CALLS, PLAIN_CALLS
+from jpipe.types import Leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The scalars in which the functions of a group's layers differ.
+
+    Attributes:
+      scalars: all scalars of the trace of the layer that stands for the group, in the order of `scalars_of`.
+      places: the indices among them of those that differ.
+      values: for each layer, by its index in the model, what it has in these places.
+    """
+
+    scalars: Sequence[np.ndarray] = ()
+    places: tuple[int, ...] = ()
+    values: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what differs."""
+        return [jax.ShapeDtypeStruct((), self.scalars[place].dtype) for place in self.places]
+
+    def of(self, layer: Index) -> list[Leaf]:
+        """What a layer, given by its index in the model, has in the places: scalars."""
+        if isinstance(layer, int):
+            return [jnp.asarray(value) for value in self.values[layer]]
+        missing = [np.zeros((), shape.dtype) for shape in self.shapes]
+        rows = [self.values.get(i, missing) for i in range(max(self.values, default=0) + 1)]
+        return [take_row(jnp.asarray(np.stack(column)), layer) for column in zip(*rows, strict=True) if self.places]
+
+    def put_into(self, closed: ClosedJaxpr, new: Sequence[Leaf]) -> ClosedJaxpr:
+        """A trace of the layer that stands for the group, with other scalars in the places.
+
+        Raises:
+          ValueError: it isn't the trace that layers were compared by.
+        """
+        flat = without_plain_calls(closed)
+        at = _scalar_places(flat)
+        if list(map(_bits, scalars_of(flat))) != list(map(_bits, self.scalars)):
+            raise ValueError(
+                "layers that differ in numbers alone are one function, found with random keys of JAX's default "
+                "implementation, but under other keys the layer computes with other numbers; use keys of the default "
+                "implementation (jax.random.key without impl=)"
+            )
+        known = dict(zip((at[place] for place in self.places), new, strict=True))
+        return ClosedJaxpr(flat.jaxpr, [known.get(i, constant) for i, constant in enumerate(flat.consts)])
+
+
+def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Constants:
+    """The constants of a group.
+
+    Args:
+      scalars: of each layer's trace, by its index in the model; of equal number and types.
+      first: the index of the layer that stands for the group.
+    """
+    columns = zip(*(map(_bits, own) for own in scalars.values()), strict=True)
+    places = tuple(place for place, column in enumerate(columns) if len(set(column)) > 1)
+    return Constants(scalars[first], places, {i: [own[place] for place in places] for i, own in scalars.items()})
+
+
+def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A trace whose literals are constants, in plain calls too (`jit`): what the functions below take."""
+    return without_calls(closed, PLAIN_CALLS)
+
+
+def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
+    """The scalars of a trace that can be taken out, floating-point numbers and integers."""
+    return [np.asarray(flat.consts[i]) for i in _scalar_places(flat)]
+
+
+def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
+    """For each output of a trace, whether it depends on the scalars in these places."""
+    at = _scalar_places(flat)
+    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
+
+
+def skeleton(flat: ClosedJaxpr) -> object:
+    """A trace without the scalars that can be taken out, to be compared by `same_value`.
+
+    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
+    """
+    return _skeleton(flat.jaxpr, flat.consts, _scalar_places(flat))
+
+
+def whole(closed: ClosedJaxpr) -> object:
+    """A trace with all of its numbers, to be compared by `same_value`."""
+    flat = without_calls(closed)
+    return _skeleton(flat.jaxpr, flat.consts, ())
+
+
+def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
+    return any(
+        e.primitive.name in CALLS - PLAIN_CALLS or any(map(has_custom_derivatives, jaxprs_in_params(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
+def _scalar_places(flat: ClosedJaxpr) -> list[int]:
+    """The indices of scalars among the constants of a jaxpr."""
+    kinds = (jnp.floating, jnp.integer)
+    is_number = lambda dtype: any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
+
+
+def _bits(constant: Leaf | object) -> object:
+    """Type and bits of a constant; random keys are known by what they are as objects."""
+    if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.extended):
+        return constant
+    array = np.asarray(constant)
+    return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _skeleton(jaxpr: Jaxpr, constants: Sequence[Leaf], without: Collection[int]) -> object:
+    """A jaxpr as nested tuples, its variables by number; of the constants some are left out."""
+    numbers: dict[Var, int] = {}
+
+    def value(v: Var | Literal) -> object:
+        return _bits(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))
+
+    def values(variables: Sequence[Var | Literal]) -> list[object]:
+        return [(str(v.aval), value(v)) for v in variables]
+
+    known = [None if i in without else _bits(constant) for i, constant in enumerate(constants)]
+    given = [values(jaxpr.constvars), known, values(jaxpr.invars)]
+    equations = [(e.primitive.name, values(e.invars), _params(e), values(e.outvars)) for e in jaxpr.eqns]
+    return [given, equations, values(jaxpr.outvars)]
+
+
+def _params(equation: JaxprEqn) -> object:
+    """The parameters of an equation, with jaxprs as `_skeleton`s; of one that calls a jaxpr only that."""
+    if equation.primitive.name in CALLS:
+        return _param(called_by(equation))
+    return [(name, _param(value)) for name, value in sorted(equation.params.items())]
+
+
+def _param(value: object) -> object:
+    if isinstance(value, ClosedJaxpr):
+        return _skeleton(value.jaxpr, value.consts, ())
+    if isinstance(value, Jaxpr):
+        return _skeleton(value, (), ())
+    if isinstance(value, np.ndarray | jax.Array):
+        return _bits(value)
+    return list(map(_param, value)) if isinstance(value, tuple | list) else value

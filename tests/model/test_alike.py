@@ -1,0 +1,276 @@
+"""Layers that differ in numbers alone are one function, and each computes with its own numbers."""
+
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jpipe
+import sequential
+from cases import assert_close
+from jpipe.layers.adapt import as_layers
+from jpipe.model.trace import trace_model
+
+wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
+X = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+KEY = 3
+
+
+def group_of(layers, x=X):
+    """The groups of layers between two that are alone in theirs."""
+    model = trace_model(as_layers([jnp.sin, *layers, jnp.cos]), lambda batch: batch, x)
+    return tuple(g - 1 for g in model.group_of[1:-1])
+
+
+# --- what is one function ---------------------------------------------------------------------------------------------
+
+
+def drop_path(x, rate, key):
+    """Stochastic depth: a branch is left out for some examples."""
+    keep = jax.random.bernoulli(key, 1 - rate, (len(x), 1))
+    return jnp.where(keep, x / (1 - rate), 0)
+
+
+class Block(nn.Module):
+    """A residual block with three numbers that papers choose by depth."""
+
+    rate: float
+    scale: float
+    gamma: float
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        h = wide(8)(nn.relu(wide(5)(x)))
+        h = h * self.param("gamma", nn.initializers.constant(self.gamma), (8,), jnp.float64)
+        h = drop_path(h, self.rate, self.make_rng("dropout")) if train else h
+        return x + self.scale * h
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rate, scale, gamma, *, rngs):
+        self.up = nnx.Linear(8, 5, param_dtype=jnp.float64, rngs=rngs)
+        self.down = nnx.Linear(5, 8, param_dtype=jnp.float64, rngs=rngs)
+        self.gamma = nnx.Param(jnp.full(8, gamma, jnp.float64))
+        self.dropout = nnx.Dropout(rate, broadcast_dims=(1,), rngs=rngs)
+        self.scale = scale
+
+    def __call__(self, x):
+        return x + self.scale * self.dropout(self.down(nnx.relu(self.up(x))) * self.gamma.get_value())
+
+
+def plain_block(rate, scale, gamma):
+    def init(key, x):
+        up, down = jax.random.normal(key, (2, 8, 8))
+        return {"up": up / 3, "down": down / 3, "gamma": jnp.full(8, gamma, jnp.float64)}
+
+    def apply(params, x, key):
+        h = nn.relu(x @ params["up"]) @ params["down"] * params["gamma"]
+        return x + scale * (h if key is None else drop_path(h, rate, key))
+
+    return jpipe.Layer(init, apply, "Block")
+
+
+MAKE = {
+    "linen": Block,
+    "nnx": lambda *numbers: lambda rngs: NnxBlock(*numbers, rngs=rngs),
+    "plain": plain_block,
+}
+NUMBERS = [(0.1 * (i + 1), 1 / (i + 1), 10.0**-i) for i in range(4)]
+
+
+class Drops(nn.Module):
+    rate: float
+
+    def __call__(self, x, train: bool):
+        return x if self.rate == 0 or not train else drop_path(x, self.rate, self.make_rng("dropout"))
+
+
+class Normed(nn.Module):
+    """Running averages, a number that is the rate at which they move, and one that isn't."""
+
+    momentum: float = 0.9
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return self.scale * nn.BatchNorm(not train, momentum=self.momentum)(x)
+
+
+class Hidden(nn.Module):
+    width: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, x):
+        return self.scale * nn.Dense(8)(nn.Dense(self.width)(x))
+
+
+def scaled(scale):
+    return lambda x: scale * x
+
+
+def each(function, *values):
+    """A layer for each value, which is the function's first argument."""
+    return [functools.partial(function, value) for value in values]
+
+
+def looped(scale, x):
+    return jax.lax.fori_loop(0, 2, lambda _, y: scale * y, x)
+
+
+def recomputed(scale, x):
+    return jax.checkpoint(lambda x: jnp.sin(scale * x))(x)
+
+
+def flipped(scale, x):
+    """The identity, whose gradient is multiplied by a number, as where domains are told apart."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x * 1.0
+
+    identity.defvjp(lambda x: (identity(x), None), lambda _, dy: (-scale * dy,))
+    return identity(x)
+
+
+CASES = {
+    "rates": ([nn.Dropout(rate, deterministic=False) for rate in (0.1, 0.2, 0.1)], (0, 0, 0)),
+    "the same": ([nn.Dropout(0.1, deterministic=False) for _ in range(3)], (0, 0, 0)),
+    "between others": ([Drops(0.1), jnp.tanh, Drops(0.2), jnp.tanh], (0, 1, 0, 1)),
+    "closures": ([scaled(0.5), scaled(2.0)], (0, 0)),
+    "arguments": (each(jnp.multiply, 0.5, 2.0), (0, 0)),
+    "integers as data": (each(lambda n, x: jnp.where(jnp.arange(8) < n, x, 0), 3, 5), (0, 0)),
+    "initial values": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (0.1, 0.2)], (0, 0)),
+    "frozen": ([jpipe.freeze(nn.Dense(8, kernel_init=nn.initializers.normal(s))) for s in (0.1, 0.2)], (0, 0)),
+    "side inputs": (
+        [jpipe.reads(layer, lambda batch: batch) for layer in each(lambda s, x, y: s * x + y, 2, 3)],
+        (0, 0),
+    ),
+    "a number beside averages": ([Normed(scale=s) for s in (1.0, 2.0)], (0, 0)),
+    "a rate of averages": ([Normed(momentum=m) for m in (0.9, 0.8)], (0, 1)),
+    "Python's branches": ([Drops(rate) for rate in (0.0, 0.1, 0.2, 0.0)], (0, 1, 1, 0)),
+    "types": ([scaled(2.0), scaled(2)], (0, 1)),
+    "NumPy's types": (each(lambda s, x: s.astype("float32") * x, np.float32(2), np.float64(2)), (0, 1)),
+    "booleans": (each(lambda s, x: x + 1.0 * s, True, False), (0, 1)),
+    "of several": ([nn.Dense(8, kernel_init=nn.initializers.normal(s)) for s in (1, 1.0, 2, 2.0)], (0, 1, 0, 1)),
+    "widths within": ([Hidden(width, 0.1 * width) for width in (4, 6, 5, 4, 6)], (0, 1, 2, 0, 1)),
+    "widths and scales": (
+        [Hidden(width, scale) for width, scale in [(4, 0.1), (6, 0.1), (4, 0.2), (6, 0.2)]],
+        (0, 1, 0, 1),
+    ),
+    "widths": ([lambda x: x, nn.Dense(8), nn.Dense(6), nn.Dense(8), nn.Dense(8)], (0, 1, 2, 3, 1)),
+    "axes": (each(lambda axis, x: x + x.sum(axis, keepdims=True), 0, 1), (0, 1)),
+    "powers": (each(lambda n, x: x**n, 2, 3), (0, 1)),
+    "trips": (each(lambda count, x: jax.lax.fori_loop(0, count, lambda _, y: jnp.sin(y), x), 2, 3), (0, 1)),
+    "in a loop": (each(looped, 0.5, 2.0), (0, 1)),
+    "in a derivative": (each(flipped, 0.5, 2.0), (0, 1)),
+    "in jax.checkpoint": (each(recomputed, 0.5, 2.0), (0, 1)),
+    "arrays": (each(jnp.multiply, np.full(8, 0.5, np.float32), np.full(8, 2.0, np.float32)), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups(name):
+    layers, expected = CASES[name]
+    assert group_of(layers) == expected
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_blocks_with_numbers_by_depth_are_one_group(kind):
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((2, 8), jnp.float64)
+        assert group_of([MAKE[kind](*numbers) for numbers in NUMBERS], x) == (0, 0, 0, 0)
+
+
+def test_skips_are_told_apart():
+    """The numbers of skips are integers, too: which one a layer keeps is no number."""
+    x = jnp.tanh
+    layers = [jpipe.stash(x, "a"), jpipe.stash(x, "b"), jpipe.pop(jnp.add, "b"), jpipe.pop(jnp.add, "a")]
+    assert group_of(layers) == (0, 1, 2, 3)
+
+
+# --- with the right numbers -------------------------------------------------------------------------------------------
+
+
+def squares(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+@functools.cache
+def case(kind):
+    """(layers, variables, batch, what plain JAX makes of them in 4 micro-batches, in evaluation)."""
+    rng = np.random.default_rng(0)
+    layers = [wide(8), *[MAKE[kind](*numbers) for numbers in NUMBERS], wide(3)]
+    batch = {"inputs": rng.normal(size=(16, 5)), "targets": rng.normal(size=(16, 3))}
+    items = sequential.random_items(layers, batch, 1)
+    step = sequential.truth(layers, items, squares, batch, key=jax.random.key(KEY), m=4, rate=0.1)
+    return layers, items, batch, step, sequential.evaluation(layers, items, squares, batch)
+
+
+def gradients_of(pipe, grads):
+    """By layer, bare parameters."""
+    trees = pipe.layer_variables({"params": grads})
+    return [tree["params"] if set(tree) == {"params"} else tree for tree in trees]
+
+
+OPTIONS = {
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble", "remat": "none"},
+    "unrolled": {"schedule": "1f1b", "unroll": True},
+    "whole stages again": {"schedule": "gpipe", "remat": "stage"},
+    "one stage": {"schedule": "1f1b", "num_stages": 1},
+    "ends of all": {"schedule": "1f1b", "ends": "spread"},
+}
+FAST = [
+    ("linen", "1f1b"),
+    ("linen", "zero_bubble"),
+    ("linen", "unrolled"),
+    ("nnx", "zero_bubble"),
+    ("plain", "interleaved"),
+]
+RUNS = [pytest.param(*run, marks=[pytest.mark.slow] * (run not in FAST)) for run in itertools.product(MAKE, OPTIONS)]
+
+
+@pytest.mark.parametrize(("kind", "options"), RUNS)
+def test_a_step_and_evaluation_equal_the_sequential_model(kind, options):
+    with jax.enable_x64(True):
+        layers, items, batch, (loss, grads, _), (outputs, evaluated) = case(kind)
+        sizes = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
+        pipe = jpipe.Pipeline(layers, squares, **sizes | OPTIONS[options])
+        variables = pipe.from_layer_variables(items, batch)
+        (found, _), gradients = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
+        assert_close(found, loss, "loss")
+        assert_close(gradients_of(pipe, gradients), grads, "gradients")
+        assert_close(pipe.evaluate(variables, batch), evaluated, "evaluation")
+        assert_close(pipe.apply(variables, batch), outputs, "outputs")
+
+
+@pytest.mark.parametrize("kind", ["linen", pytest.param("plain", marks=pytest.mark.slow)])
+def test_initial_values_are_the_layers_own(kind):
+    with jax.enable_x64(True):
+        layers, _, batch, *_ = case(kind)
+        pipe = jpipe.Pipeline(layers, squares, num_stages=2, num_microbatches=4, balance="even")
+        found = pipe.layer_variables(pipe.init(jax.random.key(KEY), batch))
+        x = jnp.zeros((4, 8), jnp.float64)
+        for index, layer in list(enumerate(layers))[1:-1]:
+            options = {"train": False} if kind == "linen" else {}
+            key = sequential.init_key(jax.random.key(KEY), index)
+            keys = {"params": key, "dropout": jax.random.fold_in(key, 1)} if kind == "linen" else key
+            assert_close(found[index], layer.init(keys, x, **options), f"layer {index}")
+
+
+def test_over_data_axes(make_mesh):
+    with jax.enable_x64(True):
+        layers, items, batch, (loss, grads, _), _ = case("linen")
+        mesh = make_mesh((2, 2), ("stage", "data"))
+        pipe = jpipe.Pipeline(layers, squares, num_stages=2, num_microbatches=4, mesh=mesh, balance="even")
+        variables = pipe.from_layer_variables(items, batch)
+        (found, _), gradients = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
+        assert_close(found, loss, "loss")
+        assert_close(gradients_of(pipe, gradients), grads, "gradients")

@@ -1,0 +1,130 @@
+"""Scalars taken out of traces, and put back; what of two traces is compared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe.jax_tools.tracing import replay
+from jpipe.layers.fingerprint import same_value
+from jpipe.model.constants import (
+    Constants,
+    differing,
+    has_custom_derivatives,
+    outputs_that_depend,
+    scalars_of,
+    skeleton,
+    whole,
+    without_plain_calls,
+)
+
+X = np.linspace(-1, 1, 5)
+MASK = np.arange(5) > 1
+
+
+def traced(function, *given):
+    with jax.enable_x64(True):
+        return without_plain_calls(jax.make_jaxpr(function)(*given))
+
+
+def make(a, b, count):
+    """Numbers outside, within a `jit`, and in a NumPy scalar; an array and a boolean that are none of them."""
+    inner = jax.jit(lambda x: jnp.where(MASK & True, x, b))
+    return lambda x: (inner(a * x) + np.float64(a), jnp.arange(5) + count)
+
+
+def test_scalars_are_found_in_order_with_their_types():
+    found = scalars_of(traced(make(0.5, -2.0, 7), X))
+    assert [(str(one.dtype), one.item()) for one in found if one.item() in (0.5, -2.0, 7)] == [
+        ("float64", 0.5),
+        ("float64", -2.0),
+        ("float64", 0.5),
+        ("int64", 7),
+    ]
+
+
+def test_other_numbers_put_into_a_trace_are_another_function():
+    layers = {2: (0.5, -2.0, 7), 5: (0.5, 3.0, 7), 9: (0.25, 4.0, 8)}
+    with jax.enable_x64(True):
+        traces = {i: jax.make_jaxpr(make(*numbers))(X) for i, numbers in layers.items()}
+        constants = differing({i: scalars_of(without_plain_calls(trace)) for i, trace in traces.items()}, first=2)
+        assert len(constants.places) == 4
+        for i, numbers in layers.items():
+            shapes = jax.eval_shape(make(*numbers), X)
+            run = lambda x, i, shapes=shapes: replay(constants.put_into(traces[2], constants.of(i)), shapes)(x)
+            for found, want in zip(run(X, i), make(*numbers)(X), strict=True):
+                np.testing.assert_array_equal(found, want)
+            for found, want in zip(jax.jit(run)(X, jnp.int32(i)), make(*numbers)(X), strict=True):
+                np.testing.assert_allclose(found, want, rtol=1e-15)
+            function = make(*numbers)
+            gradient = jax.grad(lambda x, i=i, run=run: run(x, i)[0].sum())(X)
+            np.testing.assert_array_equal(gradient, jax.grad(lambda x, f=function: f(x)[0].sum())(X))
+
+
+def test_equal_layers_have_no_constants():
+    scalars = scalars_of(traced(make(0.5, -2.0, 7), X))
+    constants = differing({0: scalars, 1: scalars}, first=0)
+    assert constants.places == () and constants.of(1) == [] and constants.of(jnp.int32(1)) == []
+    assert Constants().shapes == []
+
+
+def test_zeros_of_both_signs_differ():
+    scalars = {i: scalars_of(traced(lambda x, zero=zero: x * zero, X)) for i, zero in enumerate((0.0, -0.0))}
+    assert differing(scalars, first=0).places == (0,)
+
+
+def test_another_trace_is_refused():
+    """As under random keys of another kind, if a layer looks at their bits."""
+    scalars = scalars_of(traced(lambda x: 2.0 * x, X))
+    constants = differing({0: scalars, 1: scalars_of(traced(lambda x: 3.0 * x, X))}, first=0)
+    with pytest.raises(ValueError, match="under other keys the layer computes with other numbers"):
+        constants.put_into(traced(lambda x: 2.0 * x + 1.0, X), constants.of(1))
+
+
+def test_which_outputs_depend():
+    closed = traced(lambda x: (2.0 * x, x + 3.0, jnp.sin(2.0 * x) + 3.0), X)
+    found = [value.item() for value in scalars_of(closed)]
+    depend = {place: outputs_that_depend(closed, [place]) for place in range(len(found))}
+    assert found == [2.0, 3.0, 2.0, 3.0]
+    assert list(depend.values()) == [[True, False, False], [False, True, False], *[[False, False, True]] * 2]
+    assert outputs_that_depend(closed, []) == [False, False, False]
+
+
+OTHERS = {
+    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
+    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
+    "types": (lambda x: x * np.float32(2).astype(x.dtype), lambda x: x.astype(np.float32) * 2.0, False),
+    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
+    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
+    "parameters": (lambda x: x.reshape(5, 1), lambda x: x.reshape(1, 5), False),
+    "arrays": (lambda x: x * np.arange(5.0), lambda x: x * np.arange(1.0, 6.0), False),
+    "large arrays": (lambda x: x[0] * np.ones(5000), lambda x: x[0] * np.r_[np.ones(2500), 2, np.ones(2499)], False),
+    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
+    "in a loop": (
+        lambda x: jax.lax.scan(lambda y, _: (y * 2.0, None), x, None, 3)[0],
+        lambda x: jax.lax.scan(lambda y, _: (y * 3.0, None), x, None, 3)[0],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_compared(name):
+    first, second, same = OTHERS[name]
+    a, b = (traced(function, X) for function in (first, second))
+    assert same_value(skeleton(a), skeleton(traced(first, X)))
+    assert same_value(skeleton(a), skeleton(b)) is same
+    assert same_value(whole(a), whole(b)) is (name == "names")
+
+
+@pytest.mark.parametrize(
+    ("function", "has"),
+    [
+        (jnp.sin, False),
+        (jax.nn.relu, True),
+        (lambda x: jax.lax.map(jax.nn.relu, x), True),
+        (jax.jit(jax.nn.relu), True),
+    ],
+)
+def test_custom_derivatives_are_found(function, has):
+    assert has_custom_derivatives(traced(function, X).jaxpr) is has
