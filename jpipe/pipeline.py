@@ -407,9 +407,12 @@ class Pipeline:
           tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
         """
         checks.check_loop_state(state)
-        params = self.plan.layouts["params"].shapes
+        plan = self.plan
+        params = plan.layouts["params"].shapes
         if tx is not None:
-            checked_opt_state(tx, params, self.plan.loss.of_batch)
+            self.planner.check_loss()
+            assert plan.loss is not None
+            checked_opt_state(tx, params, plan.loss.of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
         return batches.placed(state, shardings, self.mesh)
 
