@@ -341,7 +341,7 @@ TOKENS = np.zeros((4, 5), np.int32)
             r"9 tokens .* cache of layer 1 \(Short\), float64\[2,8,16,2\]",
         ),
         (WITH_SHORT, (TOKENS[:1], 3), ValueError, "1 prompts are fewer than the 2 stages"),
-        (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is no positive integer"),
+        (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is less than 1; ask for at least one token"),
         (
             WITH_SHORT,
             (TOKENS, 3, None, 0.0, 2),
@@ -352,10 +352,10 @@ TOKENS = np.zeros((4, 5), np.int32)
         (WITH_SHORT, ("Hello", 3), TypeError, "prompts is str"),
         (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
         (WITH_SHORT, (TOKENS, 3, None, 0.5), ValueError, "temperature=0.5 draws random numbers, but key=None"),
-        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 has to be at least 0"),
         (WITH_SHORT, (TOKENS, 3, None, "1"), TypeError, "temperature='1' is no number"),
         (WITH_SHORT, (TOKENS, 3, None, np.ones(4)), TypeError, "temperature=array.* is no number; one is for"),
-        (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan has to be at least 0"),
         (WITH_SHORT, (TOKENS, 3, None, 1e-40), ValueError, "temperature=1e-40 is no number to divide"),
     ],
 )
