@@ -189,7 +189,7 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     least = _smallest_cap(sums, num_parts, [])
     if not limit >= least * (1 - 1e-12):
         raise ValueError(
-            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:g}"
+            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:.15g}"
         )
     return [(sums, max(limit, least))]
 

@@ -49,7 +49,7 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     if not schedule.trains or schedule.splits:
         raise ValueError(
-            f"{schedule!r} has no backward that is whole; pass one that has, as make_schedule('1f1b', ...)"
+            f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
         )
     num_stages, width = schedule.num_stages, len(schedule.slots)
     several = isinstance(most_waiting, Sequence) or np.ndim(np.asarray(most_waiting, object)) == 1
