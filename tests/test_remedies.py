@@ -16,11 +16,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.execution.rows import data_shard
+from jpipe.forecasting.hardware import parse_topology
 
 FOLLOWED: set[str] = set()
 BATCH = {
@@ -58,6 +60,12 @@ def traced(pipe, batch=BATCH, key=None):
     """Shapes of what a training step gives: everything is checked and traced, and nothing compiled."""
     start = jax.random.key(0)
     return jax.eval_shape(lambda: pipe.value_and_grad(pipe.init(start, batch), batch, key))
+
+
+def planned(pipe, batch=BATCH):
+    """A training step as plain data: layers are traced and partitioned."""
+    pipe.planner.plan_for(batch)
+    return pipe.planner.training_step(batch)
 
 
 @pytest.fixture(scope="module")
@@ -525,7 +533,7 @@ def test_collectives_of_a_layer(make_mesh, key):
 
     split = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))
     for names in ("stage", ("stage", "model")):
-        with refused(ValueError, "name other axes of the mesh there"):
+        with refused(ValueError, "name axes of ['model'] there"):
             traced(make([split, summed(names)], mesh=mesh))
     pipe = make([split, summed("model")], mesh=mesh)
     variables = pipe.init(key, BATCH)
@@ -619,6 +627,183 @@ def test_optimisers_that_look_at_single_parameters(pipe, key):
     with refused(TypeError, NOISE):
         pipe.create_state(key, BATCH, jpipe.per_layer(optax.chain(noise, optax.adamw(1e-3))))
     pipe.abstract_state(BATCH, optax.chain(noise, jpipe.per_layer(optax.adamw(1e-3))))
+
+
+# --- arguments that are proposed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 2), ("gpipe", 3), ("naive", 2), ("v", 1), ("v", 4), ("zb-v", 1)])
+def test_schedules_of_other_numbers_of_chunks(name, chunks, microbatches):
+    sizes = {"num_stages": 2, "num_microbatches": microbatches}
+    with pytest.raises(ValueError, match=r"use schedule='interleaved' or num_chunks=\d$") as info:
+        jpipe.make_schedule(name, **sizes, num_chunks=chunks)
+    proposed = int(str(info.value)[-1])
+    assert jpipe.make_schedule(name, **sizes, num_chunks=proposed).num_chunks == proposed
+    assert jpipe.make_schedule("interleaved", **sizes, num_chunks=chunks).num_chunks == chunks
+
+
+def test_remat_and_schedules():
+    again = jpipe.Schedule([["F0", "R0", "B0", "F1", "R1", "B1"]] * 2, slots=("F", "RB"))
+    for schedule, bad, good, others in (
+        ("zero_bubble", ("stage", "full"), ("none", "layer", jax.checkpoint_policies.dots_saveable), ("1f1b", "gpipe")),
+        (again, ("none", "layer"), ("stage", "full"), ("1f1b", "zero_bubble")),
+    ):
+        for remat in bad:
+            with pytest.raises(ValueError, match=r"use remat=\"(none|stage)\".* or a schedule without [WR]$"):
+                make(schedule=schedule, remat=remat)
+            for other in others[: 1 + (remat in ("none", "layer"))]:
+                make(schedule=other, remat=remat)
+        for remat in good:
+            make(schedule=schedule, remat=remat)
+
+
+def test_shared_ends_and_schedules():
+    words = {"inputs": np.zeros((8, 2), np.int32), "targets": np.zeros((8, 2), np.int32)}
+    loss = lambda y, b: optax.softmax_cross_entropy_with_integer_labels(y, b["targets"]).mean()
+    layers = [nn.Embed(512, 128), dense(128), nn.Dense(512)]
+    with refused(ValueError, "use schedule='1f1b', or ends='spread'"):
+        make(layers, loss, schedule="gpipe", ends="shared")
+    planned(make(layers, loss, schedule="1f1b", ends="shared"), words)
+    planned(make(layers, loss, schedule="gpipe", ends="spread"), words)
+    odd = [nn.Embed(513, 129), dense(129), nn.Dense(513)]
+    with refused(ValueError, "pad the vocabulary to a multiple of K, or use ends='spread'"):
+        planned(make(odd, loss, ends="shared"), words)
+    planned(make([nn.Embed(514, 129), dense(129), nn.Dense(514)], loss, ends="shared"), words)
+    planned(make(odd, loss, ends="spread"), words)
+
+
+def test_sizes(make_mesh):
+    with pytest.raises(ValueError, match=r"use num_stages \* num_chunks <= 4, or cut the model into more layers"):
+        make(num_stages=5)
+    make(num_stages=4)
+    make([dense() for _ in range(5)], num_stages=5)
+    with refused(ValueError, "use num_stages <= 8, pass mesh="):
+        make([dense()] * 9, num_stages=9)
+    traced(make([dense() for _ in range(9)], num_stages=8))
+    pipe = make(mesh=make_mesh((2, 2), ("stage", "data")), num_microbatches=8)
+    with refused(ValueError, "use a batch size divisible by 16"):
+        pipe.planner.for_training(BATCH)
+    pipe.planner.for_training(jax.tree.map(lambda a: np.ones((16, 4), np.float32), BATCH))
+    with pytest.raises(ValueError, match="place a multiple of 2 rows"):
+        pipe.place(np.ones((3, 4)))
+    pipe.place(np.ones((4, 4)))
+
+
+@pytest.mark.parametrize("sizes", [[1234567, 1234564, 3], [0.1, 0.2, 0.7], [1e20, 1e-3, 1e20]])
+def test_the_least_limit_of_a_partition(sizes):
+    """It was rounded to six digits, so that the partition of that limit was refused again."""
+    with pytest.raises(ValueError, match="with these sizes it takes ") as info:
+        jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=0)
+    least = float(str(info.value).rpartition("takes ")[2])
+    cut = jpipe.partition([1.0] * 3, 2, sizes=sizes, limit=least)
+    assert max(sum(sizes[start:stop]) for start, stop in cut.bounds) == pytest.approx(least, rel=1e-12)
+
+
+def test_balances():
+    for balance in ([1, 2], [1, 1, 2], [0, 4]):
+        with refused(ValueError, "such as [2, 2]"):
+            make(balance=balance)
+    make(balance=[2, 2])
+    cuts = jpipe.partition([1.0, 1.0, 1.0, 3.0], 2)
+    with refused(TypeError, "balance=partition.counts"):
+        make(balance=cuts)
+    assert make(balance=cuts.counts).partition.counts == cuts.counts == (3, 1)
+    with refused(ValueError, "or one cost a layer as floats"):
+        make(balance="equal")
+    assert make(balance=[1.0, 1.0, 1.0, 3.0]).partition.counts == (3, 1)
+
+
+def test_actions_and_slots():
+    proposal = 'use Action("F", 0), ("F", 0), ("F", 0, 1), "F0" or "F0.1"'
+    with refused(TypeError, proposal):
+        jpipe.Schedule([[0, "B0"]])
+    for first in (jpipe.Action("F", 0), ("F", 0), "F0"):
+        assert jpipe.Schedule([[first, "B0"]]).actions == jpipe.Schedule([["F0", "B0"]]).actions
+    for second in (("F", 0, 1), "F0.1"):
+        assert jpipe.Schedule([["F0", second, "B0.1", "B0"]]).num_chunks == 2
+    with refused(ValueError, 'as ("F", "B")'):
+        jpipe.Schedule([["F0", "B0"]], slots=())
+    assert jpipe.Schedule([["F0", "B0"]], slots=("F", "B")).slots == ("F", "B")
+    with refused(ValueError, 'give each stage some, as ["F0"]'):
+        jpipe.Schedule([[]])
+    jpipe.Schedule([["F0"]])
+
+
+def test_topologies():
+    with pytest.raises(ValueError, match="pass a chip and a shape such as one of ") as info:
+        parse_topology("v9:2x2")
+    for name in str(info.value).rpartition("one of ")[2].split(", "):
+        assert str(parse_topology(name)) == name
+    with refused(ValueError, "pass h100:8 or less"):
+        parse_topology("h100:16")
+    assert parse_topology("h100:8").num_devices == 8
+
+
+def test_losses_of_several_parts():
+    count = lambda y, b: jnp.mean((y > b["targets"]).astype(jnp.float32))
+    wrong = make(loss=lambda y, b: (loss_fn(y, b), count(y, b)))
+    with pytest.warns(UserWarning, match=r"or \(loss, 1\.0, {'accuracy': accuracy}\)"):
+        wrong.planner.plan_for(BATCH)
+    right = make(loss=lambda y, b: (loss_fn(y, b), 1.0, {"accuracy": count(y, b)}))
+    _, metrics = jax.eval_shape(right.train_step, right.abstract_state(BATCH, TX), BATCH)
+    assert metrics["accuracy"].shape == metrics["loss"].shape == ()
+
+
+def test_callbacks():
+    def counts(x):
+        io_callback(lambda _: None, None, x)
+        return x
+
+    proposal = "use jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
+    with refused(ValueError, proposal):
+        traced(make([dense(), counts]))
+
+    def tells(x):
+        jax.debug.callback(lambda _: None, x)
+        return x
+
+    @jax.custom_vjp
+    def doubled(x):
+        return jax.pure_callback(lambda a: 2 * a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (2 * cotangent,))
+    traced(make([dense(), tells, lambda x: doubled(x)]))
+
+
+def test_sown_values():
+    class Sows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("losses", "size", jnp.mean(x**2))
+            return nn.Dense(4)(x)
+
+    class Passes(nn.Module):
+        @nn.compact
+        def __call__(self, x, total):
+            return nn.Dense(4)(x), total + jnp.mean(x**2, -1)
+
+    proposal = "pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them"
+    with refused(ValueError, proposal):
+        traced(make([dense(), Sows()]))
+    first = lambda x: (x, jnp.zeros(len(x), x.dtype))
+    traced(make([first, Passes(), Passes()], lambda y, b: loss_fn(y[0], b) + jnp.mean(y[1])))
+
+
+def test_nothing_is_split_over_an_axis(make_mesh):
+    mesh = make_mesh((2, 2), ("stage", "model"))
+    split = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))
+    logical = nn.Dense(4, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, (None, "wide")))
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(None, "model"))
+    proposal = r"Name it in batch_axes=, in layers' metadata \(nn\.with_partitioning; nn\.with_logical_partitioning"
+    with pytest.warns(UserWarning, match=proposal):
+        make(mesh=mesh).planner.plan_for(BATCH)
+    ways = ([dense(), dense()], {"batch_axes": "model"}), ([split, dense()], {}), ([dense(), constrained], {})
+    for layers, options in ways:
+        make(layers, mesh=mesh, **options).planner.plan_for(BATCH)  # a warning would be an error
+    with nn.logical_axis_rules([("wide", "model")]):
+        make([logical, dense()], mesh=mesh).planner.plan_for(BATCH)
+    make().planner.plan_for(BATCH)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

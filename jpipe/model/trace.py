@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
@@ -24,7 +23,6 @@ from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.frozen import FROZEN
 from jpipe.layers.shared import how_to_share
-from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.groups import (
     DEFAULT_RULES,
@@ -40,8 +38,7 @@ from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
-from jpipe.seam.primitives import COLLECTIVES
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.runtime import is_of_a_constraint, lacks_an_argument, lacks_rngs
 from jpipe.types import Batch, PyTree, Shapes
 
@@ -207,23 +204,9 @@ def _trace_call(
             "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
             "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
         )
-    _check_collectives(jaxpr.jaxpr)
     _check_updates(variables, updates)
     _check_frozen(updates, jaxpr)
     return jaxpr, _strong(gives), uses(jaxpr)[0]
-
-
-def _check_collectives(jaxpr: Jaxpr) -> None:
-    """Refuses a user's own collectives over stages: the others run other layers, and would never come to them."""
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name in COLLECTIVES and AXIS in jax.tree.leaves((params.get("axes"), params.get("axis_name"))):
-            raise LayerError(
-                f"holds {name} over the mesh axis {AXIS!r}, along which devices have other layers and would never come "
-                "to it; name other axes of the mesh there"
-            )
-        for inner in jaxprs_in_params(params):
-            _check_collectives(inner)
 
 
 @cache
