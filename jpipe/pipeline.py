@@ -120,6 +120,7 @@ class Pipeline:
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
+        num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
         checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)

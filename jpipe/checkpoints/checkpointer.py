@@ -34,6 +34,7 @@ from jpipe.terminal.notices import warn_user
 from jpipe.terminal.progress import in_units, task
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
+from jpipe.users_numbers import as_integer
 
 Found = TypeVar("Found")
 
@@ -69,12 +70,12 @@ class Checkpointer:
 
     Raises:
       OSError: the directory can't be written, or not all processes see it.
-      ValueError: `keep` is less than 1.
+      TypeError, ValueError: `keep` is no integer, or less than 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep={keep!r} is no positive integer; keep at least 1 checkpoint, or None for all")
+        if keep is not None:
+            keep = as_integer("keep", keep, "keep at least 1 checkpoint, or None for all")
         self.directory = files.as_path(directory)
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
@@ -102,7 +103,7 @@ class Checkpointer:
         Args:
           step: the number of steps done.
         """
-        return self._preemption.reached(step)
+        return self._preemption.reached(as_integer("step", step, "pass the number of steps done", least=0))
 
     def close(self) -> None:
         """Waits for what is being written, and ends orbax's threads; after that nothing can be saved or restored."""
@@ -274,7 +275,10 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     Raises:
       FileNotFoundError: there is no such checkpoint.
       RuntimeError: none can be read.
+      TypeError, ValueError: `step` is no integer, or negative.
     """
+    if step is not None:
+        step = as_integer("step", step, "pass that of a checkpoint, or None for the newest", least=0)
     path = files.as_path(directory)
     steps = files.listed(path)
     if (step is not None and step not in steps) or not steps:
