@@ -68,9 +68,9 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
         if not origin.fresh:
             return fill({}, contents.each_record), named
         arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
-        variables = {name: arrays[f"{LAYERS}/{name}"] for name in contents.state.variables}
-        arrays.clear()  # the place of the optimiser's arrays is given back before new ones are made
-        arrays = {f"{LAYERS}/{name}": own for name, own in variables.items()} | _new_state(contents, variables["params"])
+        layers = {name: own for name, own in arrays.items() if name.startswith(f"{LAYERS}/")}
+        del arrays  # the room of the optimiser's arrays is given back before new ones are made
+        arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
         return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
 
 
@@ -104,8 +104,8 @@ def _filled(
             place = record.record_type, record.record
             if not origin.fresh.isdisjoint(record.named):
                 old = contents.records.take(arrays, *place)
-                leaves = {path: leaf for n, own in record.shapes.items() for path, leaf in zip(own, old[n], strict=True)}
-                found = leaves | found
+                for name, shapes in record.shapes.items():
+                    found = dict(zip(shapes, old[name], strict=True)) | found
             read = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
             arrays = contents.records.put(arrays, *place, read)
         advance(sum(record.num_bytes for record in portion))
