@@ -215,9 +215,9 @@ class Pipeline:
         Returns:
           For a linen layer what `module.init` would have returned, with the boxes of Flax's partitioning metadata if
           its initialisers name axes (`nn.unbox(trees)` gives bare arrays); for an nnx layer a pure dict by collection;
-          for a `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing. Leaves are split over
-          the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the host
-          where a process has only a part (`jax.device_get` where it has all).
+          for a `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing. Leaves are split
+          over the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the
+          host where a process has only a part (`jax.device_get` where it has all).
         """
         plan = self.plan
         checks.check_variables(plan, variables)
