@@ -12,6 +12,7 @@ no moments:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -66,10 +67,12 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
             continue
         owner = _owner(path, parameters[layer])
         if owner is None:
-            is_told = not shape and not path[-1].isdigit()  # a number by name, such as a count
+            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
+            # By a name of its own, such as a count: it is of no parameter, unless it is as long as all together.
+            is_told = not path[-1].isdigit() and (not shape or math.prod(shape) != trained)
         else:
-            trained = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
-            is_told = all(trains or path not in has for trains, has in zip(trained, (here, there), strict=True))
+            trains = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
+            is_told = all(it_trains or path not in has for it_trains, has in zip(trains, (here, there), strict=True))
         if not is_told:
             raise ValueError(
                 f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
