@@ -19,7 +19,6 @@ import jax
 
 from jpipe.checkpoints.containers import Json, containers_from_json, name_of
 from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path
-from jpipe.layers.frozen import FROZEN
 
 PARAMS = "params"
 
@@ -58,14 +57,15 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
       ValueError: an array of the optimiser can't be told apart by parameters; it is named.
     """
     names = _renamed_parameters(saved, own)
-    changed, parameters = {path[1] for path in names}, _parameters(contents) if names else {}
+    changed, collections = {path[1] for path in names}, {path[2] for pair in names.items() for path in pair}
+    parameters = _parameters(contents, collections)
     there, here = ({tuple(path): shape for path, _, shape in told["arrays"]} for told in (saved, own))
     fresh, dropped = set(), set()
     for path, shape in (there | here).items():
         layer = next((name for name in path if name in changed), None)
         if path[0] != OPTIMIZER or layer is None:
             continue
-        owner = _owner(path, parameters[layer])
+        owner = _owner(path, {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape})
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
             # By a name of its own, such as a count: it is of no parameter, unless it is as long as all together.
@@ -102,12 +102,17 @@ class _Leaf:
     path: Path
 
 
-def _parameters(contents: Contents) -> dict[str, dict[Path, Path]]:
-    """By layer, for each of its parameters: from its names in an optimiser's tree, with metadata boxes, to its path."""
+def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
+    """By layer, for each of its parameters: from its names in an optimiser's tree, with metadata boxes, to its path.
+
+    Args:
+      contents: of the pipeline's state.
+      collections: that of trained parameters and that of frozen ones.
+    """
     found = {}
     for record in contents.each_record:
         own = found.setdefault(contents.layer_name(record.users[0]), {})
-        for collection in (FROZEN, PARAMS):
+        for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
             if shapes := record.shapes.get(f"{LAYERS}/{collection}"):
                 treedef = contents.state.variables[collection].layout.treedefs[record.record_type]
                 numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
@@ -117,6 +122,9 @@ def _parameters(contents: Contents) -> dict[str, dict[Path, Path]]:
 
 
 def _owner(path: Path, parameters: dict[Path, Path]) -> Path | None:
-    """The parameter that an array of the optimiser is called as: the one with the longest name that `path` ends in."""
-    ends = [keys for keys in parameters if path[-len(keys) :] == keys]
+    """The parameter that an array of the optimiser is called as: the one with the longest name that `path` ends in.
+
+    One that is all of its layer has an empty name: those of its shape are called so.
+    """
+    ends = [keys for keys in parameters if path[len(path) - len(keys) :] == keys]
     return parameters[max(ends, key=len)] if ends else None

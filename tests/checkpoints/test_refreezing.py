@@ -177,6 +177,24 @@ def test_what_several_places_share(tmp_path):
     assert int(found.opt_state[0].count) == 1
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jpipe.per_layer], ids=["all", "by layer"])
+def test_a_layer_that_is_one_array(tmp_path, wrap):
+    """Its moments have no name of their own."""
+    scale = jpipe.Layer(lambda key, x: jnp.full(6, 2.0), lambda p, x: x * p)
+    first, second = (pipe_of(names, layers=[scale, scale, LAYERS[0]]) for names in ([("",), (), ()], [(), ("",), ()]))
+    tx = wrap(optax.adam(1e-2))
+    state, _ = first.train_step(first.create_state(jax.random.key(0), BATCH, tx), BATCH)
+    trees = jax.device_get(first.layer_variables(state.variables))
+    with jpipe.Checkpointer(tmp_path) as saved:
+        saved.save(first, state)
+        found, _ = saved.restore(second, BATCH, tx)
+        assert_close(jax.device_get(second.layer_variables(found.variables)), trees, "values")
+        saved.save(second, found.replace(step=found.step + 1))
+    arrays = flatten_dict(ocp.PyTreeCheckpointer().restore(tmp_path / "2" / "optimizer"))
+    layers = {name: leaf for path, leaf in arrays.items() if "mu" in path for name in path if name.endswith("_Layer")}
+    assert list(layers) == ["0000_Layer"] and not layers["0000_Layer"].any()
+
+
 def listed():
     """A transformation that keeps numbers in a list, without the parameters' names."""
     init = lambda params: [jnp.zeros(leaf.shape) for leaf in jax.tree.leaves(params)]
