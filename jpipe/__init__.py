@@ -13,6 +13,7 @@ from jpipe.pictures.figures import compare
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition, partition
 from jpipe.processes.joining import initialize
+from jpipe.processes.watching import watch
 from jpipe.profiling.profile import Profile, profile
 from jpipe.schedules.actions import Action
 from jpipe.schedules.orders import make_schedule
@@ -31,7 +32,7 @@ __all__ = [
     "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
     "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
     "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress", "simulate", "stash",
-    "zero_bubble",
+    "watch", "zero_bubble",
 ]  # fmt: skip
 
 

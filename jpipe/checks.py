@@ -19,6 +19,7 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
+from jpipe.model.loss import TracedLoss, name_of
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
@@ -95,18 +96,16 @@ def check_complete(plan: Plan, variables: dict[str, StageTree]) -> None:
         raise ValueError(f"variables lack the collection {missing[0]!r}; pass what pipe.init returned")
 
 
-def check_key(model: Model, key: jax.Array | None) -> None:
-    """Checks that there is a key if a layer draws random numbers.
+def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> None:
+    """Checks that there is a key if a layer or the loss draws random numbers.
 
     Raises:
-      ValueError: naming the first layer that does.
+      ValueError: naming the first that does.
     """
-    needy = [group for group in model.groups if group.needs_key]
+    needy = [f"layer {group.indices[0]} ({group.layer.name})" for group in model.groups if group.needs_key]
+    needy += [f"loss_fn {name_of(loss.function)}"] if loss is not None and loss.needs_key else []
     if key is None and needy:
-        raise ValueError(
-            f"layer {needy[0].indices[0]} ({needy[0].layer.name}) draws random numbers, but key=None; "
-            "pass key=jax.random.key(...)"
-        )
+        raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
 
 
 def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
@@ -115,6 +114,7 @@ def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: B
     Raises:
       TypeError, ValueError: as `check_batch`, `check_complete`; or for what the loss function returns.
     """
+    planner.check_loss()
     plan = planner.plan_for(batch)
     check_batch(plan, batch)
     check_complete(plan, variables)
@@ -184,28 +184,35 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
 
 def check_training(planner: Planner, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None) -> None:
     """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
+    planner.check_loss()
     plan = planner.plan_for(batch)
     check_batch(plan, batch)
     check_complete(plan, variables)
     micro = planner.for_training(batch)
-    model, _ = planner.model(micro), planner.loss(micro)
-    check_key(model, key)
+    check_key(planner.model(micro), planner.loss(micro), key)
 
 
-def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> bool:
+def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, said: bool | None) -> bool:
     """Raises what is wrong with the arguments of `apply`; traces the model at new shapes.
+
+    Args:
+      planner: the pipeline's.
+      variables, batch: what `apply` is given.
+      said: whether the caller says that the batch is bare inputs; None to find out.
 
     Returns:
       Whether the batch is bare inputs.
     """
     check_is_variables(variables)
     request, seen = planner.request, planner.plan_for(batch).traced
-    bare = is_bare(batch, seen.batch, seen.inputs, request.read_inputs)
+    if said is not None and not isinstance(said, bool):
+        raise TypeError(f"bare={said!r} is no bool; pass True for the model's inputs alone, False for a whole batch")
+    bare = is_bare(batch, seen.batch, seen.inputs, request.read_inputs, said)
     if bare:
         check_reads_nothing(request.layers)
     check_no_example(batch, seen.inputs if bare else seen.batch)
     check_complete(planner.known_plan(), variables)
-    planner.model(planner.for_evaluation(batch, bare=bare))
+    planner.output_axes(planner.for_evaluation(batch, bare=bare))
     return bare
 
 

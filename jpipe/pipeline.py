@@ -65,7 +65,9 @@ class Pipeline:
       loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, summed over
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
         pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,
-        metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch.
+        metrics)`, is a loss of several means, each over its own weight, which has to follow from the batch. If it has
+        a parameter `key`, it gets a random key, the last layer's folded with 0x1055 (None in evaluation). None: the
+        pipeline only applies and generates, and its batches are what `inputs` reads from, such as bare inputs.
       num_stages: K, the devices along the mesh axis `stage`.
       num_microbatches: M, a divisor of the batch size.
       num_chunks: V, virtual stages a device, for interleaved schedules; 2 for "v".
@@ -95,7 +97,7 @@ class Pipeline:
     def __init__(
         self,
         layers: object,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         *,
         num_stages: int,
         num_microbatches: int,
@@ -115,7 +117,7 @@ class Pipeline:
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
-        checks.check_callable(loss_fn=loss_fn, inputs=inputs)
+        checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         checks.check_trains(self.schedule)
@@ -139,7 +141,7 @@ class Pipeline:
         self._train_steps = TrainSteps(partial(programs.value_and_grad, self.planner), self.abstract_state)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad), jit(programs.evaluate)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, "bare"), jax.jit(to_layers)
-        self._jit_generate = jit(programs.generate, "num_tokens", "prefill")
+        self._jit_generate = jit(programs.generate, "num_tokens", "prefill", "logits")
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
@@ -263,9 +265,19 @@ class Pipeline:
         (loss, updates, _), grads = self._run("loss and gradients", self._jit_value_and_grad, variables, batch, key)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
-    def apply(self, variables: Variables, batch: Batch) -> PyTree:
-        """The model's outputs `[B, ...]` in evaluation mode, pipelined, forward only; of a batch or of bare inputs."""
-        bare = checks.check_apply(self.planner, variables, batch)
+    def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
+        """The model's outputs in evaluation mode, pipelined, forward only; each leaf has a batch axis of B, wherever.
+
+        Args:
+          variables: by collection.
+          batch: a batch `[B, ...]`, or the bare inputs that the first layer takes.
+          bare: which of the two it is. Default: told by its structure and by its shapes behind the first dimension.
+
+        Raises:
+          ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
+            joined. One that begins with an axis of 1 gives a row for each micro-batch.
+        """
+        bare = checks.check_apply(self.planner, variables, batch, bare)
         self.agreement.check(batch, "bare" if bare else "apply")
         return self._run("the forward pass", self._jit_apply, variables, batch, bare=bare)
 
@@ -278,15 +290,17 @@ class Pipeline:
         temperature: float = 0,
         *,
         prefill: int = 1,
+        logits: Callable[[PyTree], jax.Array] | None = None,
     ) -> jax.Array:
         """Prompts `[B, S]`, at least K, and what follows, `[B, S + num_tokens]`: K micro-batches go round the stages.
 
         Layers see a token at a time, of prompts `prefill`, a divisor of S (Flax's attention takes one), and keep a
         cache: Linen modules with a field `decode`, nnx modules with attributes `decode` and methods `init_cache`. A
-        temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone.
+        temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone. Of a model
+        with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
         checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
-        fed = {"num_tokens": num_tokens, "prefill": prefill}
+        fed = {"num_tokens": num_tokens, "prefill": prefill, "logits": logits}
         programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
         self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
         drawn = (as_key(key), jnp.asarray(float(temperature))) if temperature else (None, None)
@@ -354,7 +368,9 @@ class Pipeline:
           batch, tx: a batch `[B, ...]`, or its ShapeDtypeStructs; any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
+        self.planner.check_loss()
         plan = self.planner.plan_for(batch)
+        assert plan.loss is not None
         variables = {name: layout.shapes for name, layout in plan.layouts.items()}
         return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch)
 
@@ -385,7 +401,7 @@ class Pipeline:
         self.__dict__.pop("_jit_init", None)
         self.planner.clear_cache()
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: int) -> Any:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
         """What a jitted program gives."""
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:

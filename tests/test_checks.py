@@ -79,11 +79,11 @@ def test_what_is_no_variables(ready):
 
 def test_keys(ready):
     plan, _ = ready
-    check_key(plan.traced, None)
+    check_key(plan.traced, plan.loss, None)
     _, drops = planned([nn.Dense(4), nn.Dropout(0.5), nn.Dense(4)])
-    check_key(drops.traced, jax.random.key(0))
+    check_key(drops.traced, drops.loss, jax.random.key(0))
     with pytest.raises(ValueError, match=r"layer 1 \(Dropout\) draws random numbers, but key=None"):
-        check_key(drops.traced, None)
+        check_key(drops.traced, None, None)
 
 
 def test_side_inputs():

@@ -23,6 +23,7 @@ import jpipe
 import process_worker
 from cases import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.execution.rows import data_shard
+from jpipe.processes import watching
 
 WORKER = Path(process_worker.__file__)
 SECONDS = 240
@@ -155,10 +156,20 @@ def test_a_step_of_four_processes_is_that_of_one(tmp_path, four_devices):
 
 
 @pytest.mark.slow
-def test_a_profile_is_the_same_in_all_processes(tmp_path):
+def test_a_profile_is_the_same_in_all_processes_and_names_the_slow_one(tmp_path):
     first, second = run_all(tmp_path, 2, 2, ["profiled"]).values()
     assert first["profiled"] == second["profiled"]
-    assert sum(first["profiled"]["slices"].values()) == pytest.approx(first["profiled"]["step"], rel=1e-9)
+    found = first["profiled"]
+    assert sum(found["slices"].values()) == pytest.approx(found["step"], rel=1e-9)
+    assert [(own["process"], own["host"], own["stages"]) for own in found["processes"]] == [
+        (0, socket.gethostname(), [0]),
+        (1, socket.gethostname(), [1]),
+    ]
+    assert found["processes"][0]["of_median"] == 1
+    assert 4 < found["processes"][1]["of_median"] < 100, "twenty times, but for this machine's noise"
+    name = f"process 1 on {socket.gethostname()} (stage 1) takes {found['processes'][1]['of_median']:.2f} times"
+    assert [finding["text"].startswith(name) for finding in found["findings"]].count(True) == 1
+    assert "Processes: milliseconds for all layers" in found["text"]
 
 
 @pytest.mark.slow
@@ -249,16 +260,52 @@ def test_a_process_that_does_not_come_is_missed(two):
     assert "RuntimeError: process 1 did not come to the same step within 2 s" in two[0]["late"]
 
 
-@pytest.mark.slow
-def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
-    port, begin = free_port(), time.monotonic()
-    workers = [start(tmp_path, i, 2, 2, port, "one raises") for i in range(2)]
+def exit_codes(directory: Path, processes: int, devices: int, case: str) -> list[int]:
+    """With what processes end that don't come to the end of a case."""
+    port = free_port()
+    workers = [start(directory, i, processes, devices, port, case) for i in range(processes)]
     try:
-        codes = [worker.wait(SECONDS) for worker in workers]
+        return [worker.wait(SECONDS) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+def test_a_process_that_hangs_is_named_and_all_end(tmp_path):
+    """Process 1 sleeps, and process 0 waits for it in native code; each prints its stacks and ends by itself."""
+    assert exit_codes(tmp_path, 2, 2, "hangs") == [watching.EXIT_CODE] * 2
+    first, second = ((tmp_path / f"{index}.log").read_text() for index in range(2))
+    for index, log in enumerate((first, second)):
+        assert f"no step has ended for 4 s; process {index} of 2 ends with exit code 75." in log, log
+        assert "Process 1 had not entered step 3." in log, log
+        assert re.search(r"process 0 \(.+\) had entered 3 steps \(the last: the loss\), of which 2 ended", log), log
+        assert re.search(r"process 1 \(.+\) had entered 2 steps \(the last: the loss\), of which 2 ended", log), log
+        assert " in hangs" in log, "the main thread's stack"
+    assert " in asleep" in second
+    assert " in asleep" not in first
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_before_the_first_step_is_named(tmp_path):
+    assert exit_codes(tmp_path, 2, 2, "hangs at once") == [watching.EXIT_CODE] * 2
+    log = (tmp_path / "0.log").read_text()
+    assert "Process 1 had not entered step 1." in log, log
+    assert "had entered 1 steps (the last: the comparison of configurations with the other processes)" in log, log
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_long_ends_none(tmp_path):
+    for by_case in run_all(tmp_path, 2, 2, ["one compiles"]).values():
+        found = by_case["one compiles"]
+        assert found["loss"] == pytest.approx(np.tanh(np.tanh(np.tanh(np.tanh(1.0)))), rel=1e-6)
+        assert found["left"] == [], "in the store of all processes"
+
+
+@pytest.mark.slow
+def test_a_process_that_an_error_ends_ends_the_others(tmp_path):
+    begin = time.monotonic()
+    codes = exit_codes(tmp_path, 2, 2, "one raises")
     assert all(codes), codes
     assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
     assert time.monotonic() - begin < 90, "start, and twice the heartbeat"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.jax_tools.tracing import trace
 from jpipe.jax_tools.trees import outline
+from jpipe.layers.base import describe
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
 
@@ -37,7 +39,9 @@ def default_inputs(batch: Batch) -> PyTree:
     return batch
 
 
-def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callable[[Batch], PyTree]) -> bool:
+def is_bare(
+    batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callable[[Batch], PyTree], said: bool | None
+) -> bool:
     """Whether `apply` was given the bare inputs rather than a batch that holds them.
 
     Args:
@@ -45,15 +49,31 @@ def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callabl
       expected: the batch seen at init.
       inputs: what was read from it.
       read_inputs: `batch -> inputs`.
+      said: what the caller says; None to tell by the structure, and by the shapes behind the batch dimension.
 
     Raises:
-      ValueError: it is neither; both structures are shown.
+      ValueError: it is neither, or may be both; the structures or shapes are shown.
     """
     structure, wanted = jax.tree.structure(batch), jax.tree.structure(inputs)
-    if structure == jax.tree.structure(expected):
-        return False
-    if structure == wanted:
-        return True
+    like_batch, like_inputs = structure == jax.tree.structure(expected), structure == wanted
+    if said and not like_inputs:
+        raise ValueError(
+            f"bare=True, but the batch is {outline('batch', batch)}, and not the model's inputs, "
+            f"{outline('inputs', inputs)}; leave bare out"
+        )
+    if said is not None:
+        return said
+    if like_batch and like_inputs and not _gives_all(read_inputs, expected):
+        fits_batch, fits_inputs = _same_features(batch, expected), _same_features(batch, inputs)
+        if fits_batch == fits_inputs:
+            raise ValueError(
+                f"{describe(batch)} may be a batch, which had micro-batches of {describe(expected)} at init, or the "
+                f"model's inputs, which had {describe(inputs)}; say which: pipe.apply(variables, batch, bare=False), "
+                "or pipe.apply(variables, inputs, bare=True)"
+            )
+        return fits_inputs
+    if like_batch or like_inputs:
+        return not like_batch
     with suppress(Exception):  # a batch without what only the loss needs
         if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == wanted:
             return False
@@ -61,6 +81,17 @@ def is_bare(batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callabl
         f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
         f"inputs, {outline('inputs', inputs)}"
     )
+
+
+def _gives_all(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> bool:
+    """Whether the inputs are the whole batch, so that there is nothing to tell apart."""
+    jaxpr = trace(read_inputs, batch)[0].jaxpr
+    return jaxpr.outvars == jaxpr.invars
+
+
+def _same_features(tree: PyTree, expected: Shapes) -> bool:
+    """Whether all arrays have the expected shapes behind the batch dimension."""
+    return [leaf.shape[1:] for leaf in jax.tree.leaves(tree)] == [leaf.shape[1:] for leaf in jax.tree.leaves(expected)]
 
 
 def batch_size(batch: Batch) -> int:
@@ -111,6 +142,17 @@ class MicroBatch:
     def shapes(self) -> Shapes:
         """As the user's pytree."""
         return jax.tree.unflatten(self.structure, self.leaves)
+
+    @property
+    def size(self) -> int:
+        """b, the examples of a micro-batch."""
+        return self.leaves[0].shape[0]
+
+    @property
+    def doubled(self) -> MicroBatch:
+        """One of twice as many examples."""
+        twice = (leaf.update(shape=(2 * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
+        return replace(self, leaves=tuple(twice))
 
 
 def cut(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
@@ -224,8 +266,3 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
     return jax.tree.map(
         lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch
     )
-
-
-def join_microbatches(leaf: jax.Array) -> jax.Array:
-    """`[M, B/M, ...]` to `[B, ...]`; one number a micro-batch stays `[M]`."""
-    return leaf if leaf.ndim < 2 else jnp.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]))

@@ -18,6 +18,7 @@ from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
 from jpipe.processes.agreement import check_agreement
+from jpipe.terminal.first_calls import followed
 from jpipe.terminal.progress import task
 from jpipe.types import Batch, Leaf
 
@@ -51,7 +52,8 @@ class Agreement:
         step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
         if step not in self._known:
             found = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
-            with task("comparing configurations with the other processes"):
+            words = "configurations with the other processes"
+            with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
                 check_agreement({"call": what, **found}, processes_of(mesh))
             self._known.add(step)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -24,10 +24,13 @@ from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import KEEP, LayerGroup, Model, same_type
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.trace import trace_model
-from jpipe.partitioner.shardings import names_in, part_structs
+from jpipe.partitioner.shardings import names_in, part_structs, replicated
 from jpipe.planning.plan import Plan
 from jpipe.schedules.orders import forward_only
-from jpipe.types import PyTree
+from jpipe.types import Leaf, PyTree
+
+PickLogits = Callable[[PyTree], jax.Array]
+"""A model's outputs -> its logits `[b, T, vocabulary]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +42,17 @@ class Decoding:
       prefill: the same of several tokens of a prompt; None if it is fed by single ones.
       caches: where caches lie, a row for each micro-batch; a record type for each group, a record for each layer of it.
       starts: by the name of a buffer, the number that all of it starts from.
+      logits: leaves of the outputs -> the logits.
     """
 
     step: Step
     prefill: Step | None
     caches: Storage
     starts: dict[str, float]
+    logits: Callable[[list[Leaf]], jax.Array]
 
 
-def make_decoding(plan: Plan, size: int, length: int, prefill: int) -> Decoding:
+def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
     """Traces the layers in decode mode and lays out their caches.
 
     Args:
@@ -55,12 +60,13 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int) -> Decoding:
       size: b, the sequences of a micro-batch.
       length: the longest sequence that is fed: what caches are made for.
       prefill: the tokens of a prompt that layers take at a time.
+      logits: which of the outputs are the logits; None if the model gives nothing else.
 
     Raises:
       ValueError: the model takes no tokens or gives no logits; its ends are shared in a way that can't be undone; no
         layer has a cache, or one too short; decoding needs other variables than training.
     """
-    tokens = _check_tokens(plan)
+    tokens = _check_tokens(plan, logits)
     plan = _with_ends_apart(plan) if plan.shares_ends else plan
     takes = [plan.traced.called_with(i) for i in range(plan.traced.num_layers)]
     layers = [decoding(*pair, size, length) for pair in zip(plan.request.layers, takes, strict=True)]
@@ -75,7 +81,9 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int) -> Decoding:
             "tokens at a time"
         ) from error
     caches, starts = _cache_storage(step)
-    return Decoding(step, first, caches, starts)
+    outputs = jax.tree.structure(plan.traced.groups[-1].gives)
+    pick = lambda leaves: leaves[0] if logits is None else logits(jax.tree.unflatten(outputs, leaves))
+    return Decoding(step, first, caches, starts, pick)
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
@@ -85,7 +93,12 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
     model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules)
     _check_model(plan, model, length)
-    whole = replace(model.groups[-1], gives_at=[request.splits.of_examples(tokens.shape[0])])  # logits, to choose by
+    last, of_examples = model.groups[-1], request.splits.of_examples(tokens.shape[0])
+    whole_at = [
+        of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
+        for leaf in jax.tree.leaves(last.gives)
+    ]
+    whole = replace(last, gives_at=whole_at)  # logits among them, to choose by
     model = replace(model, groups=(*model.groups[:-1], whole))
     placement = request.schedule.placement
     schedule = forward_only(
@@ -95,14 +108,22 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     return build_step(plan, model, schedule, functions)
 
 
-def _check_tokens(plan: Plan) -> jax.ShapeDtypeStruct:
+def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
     """The type of what the model takes, `[b, T]`."""
-    given, said = jax.tree.leaves(plan.traced.inputs), jax.tree.leaves(plan.traced.groups[-1].gives)
+    given, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
     takes = len(given) == 1 and given[0].ndim == 2 and jnp.issubdtype(given[0].dtype, jnp.integer)
+    try:
+        said = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
+    except Exception as error:
+        raise ValueError(
+            f"generate: logits raised {type(error).__name__}: {error}; it is called with the model's outputs, "
+            f"{describe(gives)}, and returns those that are logits, as in lambda outputs: outputs[0]"
+        ) from error
     if not takes or len(said) != 1 or said[0].ndim != 3:
         raise ValueError(
             f"generate needs a model that takes tokens [B, T] and gives logits [B, T, vocabulary]; this one takes "
-            f"{describe(plan.traced.inputs)} and gives {describe(plan.traced.groups[-1].gives)}"
+            f"{describe(plan.traced.inputs)} and gives {describe(gives)}. If the logits are among its outputs, say "
+            "which they are: pipe.generate(..., logits=lambda outputs: outputs[0])"
         )
     return given[0]
 

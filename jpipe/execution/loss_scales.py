@@ -1,9 +1,12 @@
-"""What the gradients of a loss of several means are scaled by.
+"""Where the backward starts: the cotangents of the sums of a loss.
 
-Such a loss is sum_t S_t / W_t, where S_t and W_t are sums over all micro-batches of a term and of its weight. So the
-gradients of the terms have to be scaled by their own weights before they are added up, and the weights, which follow
-from the batch alone, are summed up before the first tick. A loss of one mean needs none of that: its gradients are
-divided at the end.
+A loss is sum_t S_t / W_t, where S_t and W_t are sums over all micro-batches of a term and of its weight. (A mean's
+weight is 1, so that W_t is M.) The weights follow from the batch alone, so they are summed up before the first tick,
+and each micro-batch's backward starts from 1 / W_t, as the whole model's does. Backward rules that aren't linear (a
+clip, a rounding) see what they would see there, and nothing is divided at the end.
+
+The weight of a single term may depend on the model's outputs instead. Then the backward starts from 1, and gradients
+are divided by the weight after the last tick.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.execution.step import Step
+from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.tracing import replay
 from jpipe.partitioner.choice import as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
+from jpipe.seam.inside import needed_part
 from jpipe.types import Batch
 
 
-def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
-    """The cotangents of the sums of the loss's terms: of several 1 / W_t; of one 1, since its gradients are divided.
+def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | np.ndarray | float]:
+    """The cotangents of the sums of the loss's terms: 1 / W_t, or 1 if the weight isn't known yet.
 
     Args:
       step: the step of training.
@@ -33,6 +39,10 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | float]:
     assert loss is not None
     if loss.weights is None:
         return [1.0]
+    alone, used = needed_part(loss.weights, [True] * len(loss.terms))
+    if not any(used):  # means, and counts that shapes tell: every micro-batch has the same
+        with on_this_host():
+            return [1 / (step.schedule.num_microbatches * weight) for weight in interpret(alone)]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
     by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)

@@ -12,13 +12,14 @@ averages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 
 import jax
 
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
-from jpipe.execution.decoding import Decoding, make_decoding
+from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
+from jpipe.execution.outputs import output_axes
 from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
@@ -47,24 +48,27 @@ class Planner:
     Attributes:
       plan: None until a batch was seen.
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
-      loss: micro-batch -> the loss that follows them, checked.
+      loss: micro-batch -> the loss that follows them, checked; None if there is none.
       layers: micro-batch, type of random keys -> the layers of each group in training.
+      output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
       step: micro-batch, the layers of each group in training -> the step of training.
-      decoding: b, the longest sequence, tokens of a prompt at a time -> what generation follows.
+      decoding: b, the longest sequence, tokens of a prompt at a time, which outputs are the logits -> what generation
+        follows.
     """
 
     def __init__(self, request: Request):
         self.request = request
         self.plan: Plan | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.model, self.loss = cache(self._model), cache(self._loss)
+        self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
         self.step, self.decoding = cache(self._step), cache(self._decoding)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.layers, self.on_device, self.step, self.decoding):
+        traced = self.model, self.loss, self.output_axes, self.layers, self.on_device
+        for kept in (*traced, self.step, self.decoding):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -88,18 +92,39 @@ class Planner:
         num_microbatches, shards = self.request.schedule.num_microbatches, self.request.splits.num_shards
         return cut_for_evaluation(batch, num_microbatches, shards, bare=bare)
 
+    def check_loss(self) -> None:
+        """Raises a ValueError if there is no loss."""
+        if self.request.loss_fn is None:
+            raise ValueError(
+                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
+                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
+            )
+
     # --- micro-batch -> model ---
 
     def _model(self, micro: MicroBatch) -> Model:
-        given = self.request
-        read = (lambda inputs: inputs) if micro.bare else given.read_inputs
-        with self.tracing(), task(f"tracing {len(given.layers)} layers"):
-            model = trace_model(given.layers, read, micro.shapes, given.splits, given.rules)
+        model = self._traced(micro)
         if self.plan is not None:
             self.plan.check_model(model)
         return model
 
-    def _loss(self, micro: MicroBatch) -> TracedLoss:
+    def _traced(self, micro: MicroBatch) -> Model:
+        given = self.request
+        read = (lambda inputs: inputs) if micro.bare else given.read_inputs
+        with self.tracing(), task(f"tracing {len(given.layers)} layers"):
+            return trace_model(given.layers, read, micro.shapes, given.splits, given.rules)
+
+    def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
+        outputs, doubled = self.model(micro).groups[-1].gives, None
+        with suppress(Exception):  # a model that takes micro-batches of one size alone
+            doubled = self._traced(micro.doubled).groups[-1].gives
+        if jax.tree.structure(doubled) != jax.tree.structure(outputs):
+            doubled = None
+        return output_axes(outputs, doubled, micro.size)
+
+    def _loss(self, micro: MicroBatch) -> TracedLoss | None:
+        if self.request.loss_fn is None:
+            return None
         outputs = self.model(micro).groups[-1].gives
         with self.tracing():
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
@@ -154,7 +179,7 @@ class Planner:
             self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
             try:
                 self.plan = self._first_plan(batch)
-                if self.request.shares_ends:
+                if self.request.shares_ends and self.request.loss_fn is not None:
                     self.training_step(batch)  # which refuses ends that can't be shared, before anything is compiled
             except BaseException:
                 self.plan = None
@@ -163,7 +188,8 @@ class Planner:
         return self.plan
 
     def _first_plan(self, batch: Batch) -> Plan:
-        micro = self.for_training(batch)
+        cut = self.for_evaluation if self.request.loss_fn is None else self.for_training
+        micro = cut(batch)
         with task(f"planning {len(self.request.layers)} layers"):
             model, loss = self.model(micro), self.loss(micro)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
@@ -175,7 +201,11 @@ class Planner:
         """The step of training for a batch's shapes and a type of random keys.
 
         It is kept: the order of its residuals in memory may have taken a compilation.
+
+        Raises:
+          ValueError: there is no loss to train with.
         """
+        self.check_loss()
         micro = self.for_training(batch)
         return self.step(micro, self.layers(micro, key_shape(key)))
 
@@ -185,9 +215,9 @@ class Planner:
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
 
-    def _decoding(self, size: int, length: int, prefill: int) -> Decoding:
+    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         with self.tracing(), task(f"tracing {len(self.request.layers)} layers in decode mode"):
-            return make_decoding(self.known_plan(), size, length, prefill)
+            return make_decoding(self.known_plan(), size, length, prefill, logits)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.batches import join_microbatches, split_microbatches
-from jpipe.execution.decoding import Decoding
+from jpipe.execution.batches import split_microbatches
+from jpipe.execution.decoding import Decoding, PickLogits
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
+from jpipe.execution.outputs import join_microbatches
 from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
@@ -96,12 +97,11 @@ def value_and_grad(
 
     def work(stage: Stage) -> tuple[PyTree, ...]:
         sums, updates, grads = run_training(stage, params.zeros(accumulator_dtype))
-        # loss = sum_m loss_sum_m / W and grads = sum_m d loss_sum_m / W, where W = sum_m weight_sum_m is a constant;
-        # sums are [loss_sum, W, then a sum and a weight for each metric]. Of several means see `loss_scales`.
-        weight = sums[1] if len(stage.scales) == 1 else jnp.ones(())
-        divide = lambda leaf, dtype: (leaf / weight.astype(leaf.dtype)).astype(dtype)
         with jax.named_scope("reduce"):
-            grads = jax.tree.map(divide, params.reduced(grads, partial_along), dtypes)
+            grads = params.reduced(grads, partial_along)
+            if step.loss is not None and step.loss.weights is None:  # the backward began from 1 (`loss_scales`)
+                grads = jax.tree.map(lambda leaf: leaf / sums[1].astype(leaf.dtype), grads)
+            grads = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, dtypes)
         return sums, add_stage_axis(updates), add_stage_axis(grads)
 
     specs = _specs(step.plan)
@@ -125,14 +125,14 @@ def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) ->
 def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
     """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode."""
     step = planner.evaluation_step(batch, with_loss=False, bare=bare)
-    axes = step.model.axes
+    axes, joined_along = step.model.axes, planner.output_axes(planner.for_evaluation(batch, bare=bare))
     specs = [to_spec(at, axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
     leaves = _run(
         step,
         run_inference,
         (variables, batch, None, None),
         [PartitionSpec(None, *spec) for spec in specs],
-        after=lambda leaves: list(map(join_microbatches, leaves)),
+        after=lambda leaves: list(map(join_microbatches, leaves, joined_along)),
         result_specs=specs,
     )
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)
@@ -147,9 +147,10 @@ def generate(
     *,
     num_tokens: int,
     prefill: int,
+    logits: PickLogits | None,
 ) -> jax.Array:
     """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
-    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill)
+    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill, logits)
     step, splits, count = decoding.step, planner.request.splits, prompts.shape[0]
     size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
     spec = lambda rows: to_spec(splits.of_examples(rows), step.model.axes, 2)
@@ -176,11 +177,13 @@ def generate(
     )
 
 
-def decoding_of(planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int) -> Decoding:
+def decoding_of(
+    planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int, logits: PickLogits | None = None
+) -> Decoding:
     """What generation follows for prompts of this shape `[B, S]`: of micro-batches that data axes split evenly."""
     stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
     size = -(-shape[0] // (stages * shards)) * shards
-    return planner.decoding(size, shape[1] + num_tokens - 1, prefill)
+    return planner.decoding(size, shape[1] + num_tokens - 1, prefill, logits)
 
 
 def _run(

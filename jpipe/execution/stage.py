@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.execution.kept import Kept
 from jpipe.execution.step import Step
@@ -115,7 +116,7 @@ class Stage:
     batch: Batch
     key: Key | None
     only: jax.Array | None
-    scales: Sequence[jax.Array | float]
+    scales: Sequence[jax.Array | np.ndarray | float]
     shared: dict[int, dict[str, list[Leaf]]]
     device: Index
 

@@ -168,7 +168,7 @@ def _work(
         if turn.g != step.model.last:
             buffers = step.activations.write(carry.activation, groups[turn.g].indices[0], 0, results.outputs)
             return carry._replace(activation=buffers)
-        return _said(stage, call, turn.microbatch, begin + at_once, results.outputs[0][:, -1], carry)
+        return _said(stage, call, turn.microbatch, begin + at_once, plan.logits(results.outputs)[:, -1], carry)
 
     return stage.sweep(Job(virtual_stage, microbatch, {}), reads, visit, carry)
 

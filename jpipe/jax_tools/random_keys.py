@@ -13,7 +13,7 @@ Key = jax.Array
 """A typed random key, a scalar."""
 
 # A user may pass one key both to initialise and for a step, which are to draw different numbers.
-_INIT, _STEP = 0x1217, 0x57E9
+_INIT, _STEP, _LOSS = 0x1217, 0x57E9, 0x1055
 
 
 def init_key(key: Key, layer: Index) -> Key:
@@ -24,6 +24,11 @@ def init_key(key: Key, layer: Index) -> Key:
 def layer_key(key: Key, layer: Index, microbatch: Index) -> Key:
     """The random key of one layer for one micro-batch of a step; it depends on nothing else."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)
+
+
+def loss_key(key: Key) -> Key:
+    """The random key of the loss for one micro-batch, from that of the last layer (`layer_key`)."""
+    return jax.random.fold_in(key, _LOSS)
 
 
 def key_shape(key: Key | None = None) -> jax.ShapeDtypeStruct:

@@ -121,7 +121,7 @@ class LayerFunction:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss is not None:
-            outputs = self.loss.sums(outputs, arguments.batch)
+            outputs = self.loss.sums(outputs, arguments.batch, arguments.key)
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:

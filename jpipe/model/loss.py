@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
+from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.jaxprs import uses, without_prints
+from jpipe.jax_tools.random_keys import key_shape, loss_key
 from jpipe.jax_tools.tracing import trace
 from jpipe.layers.base import describe
+from jpipe.layers.functions import signature_of
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.notices import warn_user
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
-LossFn = Callable[[PyTree, Batch], PyTree]
+LossFn = Callable[..., PyTree]
 """`(outputs, micro-batch)` -> the mean loss, `(loss_sum, weight_sum)`, `(loss_sum, weight_sum, metrics)`; or several
-means, a dict of such means or pairs, or `(dict, metrics)`."""
+means, a dict of such means or pairs, or `(dict, metrics)`. One with a parameter `key` is given a random key too."""
 
 OWN_METRICS = ("loss", "grad_norm", "finite")
 ONLY = ""
@@ -62,8 +65,10 @@ class TracedLoss:
       of_batch: the type of a whole batch's loss.
       terms: the names of the means that it is the sum of, in the order of `loss_sums`.
       metrics: the names of its metrics, in the order of `loss_sums`.
-      weights: micro-batch -> the weights of its terms, if there are several.
-      weight_follows_outputs: whether it returned a pair whose second part depends on floating-point outputs.
+      weights: micro-batch -> the weights of its terms, which are known before any layer runs; None if the weight of a
+        single term depends on the outputs or on the key.
+      is_pair: whether it returned `(loss_sum, weight_sum)` without metrics.
+      needs_key: whether it draws random numbers.
       constrained: the mesh axes that sharding constraints and `shard_map`s in it name.
     """
 
@@ -72,12 +77,13 @@ class TracedLoss:
     terms: tuple[str, ...]
     metrics: tuple[str, ...]
     weights: ClosedJaxpr | None
-    weight_follows_outputs: bool
+    is_pair: bool
+    needs_key: bool
     constrained: frozenset[str]
 
-    def sums(self, outputs: PyTree, batch: Batch) -> list[jax.Array]:
-        """The sums of a micro-batch (`loss_sums`)."""
-        return loss_sums(self.function(outputs, batch))
+    def sums(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
+        """The sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation."""
+        return loss_sums(_called(self.function, outputs, batch, None if key is None else loss_key(key)))
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the loss of the whole batch, its terms and metrics by name), from the sums over all micro-batches."""
@@ -86,77 +92,98 @@ class TracedLoss:
         named.pop(ONLY, None)
         return sum(found[1 : len(self.terms)], found[0]), named
 
-    def warn_of_moving_weight(self) -> None:
-        """Warns of a pair (loss, metric) that would be read as (loss_sum, weight_sum).
+    def warn_of_late_weight(self) -> None:
+        """Warns of a weight that is known only after the forward, since the backward can't start from 1 / weight then.
 
-        A weight counts what the batch holds; one that depends on the model's floating-point outputs is most likely
-        none.
+        A pair is most likely (loss, metric), and would be read as (loss_sum, weight_sum).
         """
-        if self.weight_follows_outputs:
-            warn_user(
-                "loss_fn returned a pair whose second part depends on the model's outputs. It is read as (loss_sum, "
-                "weight_sum): the loss is the sum of the first over all micro-batches, divided by the sum of the "
-                "second, which is taken as a constant. If the second is a metric, such as an accuracy, return the loss "
-                "alone, or (loss, 1.0, {'accuracy': accuracy}); if it is a weight, compute it from the batch"
-            )
+        if self.weights is not None:
+            return
+        alone = "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
+        meant = f"If the second is a metric, such as an accuracy, {alone}. "
+        warn_user(
+            f"loss_fn {name_of(self.function)} returned a weight_sum that depends on the model's outputs. The loss is "
+            "the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, each taken as a "
+            f"constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe divides the "
+            "gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that clips or "
+            "rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone to have "
+            "them as in the whole model"
+        )
+
+
+def name_of(function: LossFn) -> str:
+    """The name of a user's function, for messages."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def _called(function: LossFn, outputs: PyTree, batch: Batch, key: Leaf | None) -> PyTree:
+    """What a loss function returns; it gets the key if its signature has a parameter `key`."""
+    return function(outputs, batch, **({"key": key} if "key" in signature_of(function) else {}))
 
 
 def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     """Traces a loss function at what the model gives for one micro-batch.
 
+    Args:
+      loss_fn: the user's.
+      outputs: what the last layer gives, shapes.
+      batch: the micro-batch, shapes `[b, ...]`.
+
     Raises:
       ValueError: it raised an error; or returned neither a floating-point scalar, nor a tuple of scalars and metrics,
         nor a dict of scalars and pairs of which no weight depends on the outputs.
     """
+    call = functools.partial(_called, loss_fn)
     try:
-        jaxpr, returned = trace(loss_fn, outputs, batch)
+        jaxpr, returned = trace(call, outputs, batch, key_shape())
     except Exception as error:
+        bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
+        hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
         raise ValueError(
             f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
-            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch (the first batch that a pipeline "
-            "sees has to be a whole one, not its inputs alone)"
+            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
         ) from error
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
     _check_metrics(returned, terms, metrics)
-    sums = without_prints(trace(lambda outputs, batch: loss_sums(loss_fn(outputs, batch)), outputs, batch)[0])
-    names, leaves = tuple(sorted(terms)), jax.tree.leaves(outputs)
-    of_weight = lambda t: [i == 2 * t + 1 for i in range(len(sums.out_avals))]
-    follows = [uses(sums, of_weight(t))[: len(leaves)] for t in range(len(names))]
-    is_pair = ONLY in terms and isinstance(returned, tuple) and len(returned) == 2
-    of_floats = any(on and is_float(leaf) for on, leaf in zip(follows[0], leaves, strict=True))
+    sums = without_prints(trace(lambda *given: loss_sums(call(*given)), outputs, batch, key_shape())[0])
+    names = tuple(sorted(terms))
     return TracedLoss(
         function=loss_fn,
         of_batch=jax.ShapeDtypeStruct((), shapes_of(sums.jaxpr.outvars)[1].dtype),
         terms=names,
         metrics=tuple(sorted(metrics)),
-        weights=_weights(sums, names, follows) if len(names) > 1 else None,
-        weight_follows_outputs=is_pair and of_floats,
+        weights=_weights(sums, names, len(jax.tree.leaves(outputs))),
+        is_pair=ONLY in terms and isinstance(returned, tuple) and len(returned) == 2,
+        needs_key=uses(sums)[-1],
         constrained=named_axes(jaxpr),
     )
 
 
-def _weights(sums: ClosedJaxpr, names: Sequence[str], follows: Sequence[Sequence[bool]]) -> ClosedJaxpr:
-    """Micro-batch -> the weights of several terms, which have to be known before any of them has a gradient.
+def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> ClosedJaxpr | None:
+    """Micro-batch -> the weights of the terms; None if the only term has one that depends on more than the batch.
 
     Args:
-      sums: outputs, micro-batch -> `loss_sums`.
+      sums: leaves of the outputs, of the micro-batch, random key -> `loss_sums`.
       names: of the terms.
-      follows: for each term, of which leaves of the outputs its weight is a function.
+      num_outputs: how many leaves the outputs have.
 
     Raises:
-      ValueError: it is one of any.
+      ValueError: there are several terms, and a weight depends on more than the batch.
     """
-    for name, outputs in zip(names, follows, strict=True):
-        if any(outputs):
+    is_weight = lambda *terms: [i in {2 * t + 1 for t in terms} for i in range(len(sums.out_avals))]
+    of_batch = [num_outputs <= i < len(sums.in_avals) - 1 for i in range(len(sums.in_avals))]
+    for t, name in enumerate(names):
+        if any(used and not known for used, known in zip(uses(sums, is_weight(t)), of_batch, strict=True)):
+            if len(names) == 1:
+                return None
             raise ValueError(
                 f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs. The weights of "
                 "several terms have to follow from the batch alone, since the gradients of each are divided by its own "
                 "before they are added up; compute it from the batch, or return one pair (loss_sum, weight_sum)"
             )
-    is_weight = [i < 2 * len(names) and i % 2 == 1 for i in range(len(sums.out_avals))]
-    needed = [i >= len(follows[0]) for i in range(len(sums.in_avals))]
-    return needed_part(sums, is_weight, keep=needed)[0]
+    return needed_part(sums, is_weight(*range(len(names))), keep=of_batch)[0]
 
 
 def _is_scalar(value: Leaf) -> bool:

@@ -44,7 +44,7 @@ def summarize(title: str, planner: Planner) -> Table:
     if plan is not None:
         found = holdings(plan)
         columns["parameters"] = _parameters(plan, found)
-        notes += [*_held(found), _memory(planner, plan), *_shared(plan, found)]
+        notes += [*_held(found), *_memory(planner, plan), *_shared(plan, found)]
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
@@ -96,17 +96,19 @@ def _held(found: Holdings) -> list[str]:
     return [f"each device holds {' and '.join(notes)}: of each type of array the most that a stage has"]
 
 
-def _memory(planner: Planner, plan: Plan) -> str:
-    """What the model of memory says of a step, its parts by size."""
+def _memory(planner: Planner, plan: Plan) -> list[str]:
+    """What the model of memory says of a step, its parts by size; nothing of a pipeline that doesn't train."""
     from jpipe.forecasting.memory_model import memory_parts
 
+    if plan.loss is None:
+        return []
     try:
         found = memory_parts(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
-        return f"no step of training can be planned: {error}"
+        return [f"no step of training can be planned: {error}"]
     total, parts = bytes_in_words(found.total), sorted(asdict(found).items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in parts if size)
-    return f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"
+    return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
 
 
 def _shared(plan: Plan, found: Holdings) -> list[str]:

@@ -77,12 +77,14 @@ def layer_costs(model: Model, layers: Sequence[TracedLayer], unit: str, mesh: Me
       ValueError: unit is "time", and there is no device like those of the mesh.
     """
     if unit == "time":
-        return timed_costs([(model, layers)], mesh)[0]
+        return timed_costs([(model, layers)], mesh)[0][0]  # of process 0: all have to cut alike
     return _by_layer(model, list(map(_counted, layers)))
 
 
-def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: Mesh) -> list[list[Cost]]:
-    """The seconds of each layer, `[N]`, of variants of one model: for micro-batches of other sizes, or another remat.
+def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: Mesh) -> list[list[list[Cost]]]:
+    """The seconds of each layer, `[P, variants, N]`, as each of P processes took them; all processes call it.
+
+    Variants are of one model: for micro-batches of other sizes, or with another remat.
 
     A layer's variants are timed by turns, so that a machine that gets slower slows all of them.
 
@@ -98,10 +100,12 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
         for same in zip(*(layers for _, layers in variants), strict=True):
             seconds.append(_seconds(same, device))
             advance()
-    seconds = multihost_utils.broadcast_one_to_all(np.asarray(seconds)).tolist()  # all have to cut alike
     return [
-        _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
-        for (model, layers), times in zip(variants, zip(*seconds, strict=True), strict=True)
+        [
+            _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
+            for (model, layers), times in zip(variants, zip(*own, strict=True), strict=True)
+        ]
+        for own in multihost_utils.process_allgather(np.asarray(seconds)).tolist()
     ]
 
 

@@ -40,7 +40,7 @@ class Plan:
     Attributes:
       request: what they were made for.
       traced: the layers, traced at the shapes of one micro-batch of the first batch.
-      loss: what follows them.
+      loss: what follows them; None if the pipeline only applies and generates.
       partition: the cuts into K*V virtual stages (K stages of V chunks), and the costs.
       costs: what each layer takes; empty if `balance` is "even" or gives costs. Where it gives counts of layers, their
         FLOPs, to be shown.
@@ -49,7 +49,7 @@ class Plan:
 
     request: Request
     traced: Model
-    loss: TracedLoss
+    loss: TracedLoss | None
     partition: Partition
     costs: tuple[Cost, ...]
     ends_apart: bool = False
@@ -143,14 +143,14 @@ def early_partition(request: Request) -> Partition | None:
 
 
 def make_plan(
-    request: Request, model: Model, loss: TracedLoss, trace_layers: Callable[[], Sequence[TracedLayer]]
+    request: Request, model: Model, loss: TracedLoss | None, trace_layers: Callable[[], Sequence[TracedLayer]]
 ) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
       request: what the user asked for.
       model: the layers, traced at the shapes of one micro-batch.
-      loss: what the loss function gives for it.
+      loss: what the loss function gives for it, if there is one.
       trace_layers: traces forward and backward of their groups, if they have to be measured.
 
     Raises:
@@ -164,7 +164,8 @@ def make_plan(
     check_collections(request.merge, model.groups)
     if request.shares_ends:
         _check_ends(model)
-    loss.warn_of_moving_weight()
+    if loss is not None:
+        loss.warn_of_late_weight()
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
@@ -211,10 +212,11 @@ def _warn_of_untied(request: Request, model: Model) -> None:
         )
 
 
-def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss) -> None:
+def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) -> None:
     """Names the axes of the mesh along which all devices of a stage hold and compute the same."""
     specs = [spec for group in model.groups for own in group.specs.values() for spec in own]
-    named = loss.constrained.union(jax.tree.leaves(list(map(tuple, specs))), *(g.constrained for g in model.groups))
+    constrained = [group.constrained for group in model.groups] + ([] if loss is None else [loss.constrained])
+    named = set().union(jax.tree.leaves(list(map(tuple, specs))), *constrained)
     for name in request.splits.idle(named):
         warn_user(
             f"nothing is split over the mesh axis {name!r}: its {request.mesh.shape[name]} devices compute the same. "

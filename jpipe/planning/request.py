@@ -58,7 +58,7 @@ class Request:
 
     Attributes:
       layers: behind the one interface.
-      loss_fn: of a micro-batch.
+      loss_fn: of a micro-batch; None of a pipeline that only applies and generates.
       read_inputs: batch -> what the first layer takes.
       remat: what a forward stores for its backward.
       merge: rules by collection that the user set, for those other than parameters.
@@ -74,7 +74,7 @@ class Request:
     """
 
     layers: tuple[AnyLayer, ...]
-    loss_fn: LossFn
+    loss_fn: LossFn | None
     read_inputs: Callable[[Batch], PyTree]
     remat: Remat
     merge: Mapping[str, str]

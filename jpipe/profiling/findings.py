@@ -12,6 +12,7 @@ from jpipe.execution.planner import Planner
 from jpipe.model.remat import MODES
 from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
 from jpipe.profiling.device_memory import MIB
+from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.layer_times import LayerTimes, by_stage
 from jpipe.profiling.prediction import StepModel
 
@@ -27,6 +28,8 @@ CONTENDED = 1.25
 """How many times as long all stages together have to take as each alone for a word about it."""
 NOISY = 0.1
 """By how much rounds of the step have to differ for a word about it."""
+SLOW = 1.2
+"""How many times the median a process has to take for the same layers for a word about it."""
 LARGE = 0.2
 """The share of a step from which on what isn't the stages' work is worth a word."""
 
@@ -50,7 +53,12 @@ class Finding:
 
 
 def find(
-    planner: Planner, model: StepModel, times: LayerTimes, sizes: Sequence[MicrobatchSize], noise: float = 0.0
+    planner: Planner,
+    model: StepModel,
+    times: LayerTimes,
+    sizes: Sequence[MicrobatchSize],
+    noise: float = 0.0,
+    processes: Sequence[ProcessTime] = (),
 ) -> tuple[Finding, ...]:
     """All findings, those that promise the most first.
 
@@ -62,8 +70,9 @@ def find(
       times: of the layers.
       sizes: other numbers of micro-batches, and the one at hand.
       noise: by how much the step differed from round to round, of itself.
+      processes: what each of several takes for the same layers.
     """
-    found = list(_around(model, noise))
+    found = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):
         promises = [
             *_balance(planner, model, times),
@@ -148,6 +157,17 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
         {"remat": "none"},
         promise,
     )
+
+
+def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:
+    slowest = max(processes, key=lambda process: process.seconds, default=None)
+    if slowest and slowest.of_median > SLOW:
+        names = ", ".join(map(str, slowest.stages))
+        stages = f" (stage{'s' * (len(slowest.stages) > 1)} {names})" if names else ""
+        yield Finding(
+            f"{slowest}{stages} takes {slowest.of_median:.2f} times the median of the processes for the same layers, "
+            "and every step waits for it: see what else runs on that machine, or run without it"
+        )
 
 
 def _around(model: StepModel, noise: float) -> Iterator[Finding]:

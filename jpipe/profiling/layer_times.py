@@ -30,11 +30,13 @@ class LayerTimes:
       here: as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
       others: by number of micro-batches, what `here` would be with it.
+      by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 
     here: list[Cost]
     kept: list[Cost]
     others: Mapping[int, list[Cost]] = field(default_factory=dict)
+    by_process: tuple[float, ...] = ()
 
 
 def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
@@ -60,7 +62,9 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
         found = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
         tried, found = {}, timed_costs(variants, planner.request.mesh)
-    return LayerTimes(found[0], found[len(variants) - 1], dict(zip(tried, found[len(variants) :], strict=True)))
+    by_process = tuple(sum(cost.total for cost in times[0]) for times in found)
+    first, tried = found[0], dict(zip(tried, found[0][len(variants) :], strict=True))
+    return LayerTimes(first[0], first[len(variants) - 1], tried, by_process)
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:

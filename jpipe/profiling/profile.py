@@ -18,6 +18,7 @@ from jpipe.profiling import profile_tables as tables
 from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
 from jpipe.profiling.device_memory import Memory, memory_of
 from jpipe.profiling.findings import Finding, find
+from jpipe.profiling.hosts import ProcessTime, host_names, process_times
 from jpipe.profiling.layer_times import measure_layers
 from jpipe.profiling.measure import Program, measure
 from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
@@ -48,6 +49,7 @@ class Profile:
       noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
       sizes: the number of micro-batches at hand and others, and what a step takes with each.
       memory: bytes on a device.
+      processes: what each of several processes takes for the same layers; empty if there is one.
       findings: in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
       facts: the pipeline's numbers, with these times, for `view`.
@@ -63,6 +65,7 @@ class Profile:
     noise: float
     sizes: tuple[MicrobatchSize, ...]
     memory: Memory
+    processes: tuple[ProcessTime, ...]
     findings: tuple[Finding, ...]
     predicted: Timeline = field(repr=False)
     facts: PipelineFacts = field(repr=False)
@@ -80,7 +83,10 @@ class Profile:
 
     def _tables(self) -> list[Table]:
         return [
-            tables.stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight),
+            tables.stage_table(
+                self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes
+            ),
+            *([tables.process_table(self.processes)] if self.processes else []),
             tables.slice_table(self.slices, self.step, self.predicted_step, self.noise),
             tables.size_table(self.sizes, self.schedule.num_microbatches),
             self.memory.table(),
@@ -167,6 +173,7 @@ def profile(
         model = fit(pipe.schedule, stages, **around, step=measured.step)
         sizes = microbatch_sizes(planner, batch, model, times, others)
         memory = memory_of(program, state)
+        processes = process_times(times.by_process, host_names(), pipe.mesh)
         return Profile(
             schedule=pipe.schedule,
             partition=pipe.partition,
@@ -178,7 +185,8 @@ def profile(
             noise=measured.noise,
             sizes=sizes,
             memory=memory,
-            findings=find(planner, model, times, sizes, measured.noise),
+            processes=processes,
+            findings=find(planner, model, times, sizes, measured.noise, processes),
             predicted=stages.timeline(pipe.schedule),
             facts=_measured(facts_of(planner, repr(pipe), batch), stages, memory),
         )

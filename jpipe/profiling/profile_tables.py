@@ -9,11 +9,18 @@ import numpy as np
 from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling.changes import MicrobatchSize
+from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import StageTimes
 from jpipe.schedules.schedule import Schedule
 
 
-def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_flight: Sequence[int]) -> Table:
+def stage_table(
+    schedule: Schedule,
+    cut: Partition,
+    stages: StageTimes,
+    in_flight: Sequence[int],
+    processes: Sequence[ProcessTime] = (),
+) -> Table:
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
     total, rows = np.asarray(stages.total), []
     for stage in range(schedule.num_stages):
@@ -28,8 +35,28 @@ def stage_table(schedule: Schedule, cut: Partition, stages: StageTimes, in_fligh
             )
         )
     header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "in flight")
-    marks = {int(total.argmax()): "slowest"} if total.max() > 1.02 * total.mean() else {}
+    slowest = int(total.argmax())
+    at_work = ", ".join(str(process) for process in processes if slowest in process.stages)
+    marks = {slowest: f"slowest: {at_work}" if at_work else "slowest"} if total.max() > 1.02 * total.mean() else {}
     return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
+
+
+def process_table(processes: Sequence[ProcessTime]) -> Table:
+    """A row for each process: its machine, its stages, and its milliseconds for all layers of the model."""
+    rows = [
+        (
+            str(own.process),
+            own.host,
+            ", ".join(map(str, own.stages)),
+            _milliseconds(own.seconds),
+            f"{own.of_median:.2f}",
+        )
+        for own in processes
+    ]
+    slowest = max(range(len(processes)), key=lambda p: processes[p].seconds)
+    marks = {slowest: "slowest"} if processes[slowest].of_median > 1.02 else {}
+    title = "Processes: milliseconds for all layers of a micro-batch, each process alone on one of its devices"
+    return Table(title, ("process", "host", "stages", "all layers", "of median"), rows, marks)
 
 
 def slice_table(slices: dict[str, float], step: float, predicted: float, noise: float) -> Table:

@@ -20,9 +20,10 @@ from jpipe.terminal.notices import warn_once
 def shared_store() -> Any:
     """The client of the key-value store that `jax.distributed` keeps for all processes; None if there is none.
 
-    It has `key_value_set(key, value)` and `key_value_delete(key)`, of texts; to read, there is `wait_for`. JAX shows
-    it nowhere; `multihost_utils` exchanges values too, but on the devices, where who waits for a process that doesn't
-    come waits for ever. Without it nobody checks that all processes want the same.
+    It has `key_value_set(key, value, allow_overwrite)`, `key_value_delete(key)` and `key_value_dir_get(folder)`, a list
+    of (key, value), of texts; to read what will come, there is `wait_for`. JAX shows it nowhere; `multihost_utils`
+    exchanges values too, but on the devices, where who waits for a process that doesn't come waits for ever. Without it
+    nobody checks that all processes want the same, and none knows how far the others have come.
     """
     if not jax.distributed.is_initialized():
         return None
@@ -53,6 +54,19 @@ def wait_for(store: Any, key: str, seconds: float) -> str | None:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise RuntimeError(f"this process has lost the others: {error}") from error
+
+
+def is_computed(array: jax.Array) -> bool:
+    """Whether the devices have computed an array, or failed to; without waiting. Of a donated one it isn't asked: yes.
+
+    By `is_ready`, which JAX's arrays have though no page lists it. What is public (`jax.block_until_ready`) waits, in a
+    thread that can't be ended. Without it `jpipe.watch` notices a device that is stuck only where the main thread
+    is stuck, too.
+    """
+    try:
+        return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+    except (AttributeError, RuntimeError):
+        return True
 
 
 def finds_no_cluster(error: ValueError) -> bool:

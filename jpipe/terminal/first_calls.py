@@ -5,7 +5,7 @@
 
 Which call compiles is known where it happens: a jitted function's Python runs when it is traced, and only then. So that
 is where `compiles` is called, and it shows a task in the `first_call` around it. All other calls pay some microseconds,
-and their arguments aren't looked at.
+and their arguments aren't looked at, unless somebody follows the calls (`followers`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from jpipe.terminal.progress import is_shown, task
@@ -25,6 +27,55 @@ Result = TypeVar("Result")
 
 _begin: ContextVar[Callable[[str], None] | None] = ContextVar("_begin", default=None)
 """What `compiles` does in the call that this thread is in."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that somebody follows. Who follows it looks at it, and changes nothing.
+
+    Attributes:
+      what: what it computes, in words.
+      is_compiling: whether it compiles now.
+      has_returned: whether it has returned or raised; its devices may still compute.
+      result: the smallest array of what it gave; None before, or if there is none.
+    """
+
+    what: str
+    is_compiling: bool = False
+    has_returned: bool = False
+    result: jax.Array | None = None
+
+    def gives(self, result: PyTree) -> None:
+        """Notes what the devices are computing from now on."""
+        # The last of the smallest: of a state and its metrics a metric, since the state is donated to the next step.
+        arrays = [leaf for leaf in reversed(jax.tree.leaves(result)) if isinstance(leaf, jax.Array)]
+        by_size = sorted(arrays, key=lambda array: array.size)
+        keys = jax.dtypes.prng_key
+        self.result = next((array for array in by_size if not jnp.issubdtype(array.dtype, keys)), None)
+        self.is_compiling = False
+
+
+followers: list[Callable[[Call], None]] = []
+"""Functions that are given each call when it begins."""
+
+
+@contextmanager
+def followed(what: str, arguments: PyTree) -> Iterator[Call | None]:
+    """A context around a call, which the followers are told of.
+
+    Yields:
+      The call; None if nobody follows it, or if it is only traced, as some of its arguments are tracers.
+    """
+    if not followers or _is_traced(arguments):
+        yield None
+        return
+    call = Call(what)
+    for follow in tuple(followers):  # another thread may end a watch
+        follow(call)
+    try:
+        yield call
+    finally:
+        call.is_compiling, call.has_returned = False, True
 
 
 @contextmanager
@@ -44,18 +95,22 @@ def first_call(what: str, arguments: PyTree) -> Iterator[Callable[[Result], Resu
 
     def begin(details: str) -> None:
         """Shows that the function is compiled; once, and only if it isn't called with tracers."""
-        if not begun and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+        if not begun and not _is_traced(arguments):
             begun.append(details)
+            if call:
+                call.is_compiling = True
             compiling.enter_context(task(f"compiling {what} ({details})"))
 
     def done(result: Result) -> Result:
         compiling.close()
+        if call:
+            call.gives(result)
         if begun and is_shown():
             with task(f"first run of {what}"):
                 jax.block_until_ready(result)
         return result
 
-    with ExitStack() as compiling:
+    with followed(what, arguments) as call, ExitStack() as compiling:
         compiling.callback(_begin.reset, _begin.set(begin))
         yield done
 
@@ -69,3 +124,7 @@ def compiles(details: str) -> None:
     begin = _begin.get()
     if begin is not None:
         begin(details)
+
+
+def _is_traced(arguments: PyTree) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))

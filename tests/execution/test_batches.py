@@ -12,7 +12,6 @@ from jpipe.execution.batches import (
     cut_for_training,
     default_inputs,
     is_bare,
-    join_microbatches,
     split_microbatches,
 )
 
@@ -76,7 +75,7 @@ def test_what_the_inputs_are():
 
 def test_bare_inputs_are_told_from_batches():
     seen = cut(batch(8), 2).shapes
-    bare = lambda given: is_bare(given, seen, seen["inputs"], default_inputs)
+    bare = lambda given: is_bare(given, seen, seen["inputs"], default_inputs, None)
     assert bare(batch(8)["inputs"])
     assert not bare(batch(8))
     assert not bare({"inputs": batch(8)["inputs"]}), "without what only the loss needs"
@@ -85,6 +84,29 @@ def test_bare_inputs_are_told_from_batches():
         match=r"batch\['x'\] in a dict: neither a training batch, batch\[.* nor the bare inputs, a bare array",
     ):
         bare({"x": np.ones(8)})
+
+
+def test_where_the_structure_does_not_tell_shapes_do_or_the_caller():
+    """One array, which `inputs` cuts: it was cut twice where bare inputs were meant."""
+    tokens = lambda length: np.zeros((8, length), np.int32)
+    seen, read = cut(tokens(9), 2).shapes, lambda batch: batch[:, :-1]
+    bare = lambda given, said=None: is_bare(given, seen, cut(tokens(8), 2).shapes, read, said)
+    assert (bare(tokens(9)), bare(tokens(8))) == (False, True)
+    assert (bare(tokens(5), True), bare(tokens(5), False), bare(tokens(9), True)) == (True, False, True)
+    with pytest.raises(ValueError, match=r"int32\[8,5\] may be a batch, .* say which: .* bare=False\), or"):
+        bare(tokens(5))
+    with pytest.raises(ValueError, match=r"bare=True, but the batch is batch\['x'\] in a dict"):
+        bare({"x": tokens(8)}, True)
+    assert not is_bare(tokens(5), seen, seen, default_inputs, None), "where inputs are the whole batch, all is the same"
+    doubled = lambda batch: 2 * batch
+    with pytest.raises(ValueError, match="say which"):
+        is_bare(tokens(9), seen, seen, doubled, None)
+
+
+def test_a_micro_batch_of_twice_as_many():
+    found = cut(batch(8), 2)
+    assert (found.size, found.doubled.size) == (4, 8)
+    assert found.doubled.leaves == cut(batch(8), 1).leaves
 
 
 def test_a_single_example():
@@ -99,4 +121,3 @@ def test_micro_batches_are_runs_of_examples():
     x = np.arange(12).reshape(6, 2)
     parts = split_microbatches({"x": x}, 3)["x"]
     np.testing.assert_array_equal(parts, [x[:2], x[2:4], x[4:]])
-    np.testing.assert_array_equal(join_microbatches(parts), x)

@@ -1,4 +1,4 @@
-"""What the gradients of a loss of several means are scaled by: the weights of the whole mini-batch."""
+"""The backward starts from one over the weights of the whole mini-batch, as the whole model's does."""
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,17 @@ def test_they_are_one_over_each_weight(axes):
     assert scales_of(terms, **axes) == pytest.approx([1 / 2, 1 / 4, 1 / 10])
 
 
-def test_one_mean_needs_none():
-    assert scales_of(lambda y, b: (jnp.sum(y), jnp.sum(b["mask"]))) == [1.0]
-    assert scales_of(lambda y, b: {"a": jnp.mean(y)}) == [1.0]
+@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
+def test_a_loss_of_one_mean(axes):
+    assert scales_of(lambda y, b: (jnp.sum(y), jnp.sum(b["mask"])), **axes) == [1 / 4]
+    assert scales_of(lambda y, b: (jnp.sum(y), 1.0 * len(y)), **axes) == [1 / 8]
+    assert scales_of(lambda y, b: jnp.mean(y), **axes) == scales_of(lambda y, b: {"a": jnp.mean(y)}, **axes) == [1 / 2]
+
+
+def test_a_weight_that_follows_from_the_outputs_comes_too_late():
+    with pytest.warns(UserWarning, match=r"loss_fn .*late_weight returned a weight_sum that depends on the model's"):
+        assert scales_of(late_weight) == [1.0]
+
+
+def late_weight(y, b):
+    return jnp.sum(y), jnp.sum(y > 0)

@@ -21,7 +21,9 @@ from jax.sharding import AxisType, Mesh
 
 import jpipe
 from cases import model, pipeline
+from jpipe.planning import costs
 from jpipe.processes import agreement
+from jpipe.seam.runtime import shared_store
 
 Case = Callable[[], Any]
 WIDTH = 8
@@ -140,14 +142,20 @@ def resumed() -> Any:
 
 
 def profiled() -> Any:
-    """What a step's time goes into; the same times in all processes, though each has a clock of its own."""
-    truth = model("linen", "float32")
+    """What a step's time goes into; the same times in all processes, though each has a clock of its own.
+
+    Process 1 takes twenty times as long for layers alone.
+    """
+    truth, median_seconds = model("linen", "float32"), costs._median_seconds
+    if jax.process_index() == 1:  # a slow machine
+        costs._median_seconds = lambda runs: [20 * seconds for seconds in median_seconds(runs)]
     pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "first"))
     batch = pipe.place(own_rows(pipe, truth.batch))
     with jax.numpy_dtype_promotion("standard"):
         state = pipe.create_state(jax.random.key(3), batch, optax.adamw(1e-2))
         profile = jpipe.profile(pipe, state, batch, rounds=2, other_sizes=False)
-    return {name: value for name, value in profile.as_dict().items() if name != "memory"}
+    found = {name: value for name, value in profile.as_dict().items() if name != "memory"}
+    return found | {"text": str(profile).partition("Memory of a device")[0]}
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -201,6 +209,43 @@ def one_raises() -> Any:
     return training()
 
 
+def asleep() -> None:
+    time.sleep(300)
+
+
+def evaluated() -> Callable[[], float]:
+    """A step of all processes, which is not compiled yet: the mean of tanh, four times, of ones."""
+    x, mesh = np.ones((4, WIDTH), np.float32), mesh_of({"stage": 4}, "first")
+    pipe = jpipe.Pipeline([jax.nn.tanh] * 4, lambda y, _: y.mean(), num_stages=4, num_microbatches=2, mesh=mesh)
+    variables = pipe.init(jax.random.key(0), x)
+    return lambda: float(pipe.evaluate(variables, x))
+
+
+def hangs(steps: int) -> Any:
+    """The last process sleeps after some steps that are watched, and the others wait for it."""
+    step = evaluated()
+    if steps:
+        step()
+    with jpipe.watch(seconds=4):
+        for index in range(steps + 1):
+            if index == steps and jax.process_index() == jax.process_count() - 1:
+                asleep()
+            step()
+    return "no process ended"
+
+
+def one_compiles() -> Any:
+    """The last process compiles for longer than the seconds that no step may take, and the others wait for it."""
+    step, seconds = evaluated(), 8 * jax.process_index()
+    step()
+    with jpipe.watch(seconds=3) as watched:
+        watched.steps_of(lambda: time.sleep(seconds))()
+        loss = step()
+    step()  # all have left the block
+    store = shared_store()
+    return {"loss": loss, "left": store and store.key_value_dir_get("jpipe/watch/")}
+
+
 CASES: dict[str, Case] = {
     "stage across": lambda: step({"stage": 4}),
     "stage across, data within": lambda: step({"stage": 2, "data": 2}),
@@ -214,6 +259,9 @@ CASES: dict[str, Case] = {
     "errors": errors,
     "late": late,
     "one raises": one_raises,
+    "hangs": lambda: hangs(2),
+    "hangs at once": lambda: hangs(0),
+    "one compiles": one_compiles,
 }
 
 

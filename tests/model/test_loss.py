@@ -10,8 +10,15 @@ import pytest
 import jpipe
 from cases import assert_close
 from jpipe.model.loss import loss_sums, trace_loss
+from sequential import layer_key
 
 Y = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -41,12 +48,63 @@ def test_weights_of_a_narrow_loss_are_wide():
     [
         (lambda y, b: jnp.mean(y), False),
         (lambda y, b: (jnp.sum(y), jnp.sum(b)), False),
+        (lambda y, b: (jnp.sum(y), jnp.sum(jnp.ones_like(y))), False),
         (lambda y, b: (jnp.sum(y), jnp.sum(y > 0)), True),
+        (lambda y, b: (jnp.sum(y), jnp.sum(y > 0), {}), True),
+        (lambda y, b, key: (jnp.sum(y), jax.random.uniform(key)), True),
         (lambda y, b: (jnp.sum(y), jnp.sum(b), {"accuracy": jnp.mean(y)}), False),
     ],
 )
 def test_what_the_weight_follows(loss_fn, follows):
-    assert trace_loss(loss_fn, Y, Y).weight_follows_outputs is follows
+    """One that follows from more than the batch isn't known before the backward."""
+    assert (trace_loss(loss_fn, Y, Y).weights is None) is follows
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "needs"),
+    [
+        (lambda y, b: jnp.mean(y), False),
+        (lambda y, b, key: jnp.mean(y), False),
+        (lambda y, b, key=None: jnp.mean(y + jax.random.normal(key, y.shape)), True),
+    ],
+)
+def test_whether_it_draws(loss_fn, needs):
+    assert trace_loss(loss_fn, Y, Y).needs_key is needs
+
+
+def noisy(outputs, batch, key=None):
+    """Label noise, in training alone."""
+    noise = 0.0 if key is None else jax.random.normal(key, outputs.shape, outputs.dtype)
+    return jnp.mean((outputs - batch["targets"] - noise) ** 2)
+
+
+@pytest.mark.parametrize("sizes", [{"num_stages": 2}, {"num_stages": 2, "remat": "none", "schedule": "gpipe"}], ids=str)
+def test_a_loss_with_a_key(sizes, x64):
+    """It draws by (key, micro-batch) alone: the last layer's key, folded."""
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((8, 3)), "targets": rng.standard_normal((8, 3))}
+    layers = [nn.Dense(3, param_dtype=jnp.float64) for _ in range(3)]
+    pipe = jpipe.Pipeline(layers, noisy, num_microbatches=4, **sizes)
+    variables = pipe.init(jax.random.key(0), batch)
+    trees = jax.device_get(pipe.layer_variables(variables))
+
+    def plain(trees, train=True):
+        total = 0.0
+        for m in range(4):
+            micro = {name: rows[2 * m : 2 * m + 2] for name, rows in batch.items()}
+            x, key = micro["inputs"], jax.random.fold_in(layer_key(jax.random.key(5), 2, m), 0x1055)
+            for layer, tree in zip(layers, trees, strict=True):
+                x = layer.apply(tree, x)
+            total += noisy(x, micro, key if train else None) / 4
+        return total
+
+    expected, wanted = jax.value_and_grad(plain)(trees)
+    (loss, _), grads = pipe.value_and_grad(variables, batch, jax.random.key(5))
+    assert_close(loss, expected, "loss")
+    assert_close(jax.device_get(pipe.layer_variables({"params": grads})), wanted, "gradients")
+    assert_close(pipe.evaluate(variables, batch), plain(trees, train=False), "evaluation")
+    with pytest.raises(ValueError, match=r"loss_fn noisy draws random numbers, but key=None"):
+        pipe.value_and_grad(variables, batch)
 
 
 def test_what_is_known_of_it():
@@ -80,12 +138,6 @@ def test_what_is_known_of_it():
 def test_losses_that_are_none(loss_fn, message):
     with pytest.raises(ValueError, match=message):
         trace_loss(loss_fn, Y, Y)
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def several_means(outputs, batch):

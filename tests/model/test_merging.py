@@ -307,6 +307,11 @@ class Fp8(nn.Module):
         return x + jnp.tanh(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
 
 
+def parameters(*trees):
+    """The parameters of each layer in each of some lists of trees."""
+    return zip(*([own["params"] for own in layers] for layers in trees), strict=True)
+
+
 def mean_of_squares(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
@@ -323,8 +328,8 @@ def mean_of_squares(outputs, batch):
 def test_fp8_trains_as_the_plain_model(m, options, data):
     """Two steps, so that the second one scales by what the first one saw: of M micro-batches the largest of each.
 
-    The plain model runs micro-batch by micro-batch; with one that is the model itself. In float8 and float32, to
-    rounding, of which the largest error is that of float32 sums.
+    The plain model sees the whole batch at once. In float8 and float32, to rounding, of which the largest error is that
+    of float32 sums.
     """
     rng = np.random.default_rng(0)
     batch = {name: rng.standard_normal((16, 16)).astype(np.float32) for name in ("inputs", "targets")}
@@ -333,12 +338,12 @@ def test_fp8_trains_as_the_plain_model(m, options, data):
     pipe = jpipe.Pipeline(layers, mean_of_squares, num_stages=2, num_microbatches=m, mesh=mesh, **options)
 
     @jax.jit
-    def plain(trees, part):
+    def plain(trees):
         def loss(trees):
-            x = part["inputs"]
+            x = batch["inputs"]
             for layer, tree in zip(layers, trees, strict=True):
                 x = layer.apply(tree, x)
-            return mean_of_squares(x, part)
+            return mean_of_squares(x, batch)
 
         return jax.grad(loss)(trees)
 
@@ -346,10 +351,9 @@ def test_fp8_trains_as_the_plain_model(m, options, data):
         state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
         trees = jax.device_get(pipe.layer_variables(state.variables))
         for _ in range(2):
-            grads = [plain(trees, take_microbatch(batch, i, m)) for i in range(m)]
-            new = jax.tree.map(lambda *a: np.max(a, axis=0), *[[own.get(OVERWRITTEN, {}) for own in g] for g in grads])
-            params = jax.tree.map(lambda *a: np.mean(a, axis=0), *[[own["params"] for own in g] for g in grads])
-            moved = jax.tree.map(lambda a, g: a - 0.1 * g, [tree["params"] for tree in trees], params)
+            grads = plain(trees)
+            new = [own.get(OVERWRITTEN, {}) for own in grads]
+            moved = [jax.tree.map(lambda a, g: a - 0.1 * g, *pair) for pair in parameters(trees, grads)]
             trees = [{"params": a} | ({OVERWRITTEN: b} if b else {}) for a, b in zip(moved, new, strict=True)]
             state, _ = pipe.train_step(state, batch)
             found = jax.device_get(pipe.layer_variables(state.variables))

@@ -2,6 +2,7 @@
 
 import jpipe
 from jpipe.profiling.changes import MicrobatchSize
+from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import StageTimes
 from jpipe.profiling.profile_tables import size_table, slice_table, stage_table
 
@@ -16,6 +17,9 @@ def test_stages_with_their_layers_and_the_slowest():
         ("2", "4", "3", "9", "1.50", "2"),
     ]
     assert table.marks == {1: "slowest"}
+    processes = [ProcessTime(p, host, stages, 1.0, 1.0) for p, (host, stages) in enumerate([("a", (0,)), ("b", (1,))])]
+    times = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
+    assert stage_table(schedule, cut, times, (3, 2), processes).marks == {1: "slowest: process 1 on b"}
     even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2), (3, 2))
     assert even.marks == {}
 

@@ -28,7 +28,9 @@ assert shared_store() is None
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 1, 0)
 store = shared_store()
-store.key_value_set("jpipe/a", "1")
+store.key_value_set("jpipe/a", "0")
+store.key_value_set("jpipe/a", "1", True)
+assert store.key_value_dir_get("jpipe/") == [("jpipe/a", "1")] and store.key_value_dir_get("other/") == []
 found = [wait_for(store, "jpipe/a", 5), wait_for(store, "jpipe/b", 0.2)]
 store.key_value_delete("jpipe/a")
 print(json.dumps([*found, wait_for(store, "jpipe/a", 0.2)]))
@@ -73,6 +75,17 @@ def test_importing_jpipe_names_no_private_module_itself():
     """`jax` imports its own; the package reaches into it when a cluster is there, and not before."""
     code = "import jpipe.processes.agreement as a, sys; print([n for n in vars(a) if n == 'distributed'])"
     assert run(code).stdout.strip() == "[]"
+
+
+def test_whether_an_array_is_computed(make_mesh):
+    """Of one that takes a moment, of one that is there, of one that was donated."""
+    split = jax.device_put(np.ones(2, np.float32), jax.NamedSharding(make_mesh((2,)), P("stage")))
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 10**7, lambda _, x: x * 0.5 + 1, x)).lower(split).compile()
+    array = long(split)
+    assert not runtime.is_computed(array), f"JAX {jax.__version__} has changed is_ready, by which jpipe.watch looks on"
+    assert runtime.is_computed(jax.block_until_ready(array))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert array.is_deleted() and runtime.is_computed(array)
 
 
 def test_no_cluster():

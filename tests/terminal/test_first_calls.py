@@ -97,3 +97,23 @@ def test_checkpoints_show_their_bytes(terminal, soon, tasks, tmp_path):
     assert "reading the layers of step 1" in lines_on(terminal)
     bars = [task for task in tasks if task.fields["unit"] == "bytes"]
     assert len(bars) == 2 and all(task.completed == task.total for task in bars)
+
+
+def test_who_follows_calls_holds_a_metric_and_no_state(monkeypatch):
+    """What a step gives is in use afterwards, or donated; of what is traced nobody is told."""
+    calls, scalar = [], lambda value: jnp.asarray(value)
+    monkeypatch.setattr("jpipe.terminal.first_calls.followers", [calls.append])
+    state = {"key": jax.random.key(0), "kernel": jnp.ones((4, 4)), "step": scalar(1)}
+    metrics = {"loss": scalar(2.0)}
+    with first_call("the step", BATCH) as done:
+        assert [(call.what, call.has_returned, call.is_compiling) for call in calls] == [("the step", False, False)]
+        compiles("a test")
+        assert calls[0].is_compiling
+        done((state, metrics))
+        assert not calls[0].is_compiling
+    assert calls[0].has_returned and calls[0].result is metrics["loss"]
+    with first_call("keys", BATCH) as done:
+        done((state["key"], np.ones(3)))
+    assert calls[1].has_returned and calls[1].result is None
+    jax.eval_shape(make_pipe().init, jax.random.key(0), BATCH)
+    assert len(calls) == 2

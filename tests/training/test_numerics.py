@@ -194,17 +194,22 @@ TINY = 1e-9
 """What float16 can't hold: its smallest number is 6e-8."""
 
 
-class LossScale(NamedTuple):
-    """`jmp.DynamicLossScale` as far as it is used here."""
+class Scale(NamedTuple):
+    value: jax.Array
+    good: jax.Array
 
-    loss_scale: jax.Array
-    counter: jax.Array = np.zeros((), np.int32)
-    period: int = 4
 
-    def adjust(self, grads_finite):
-        grown = jnp.where(self.counter == self.period - 1, 2 * self.loss_scale, self.loss_scale)
-        scale = jnp.where(grads_finite, grown, jnp.maximum(1, self.loss_scale / 2))
-        return LossScale(scale, jnp.where(grads_finite, (self.counter + 1) % self.period, 0), self.period)
+def unscale(first, period=4):
+    """As in docs/howto/numerics.md: gradients are divided by a scale that halves where they aren't finite."""
+
+    def update(grads, state, params=None):
+        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        grown = state.good + 1 == period
+        value = jnp.where(finite, jnp.where(grown, 2.0, 1.0), 0.5).astype(jnp.float32) * state.value
+        good = jnp.where(finite & ~grown, state.good + 1, 0)
+        return jax.tree.map(lambda g: g / state.value, grads), Scale(jnp.maximum(value, 1.0), good)
+
+    return optax.GradientTransformation(lambda params: Scale(jnp.float32(first), jnp.int32(0)), update)
 
 
 def dense(dtype):
@@ -212,9 +217,9 @@ def dense(dtype):
 
 
 def scaled_loss(y, batch):
-    """The scale of each example is its weight: derivatives are scaled, and divided by its sum in float32."""
+    """What comes back is scaled, as in plain JAX."""
     losses = TINY * jnp.mean(jnp.square(y.astype(jnp.float32) - batch["targets"]), -1)
-    return jnp.sum(losses * batch["scale"]), jnp.sum(batch["scale"])
+    return jnp.sum(losses * batch["scale"]), 1.0 * len(losses), {"unscaled": jnp.mean(losses)}
 
 
 def scaled(batch, scale):
@@ -251,12 +256,12 @@ def in_float32(trees, batch, tx, num_steps):
 
 
 @pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_loss_scale_is_the_weight_of_an_example(make_mesh, explicit):
+def test_a_scaled_loss_comes_back_scaled(make_mesh, explicit):
     """Training in float16 by a scale that starts too large, and goes down by skipped steps."""
     mesh = make_mesh((2, 2), ("stage", "data"), explicit=explicit)
     sizes = {"num_stages": 2, "num_microbatches": 4, "balance": "even"}
     pipe = jpipe.Pipeline(dense(jnp.float16), scaled_loss, **sizes, mesh=mesh)
-    batch, tx = regression(), optax.apply_if_finite(optax.sgd(0.3 / TINY), 100)
+    batch, tx = regression(), optax.chain(unscale(2.0**50), optax.apply_if_finite(optax.sgd(0.3 / TINY), 100))
     state = pipe.create_state(jax.random.key(0), scaled(batch, 1.0), tx)
     trees = pipe.layer_variables(state.variables)
     expected, truth = in_float32(trees, batch, optax.sgd(0.3 / TINY), 24)
@@ -265,15 +270,14 @@ def test_a_loss_scale_is_the_weight_of_an_example(make_mesh, explicit):
     found = pipe.layer_variables({"params": gradients(2.0**36)})
     for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         tolerance = 4e-3 * np.max(np.abs(want))
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(got / 2.0**36, want, rtol=0, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
-    scale, losses, scales = LossScale(jnp.float32(2.0**50)), [], []
+    losses, scales = [], []
     while len(losses) < len(truth):
-        scales.append(float(scale.loss_scale))
-        state, metrics = pipe.train_step(state, scaled(batch, scale.loss_scale))
-        scale = scale.adjust(metrics["finite"])
-        losses += [float(metrics["loss"])] * bool(metrics["finite"])
-    num_skipped = int(state.opt_state.total_notfinite)
+        scales.append(float(state.opt_state[0].value))
+        state, metrics = pipe.train_step(state, scaled(batch, scales[-1]))
+        losses += [float(metrics["unscaled"])] * bool(metrics["finite"])
+    num_skipped = int(state.opt_state[1].total_notfinite)
     assert num_skipped == int(state.step) - len(truth) > 2
     assert max(scales[num_skipped:]) > min(scales[1:]), "it grows again"
     np.testing.assert_allclose(losses, truth, rtol=1e-2)

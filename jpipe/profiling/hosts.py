@@ -1,0 +1,69 @@
+"""Which process is slow: each times the same layers on a device of its own, with no other to wait for.
+
+The times of stages can't tell that. A step ends in all processes at once, and a stage may lie on several hosts.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jpipe.mesh.axes import AXIS
+
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True)
+class ProcessTime:
+    """What one process of several takes for the layers of the whole model.
+
+    Attributes:
+      process: its index.
+      host: the name of its machine.
+      stages: those that have devices of it.
+      seconds: of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: how many times as long that is as the median of the processes; of an even number the lower one.
+    """
+
+    process: int
+    host: str
+    stages: tuple[int, ...]
+    seconds: float
+    of_median: float
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
+    """What each process takes; empty if there is one.
+
+    Args:
+      seconds: of each process, `[P]`.
+      hosts: the names of their machines, `[P]`.
+      mesh: the pipeline's.
+    """
+    if len(seconds) < 2:
+        return ()
+    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    at_work = [{device.process_index for device in devices.flat} for devices in stages]
+    return tuple(
+        ProcessTime(p, host, tuple(k for k, found in enumerate(at_work) if p in found), own, own / median_low(seconds))
+        for p, (host, own) in enumerate(zip(hosts, seconds, strict=True))
+    )
+
+
+def host_names() -> list[str]:
+    """The name of each process's machine, `[P]`; all processes call it."""
+    if jax.process_count() == 1:
+        return [socket.gethostname()]
+    own = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(own, np.uint8)))
+    return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]
