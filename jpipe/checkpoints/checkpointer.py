@@ -24,6 +24,7 @@ from jpipe.checkpoints.containers import (
     value_to_json,
 )
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
+from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.execution.batches import on_all
@@ -219,7 +220,8 @@ class Checkpointer:
         A checkpoint that can't be read is passed over with a warning.
 
         Args:
-          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh.
+          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh. It may freeze other
+            parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives them.
           batch: a batch `[B, ...]`, or its shapes.
           tx: the optimiser; what it keeps has to have the structure that was saved.
 
@@ -228,7 +230,8 @@ class Checkpointer:
 
         Raises:
           ValueError: the checkpoint is of other layers or of another optimiser; the first difference is named. Or it
-            was written by a newer jpipe.
+            was written by a newer jpipe. Or other parameters are frozen, and what the optimiser keeps can't be told
+            apart by parameters.
           RuntimeError: there are checkpoints, but none can be read.
         """
         self._check(pipe)
@@ -249,14 +252,16 @@ class Checkpointer:
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state)
-        difference = first_difference(about, contents.description())
+        own = contents.description()
+        origin = origin_of(about, own, contents)
+        difference = first_difference(origin.renamed(about, own), own)
         if difference is not None:
             raise ValueError(
                 f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
                 "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
                 "variables=pipe.from_layer_variables(trees, batch))"
             )
-        arrays, named = read_all(directory, contents)
+        arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         named["step",] = on_all(np.int32(about["step"]), pipe.mesh)
         return contents.filled(arrays, named), containers_from_json(about["position"], value_from_json)
