@@ -18,7 +18,7 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
-from jpipe.model.loss import TracedLoss, name_of
+from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
@@ -103,7 +103,7 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
       ValueError: naming the first that does.
     """
     needy = [f"layer {group.indices[0]} ({group.layer.name})" for group in model.groups if group.needs_key]
-    needy += [f"loss_fn {name_of(loss.function)}"] if loss is not None and loss.needs_key else []
+    needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
     if key is None and needy:
         raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
 
