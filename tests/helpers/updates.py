@@ -35,12 +35,12 @@ def random_like(trees: list, seed: int) -> list:
 
 
 def check_updates(pipe, found, expected):
-    """Two updates under both transformations, from the same parameters and gradients."""
+    """Three updates under both transformations, from the same parameters and gradients."""
     truth = model("mixed")
     trees, variables = params(truth), pipe.from_layer_variables(truth.trees, truth.batch)["params"]
     state, found_state = jax.jit(expected.init)(trees), jax.jit(found.init)(variables)
     expected_update, update = jax.jit(expected.update), jax.jit(found.update)
-    for seed in range(2):
+    for seed in range(3):
         grads = random_like(trees, seed)
         laid_out = pipe.from_layer_variables(filled(truth, grads))["params"]
         updates, state = expected_update(grads, state, trees)

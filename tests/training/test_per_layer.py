@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import jpipe
@@ -21,6 +22,7 @@ def standard_promotion():
 BY_PARAMETER = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.5),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=is_matrix),
+    "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
     "lars": lambda: optax.lars(1e-2, weight_decay=0.1),
     "masked by path": lambda: optax.masked(optax.adamw(1e-2), is_kernel),
     "multi_transform": lambda: optax.multi_transform({"matrices": optax.adamw(1e-2), "rest": optax.sgd(0.1)}, labels),
