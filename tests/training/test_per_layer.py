@@ -22,7 +22,6 @@ def standard_promotion():
 BY_PARAMETER = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.5),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=is_matrix),
-    "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
     "lars": lambda: optax.lars(1e-2, weight_decay=0.1),
     "masked by path": lambda: optax.masked(optax.adamw(1e-2), is_kernel),
     "multi_transform": lambda: optax.multi_transform({"matrices": optax.adamw(1e-2), "rest": optax.sgd(0.1)}, labels),
@@ -43,6 +42,12 @@ def pipe():
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
     with jax.enable_x64(True):
         check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
+
+
+def test_muon_turns_each_layers_own_matrices():
+    with jax.enable_x64(True):
+        truth, tx = model("plain"), optax.contrib.muon(1e-2, weight_decay=0.1)
+        check_updates(pipeline(truth, "1f1b", 2, 3, balance="even"), jpipe.per_layer(tx), one_by_one(tx), truth)
 
 
 def test_per_layer_passes_extra_arguments_on(pipe):
