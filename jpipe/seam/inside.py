@@ -267,9 +267,9 @@ _NO_LAYOUTS = (
     "TPUs may take up to a third longer"
 )
 _EXPORTED = (
-    "jax.export promises nothing of a program that says how arrays lie in memory, so this one, exported for TPUs, "
-    "doesn't: pipe.apply takes as long, a training step may take half as long again; compile a step on TPUs where it "
-    "runs (jax.jit(...).lower(...).compile())"
+    "jax.export can't keep how arrays lie in memory, so a compiler chooses that for this program: on TPUs pipe.apply "
+    "takes as long as it did, but a training step may take half as long again; to train on TPUs, compile the step "
+    "there, by jax.jit(pipe.train_step).lower(state, batch).compile()"
 )
 
 
