@@ -119,9 +119,9 @@ def _check_policy(policy: Policy) -> None:
     """
     answers: list[object] = []
 
-    def ask(*arguments: object, **parameters: object) -> bool:
+    def ask(primitive: Primitive, *types: object, **parameters: object) -> bool:
         try:
-            answers.append(_answer(policy, *arguments, **parameters))
+            answers.append(_answer(policy, primitive, *types, **parameters))
         except TypeError as error:
             answers.append(error)
         return False
