@@ -73,8 +73,8 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
     if isinstance(answer, _Offloaded):
         name = f" {parameters['name']!r}" if "name" in parameters else ""
         raise ValueError(
-            f"remat={getattr(policy, '__qualname__', policy)} moves what the operation {primitive.name}{name} gives to other memory ({answer}), "
-            "which a pipeline doesn't do; use a policy that saves it where it is, such as "
+            f"remat={getattr(policy, '__qualname__', policy)} moves what the operation {primitive.name}{name} gives to "
+            f"other memory ({answer}), which a pipeline doesn't do; use a policy that saves it where it is, such as "
             "jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat='layer'"
         )
     return answer
