@@ -293,7 +293,7 @@ def _constrained(array: jax.Array, *, order: tuple[int, ...]) -> jax.Array:
     return layout.with_layout_constraint(array, layout.Layout(order))
 
 
-def _lowered(context: mlir.LoweringRuleContext, array: Any, *, order: tuple[int, ...]) -> Sequence[Any]:
+def _lowered(context: mlir.LoweringRuleContext, array: mlir.ir.Value, *, order: tuple[int, ...]) -> Sequence:
     """The constraint as an operation of a program; none if that is exported."""
     module = context.module_context
     if not module.lowering_parameters.for_export:
