@@ -18,37 +18,38 @@ endif
 endif
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+install = $(BIN)/python -m pip install --quiet --editable '.$(1)' && touch $@
 
 .PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
 
-test: $(READY)
+test: $(READY)-test
 	$(PYTEST) -m "not slow" $(TESTS)
 
-test-all: $(READY)
+test-all: $(READY)-test
 	$(PYTEST) $(TESTS)
 
 # All notebooks, and the code of all pages.
-test-notebooks: $(READY)
+test-notebooks: $(READY)-test
 	$(PYTEST) tests/test_notebooks.py tests/test_docs.py
 
-lint: $(READY)
+lint: $(READY)-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --venvpath $(dir $(VENV))
 
-format: $(READY)
+format: $(READY)-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # Runs the notebooks and stores their outputs.
-notebooks: $(READY)
+notebooks: $(READY)-test
 	$(BIN)/python tests/helpers/run_notebook.py notebooks/*.ipynb
 
-docs: $(READY)
+docs: $(READY)-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 # Wheel and sdist, tried from outside of the checkout.
-dist: $(READY)
+dist: $(READY)-dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(PYTEST) -n 0 -m "slow or not slow" tests/test_distribution.py
@@ -60,7 +61,13 @@ clean:
 	rm -rf .venv .python-* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+# The package alone, all that the demo needs.
+$(READY): pyproject.toml | $(BIN)/python
+	$(call install)
+
+# An extra of pyproject.toml besides, in the same environment.
+$(READY)-%: $(READY)
+	$(call install,[$*])
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

@@ -174,14 +174,14 @@ def _compile(place: Place, count: int, folder: str, answers: Connection) -> None
 
 
 def _assigned(folder: Path) -> tuple[int, int] | None:
-    """What `_compile` sends, out of the folder, if the compiler has assigned memory."""
+    """What `_compile` sends, out of the folder, if the compiler has assigned memory and says how much."""
     if not list(folder.glob("*_after_buffer_assignment.txt")):
         return None
     time.sleep(3)  # until all is written
     (found,) = folder.glob("*after_optimizations-buffer-assignment.txt")
     sizes = re.findall(r"^allocation \d+: size (\d+), page 0, (parameter|preallocated-temp)", found.read_text(), re.M)
     of = lambda kind: sum(int(size) for size, name in sizes if name == kind)
-    return of("parameter"), of("preallocated-temp")
+    return (of("parameter"), of("preallocated-temp")) if sizes else None  # libtpu 0.0.42 writes it otherwise
 
 
 def num_parameters(pipe: jpipe.Pipeline) -> int:
@@ -252,7 +252,7 @@ def main() -> None:
             with options.csv.open("a") as file:
                 csv.writer(file, lineterminator="\n").writerow((options.what, *rows[-1]))
     counted = "layers" if options.what == "transformer-l" else "filters"
-    caption = f"jax {jax.__version__}, {counted}; MiB a core, the compiler's; bfloat16 activations"
+    caption = f"{common.versions(tpu=True)}, {counted}; MiB a core, the compiler's; bfloat16 activations"
     common.show(f"The largest {options.what}", COLUMNS, [shown(*row) for row in rows], caption)
 
 
@@ -262,18 +262,20 @@ COLUMNS = ("K", "paper", "parameters", "here", "parameters", "times", "arguments
 def figures(place: Place, paper: int, found: dict[int, Fit | None]) -> tuple[int, ...]:
     """(K, paper's count, its parameters, count, parameters, arguments, temporaries, count by 12 bytes, seconds).
 
-    The count is the last of `found`, which has to have fitted; else that and what is known of it are zeros.
+    The count is the last of `found`, or 0 if there is none. What isn't known of a count that doesn't fit is 0.
     """
     count, fit = list(found.items())[-1] if found else (0, None)
     fit = fit or Fit(0, 0, 0, 0.0)
     parts = fit.parameters, fit.arguments, fit.temporaries, place.limit(paper), round(fit.seconds)
-    return (place.num_stages, place.paper, paper, count if fit.parameters else 0, *parts)
+    return (place.num_stages, place.paper, paper, count, *parts)
 
 
 def shown(*row: int) -> tuple[Any, ...]:
-    """A line of the table, from `figures`."""
+    """A line of the table, from `figures`; of a count that doesn't fit it says so."""
     stages, count, paper, here, parameters, arguments, temporaries, limit, seconds = row
     theirs, ours = (f"{n / 1e9:.3f}B" for n in (paper, parameters))
+    if not parameters:
+        return stages, count, theirs, f"{here} doesn't fit" if here else "none fits", *"----", limit, "-"
     held = common.mib(arguments), common.mib(temporaries)
     return stages, count, theirs, here, ours, f"{parameters / paper:.2f}", *held, limit, seconds
 

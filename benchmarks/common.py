@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ def stage_mesh(devices: Sequence[Any], num_stages: int) -> Mesh:
     return Mesh(np.asarray(devices[:num_stages]), ("stage",))
 
 
+def versions(*, tpu: bool) -> str:
+    """The version of jax, and that of libtpu, the TPU's compiler, if programs were compiled by it."""
+    return f"jax {jax.__version__}" + (f", libtpu {metadata.version('libtpu')}" if tpu else "")
+
+
 def settings(device: Any, *parts: Any) -> str:
     """What was measured, for a table's caption."""
-    return ", ".join([f"jax {jax.__version__}", str(device.device_kind), *map(str, parts)])
+    return ", ".join([versions(tpu=device.platform == "tpu"), str(device.device_kind), *map(str, parts)])
 
 
 # --- the model ---

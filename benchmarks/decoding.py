@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from common import on_cpu, show, stage_mesh, tpu_devices
+from common import on_cpu, show, stage_mesh, tpu_devices, versions
 from jax.sharding import SingleDeviceSharding
 
 import jpipe
@@ -116,7 +116,7 @@ def main() -> None:
         ("a tick beyond its layers", f"{kilo(beyond)} ({beyond / layers:.2%} of a stage's blocks)"),
     ]
     sizes = f"width {options.width}, {options.size} prompts, {options.prompt} + {options.tokens} tokens"
-    show("Generation with K=4", ("", "kcycles"), rows, f"{options.chip}, {sizes}, jax {jax.__version__}")
+    show("Generation with K=4", ("", "kcycles"), rows, f"{options.chip}, {sizes}, {versions(tpu=True)}")
 
 
 if __name__ == "__main__":

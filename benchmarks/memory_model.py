@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 from axes_models import LinenBlock, Row, Sizes, dense, dense_specs
-from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, settings, show, transformer_pipeline
+from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, show, transformer_pipeline, versions
 from jax.sharding import Mesh
 
 import jpipe
@@ -265,7 +265,7 @@ def main() -> None:
         keep(rows)
     rows = {point: row | point.predicted() for point, row in rows.items()}
     keep(rows)
-    caption = settings(jax.devices()[0], "TPU steps compiled without a TPU")
+    caption = f"{versions(tpu=bool(missing))}; TPU steps compiled without a TPU"
     show(
         "Bytes of a step, MiB a device",
         ("step", "predicted", "compiled", "error"),

@@ -32,6 +32,7 @@ from common import (
     on_cpu,
     pipeline_stepper,
     show,
+    versions,
 )
 
 import jpipe
@@ -153,10 +154,10 @@ def main() -> None:
     on_cpu(2)
     if options.what == "cpu":
         columns = ("settings", "ms a step, the shortest", "of the default's")
-        show("Measured on two cores", columns, measure(options.repetitions), f"jax {jax.__version__}")
+        show("Measured on two cores", columns, measure(options.repetitions), versions(tpu=False))
     else:
         model = MODELS[options.what]
-        show(f"{options.what} on {model.topology}", COLUMNS, compare(model), f"jax {jax.__version__}")
+        show(f"{options.what} on {model.topology}", COLUMNS, compare(model), versions(tpu=True))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from common import (
     pipeline_stepper,
     stage_mesh,
     transformer_pipeline,
+    versions,
 )
 from tpu_speed import Setting, make_pipeline
 
@@ -111,6 +112,7 @@ def settings_of(chips: list[str]) -> Iterator[Setting]:
 def compile_grid(chips: list[str]) -> None:
     """Compiles the settings that aren't kept yet, and writes all predictions anew."""
     kept = {row["step"]: row["compiled, ms"] for row in kept_rows("tpu")}
+    console.print(f"To be compiled by {versions(tpu=True)}", highlight=False)
     for setting in settings_of(chips):
         if str(setting) not in kept:
             kept[str(setting)] = f"{compiled_ms(setting):.1f}"
@@ -132,6 +134,7 @@ def write_tpu(kept: dict[str, str]) -> None:
 def rates() -> None:
     """Of one pass over an array and of one product, compiled alone, bytes/s and FLOP/s; seconds of a pass over next to
     nothing."""
+    console.print(f"Compiled by {versions(tpu=True)}", highlight=False)
     for name, chip in CHIPS.items():
         if chip.clock is None:
             continue

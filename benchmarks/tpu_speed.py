@@ -33,6 +33,7 @@ from common import (
     stage_mesh,
     tpu_devices,
     transformer_pipeline,
+    versions,
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -340,7 +341,7 @@ def main() -> None:
     for setting in settings:
         rows.append(measure(setting))
         console.print(*rows[-1], sep=" | ", highlight=False)
-    show("A training step on TPUs, as their compiler estimates it", COLUMNS, rows, f"jax {jax.__version__}")
+    show("A training step on TPUs, as their compiler estimates it", COLUMNS, rows, versions(tpu=True))
 
 
 if __name__ == "__main__":

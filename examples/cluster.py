@@ -37,7 +37,7 @@ def simulate_devices(count: int) -> None:
     """Splits the CPU into devices; has no effect on accelerators.
 
     Where there is no accelerator, JAX is told so: it starts all that it has a package for, and the TPU compiler, which
-    `jpipe[dev]` brings, complains at length of the TPU that isn't there. Whoever sets JAX_PLATFORMS is asked instead.
+    `jpipe[test]` brings, complains at length of the TPU that isn't there. Whoever sets JAX_PLATFORMS is asked instead.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)

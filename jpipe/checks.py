@@ -6,7 +6,7 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral, Number, Real
+from numbers import Number
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
-from jpipe.model.loss import TracedLoss, name_of
+from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree
+from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
 
 def check_batch(plan: Plan, batch: Batch) -> None:
@@ -103,7 +104,7 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
       ValueError: naming the first that does.
     """
     needy = [f"layer {group.indices[0]} ({group.layer.name})" for group in model.groups if group.needs_key]
-    needy += [f"loss_fn {name_of(loss.function)}"] if loss is not None and loss.needs_key else []
+    needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
     if key is None and needy:
         raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
 
@@ -150,12 +151,10 @@ def check_generation(
         )
     if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
         raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
-    if not isinstance(temperature, Real) and getattr(temperature, "shape", None) != ():
-        raise TypeError(f"temperature={temperature!r:.60} is no number; one is for all prompts")
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, Integral) or num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens!r} is no positive integer; ask for at least one token")
+    temperature = as_number("temperature", temperature, "one is for all prompts, 0 takes the likeliest", finite=False)
+    as_integer("num_tokens", num_tokens, "ask for at least one token")
     sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
-    if isinstance(prefill, bool) or not isinstance(prefill, Integral) or prefill not in sizes:
+    if integer_or_none(prefill) not in sizes:
         raise ValueError(
             f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
         )

@@ -121,6 +121,7 @@ class Pipeline:
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         self.schedule: Schedule = make_schedule(schedule, **sizes)
+        num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
         checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
@@ -198,7 +199,8 @@ class Pipeline:
     def init(self, key: jax.Array, batch: Batch) -> Variables:
         """New variables by collection, `{"params": ..., "batch_stats": ...}`, each stage's made on its own devices.
 
-        From a random key, for batches like this one `[B, ...]`, whose values don't matter.
+        From a random key, for batches like this one `[B, ...]`, whose values don't matter. An nnx module that was
+        passed as an instance keeps its own weights, whatever the key; a factory's module is made from the key.
         """
         plan = self.planner.plan_for(batch)
         key = as_key(key)
@@ -215,10 +217,11 @@ class Pipeline:
           variables: anything laid out like this pipeline's variables, gradients too: `{"params": grads}`.
 
         Returns:
-          For a linen layer what `module.init` would have returned, for an nnx layer a pure dict by collection, for a
-          `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing. Leaves are split over
-          the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the host
-          where a process has only a part (`jax.device_get` where it has all).
+          For a linen layer what `module.init` would have returned, with the boxes of Flax's partitioning metadata if
+          its initialisers name axes (`nn.unbox(trees)` gives bare arrays); for an nnx layer a pure dict by collection;
+          for a `jpipe.Layer` what its `init` returned. Collections that `variables` lacks are missing. Leaves are split
+          over the stages; `jax.experimental.multihost_utils.process_allgather(trees, tiled=True)` gives values on the
+          host where a process has only a part (`jax.device_get` where it has all).
         """
         plan = self.plan
         checks.check_variables(plan, variables)
@@ -228,8 +231,8 @@ class Pipeline:
         """The inverse of `layer_variables`, under this pipeline's layout.
 
         Args:
-          trees: one item a layer, as `layer_variables` of any pipeline of the same layers returns them, on the host or
-            on devices of this mesh; no tracers.
+          trees: one item a layer, as `layer_variables` of any pipeline of the same layers returns them, with Flax's
+            metadata boxes or without; on the host or on devices of this mesh; no tracers.
           batch: needed if this pipeline has seen none yet: shapes decide the partition.
         """
         plan = self.plan if batch is None else self.planner.plan_for(batch)

@@ -32,6 +32,8 @@ SLOW = {
     "plan",
     "slow-step",
     "encoder-decoder",
+    "packed-sequences",
+    "ahead-of-time",
     "your-model",
     "checkpoints",
     "meshes",

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx, serialization, struct
 from flax.core import FrozenDict
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import jpipe
@@ -61,12 +62,12 @@ def nothing_compiles(key):
         ({"num_stages": 5}, ValueError, r"num_stages=5 .* 4 layers; .* use num_stages \* num_chunks <= 4"),
         ({"num_stages": 2, "num_chunks": 3, "schedule": "interleaved"}, ValueError, "num_chunks=3 .* 4 layers"),
         ({"layers": [dense() for _ in range(9)], "num_stages": 9}, ValueError, "num_stages=9 .* 8 cpu devices"),
-        ({"num_stages": 0}, ValueError, "num_stages=0 must be 1 or more"),
-        ({"num_stages": 2.0}, TypeError, "num_stages=2.0 must be an int"),
-        ({"num_stages": True}, TypeError, "num_stages=True must be an int"),
-        ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be 1 or more"),
-        ({"num_microbatches": "4"}, TypeError, "num_microbatches='4' must be an int"),
-        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be 1 or more"),
+        ({"num_stages": 0}, ValueError, "num_stages=0 is less than 1"),
+        ({"num_stages": 2.0}, TypeError, "num_stages=2.0 is no integer"),
+        ({"num_stages": True}, TypeError, "num_stages=True is no integer"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches=0 is less than 1"),
+        ({"num_microbatches": "4"}, TypeError, "num_microbatches='4' is no integer"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 is less than 1"),
         ({"num_chunks": 2, "schedule": "1f1b"}, ValueError, "'1f1b'.*(?s:.)*num_chunks=2|num_chunks=2(?s:.)*'1f1b'"),
         ({"num_chunks": 2, "schedule": "gpipe"}, ValueError, "interleaved"),
         ({"schedule": "2f2b"}, ValueError, "schedule='2f2b' is unknown.*'naive', 'gpipe', '1f1b', 'interleaved'"),
@@ -823,6 +824,37 @@ def test_policies():
         make(remat=getattr(jax.checkpoint_policies, name))
     make(remat=jax.checkpoint_policies.save_only_these_names("a"))
     make(remat=lambda primitive, *_, **__: primitive.name == "dot_general")
+
+
+OFFLOADS = r"remat={}\S* moves what the operation {} gives to other memory .*use a policy that saves it where it is"
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_policy_that_offloads_products():
+    """A regression: JAX's own error about memory spaces, out of the loop over ticks."""
+    name = "offload_dot_with_no_batch_dims"
+    with pytest.raises(ValueError, match=OFFLOADS.format(name, "dot_general")):
+        make(remat=getattr(jax.checkpoint_policies, name)("device", "pinned_host"))
+
+
+@pytest.mark.usefixtures("nothing_compiles")
+def test_a_policy_that_offloads_names():
+    """It can tell only when it is asked about such a name, so the layer that has it is told too."""
+    policies = {
+        names: jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["kept"],
+            names_which_can_be_offloaded=[names],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        for names in ("hidden", "unused")
+    }
+    named = jpipe.Layer(scale_init, lambda a, x: checkpoint_name(x * a, "hidden"), name="named")
+    step = lambda pipe: jax.eval_shape(pipe.train_step, pipe.abstract_state(BATCH, optax.sgd(0.1)), BATCH)
+    with pytest.raises(ValueError, match=OFFLOADS.format("save_and_offload_only_these_names", "name 'hidden'")) as info:
+        step(make([named] * 4, remat=policies["hidden"]))
+    assert "The layer named raised this" in "".join(info.value.__notes__)
+    step(make([named] * 4, remat=policies["unused"]))
 
 
 class Caches(nn.Module):

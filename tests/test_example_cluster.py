@@ -37,7 +37,7 @@ def test_accelerators_are_left_to_jax(settings, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(any(map(glob.glob, cluster.ACCELERATORS)), reason="this machine has an accelerator")
 def test_nothing_is_said_of_a_tpu_that_is_not_there():
-    """libtpu, which the dev extra brings, said "Failed to find host bounds" and more, in the demo's first lines."""
+    """libtpu, which the test extra brings, said "Failed to find host bounds" and more, in the demo's first lines."""
     code = "import cluster, jax; cluster.simulate_devices(2); print(jax.devices())"
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])

@@ -611,6 +611,13 @@ def summed_backward(x):
 
 
 summed_backward.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.psum(g, "stage"),))
+
+
+def of_single_devices(function):
+    return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+stopped = jax.lax.stop_gradient  # a maximum has no derivative
 OVER_STAGES = {
     "psum": lambda x: jax.lax.psum(x, "stage"),
     "pmax": lambda x: jax.lax.pmax(x, "stage"),
@@ -620,6 +627,10 @@ OVER_STAGES = {
     "in a branch": lambda x: jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "stage"), lambda x: x, x),
     "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jax.lax.psum(x, "stage"), x),
     "in the backward": summed_backward,
+    "in a shard_map": lambda x: of_single_devices(lambda x: jax.lax.psum(x, "stage"))(x),
+    "gathered in a shard_map": lambda x: of_single_devices(lambda x: jax.lax.all_gather(x, "stage").sum(0))(x),
+    "a maximum in a shard_map": lambda x: of_single_devices(lambda x: jax.lax.pmax(x, ("stage", "data")))(stopped(x)),
+    "in the backward of a shard_map": lambda x: of_single_devices(summed_backward)(x),
 }
 
 

@@ -258,6 +258,11 @@ def test_a_run_of_one_process_goes_on_in_two_under_another_layout_and_back(two, 
         ("values", r"ValueError: the processes disagree on the values of batch\['inputs'\] .*pipe.place"),
         ("shapes", r"ValueError: the processes disagree on batch\['inputs'\]: .*\[4, ?\d.* in process 0, .*\[8"),
         ("none", "nothing"),
+        (
+            "elsewhere",
+            r"ValueError: an array float32\[.* only a part; bring it to the hosts first: .*process_allgather",
+        ),
+        ("brought", "nothing"),
     ],
 )
 def test_bad_input_is_an_error_in_each_process_and_nothing_is_lost(two, case, message):

@@ -12,6 +12,7 @@ import pytest
 import jpipe
 import sequential
 from cases import MODELS, assert_close, assert_step_equals, model, names, one_slot_from_k, pipeline
+from device_programs import is_for_accelerators, programs_of
 
 REMATS = {
     "none": "none",
@@ -94,7 +95,12 @@ def name(case):
     return f"{kind}-{order}-K{k}-M{m}-V{v}-{remat}"
 
 
-def check(kind, order, k, m, v, remat, dtype):
+def check(case, dtype):
+    with programs_of(name(case)):
+        check_program(*case, dtype)
+
+
+def check_program(kind, order, k, m, v, remat, dtype):
     truth = model(kind, dtype)
     pipe = pipeline(truth, order, k, m, v, remat=REMATS[remat])
     variables = pipe.from_layer_variables(truth.trees, truth.batch)
@@ -115,25 +121,40 @@ SLOW = {*CASES[1::2], CASES[4], CASES[6], CASES[8], CASES[10]}
 )
 def test_equals_the_sequential_model_in_float64(case):
     with jax.enable_x64(True):
-        check(*case, "float64")
+        check(case, "float64")
 
 
 @pytest.mark.parametrize(
     "case", [CASES[3], *[pytest.param(CASES[i], marks=pytest.mark.slow) for i in (7, 14, 18)]], ids=name
 )
 def test_equals_the_sequential_model_in_float32(case):
-    check(*case, "float32")
+    check(case, "float32")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(filter(runs, set(product()) - set(CASES))), ids=name)
 def test_equals_the_sequential_model_whatever_is_combined(case):
     with jax.enable_x64(True):
-        check(*case, "float64")
+        check(case, "float64")
 
 
 def test_every_model_is_in_the_table():
     assert {case[0] for case in CASES} == set(MODELS)
+
+
+def test_half_of_the_cases_run_the_program_for_tpus_and_gpus():
+    """Whose gradients of weights are summed over two dimensions of `[b, s, d]` at once; a CPU's, over one."""
+    for cases in (CASES, [case for case in CASES if case not in SLOW], [*product()]):
+        assert 0.4 < np.mean([is_for_accelerators(name(case)) for case in cases]) < 0.7
+    with jax.enable_x64(True):
+        truth = model("linen")
+        for case in CASES[0], CASES[2]:
+            pipe = pipeline(truth, "1f1b", 2, 2, balance="even")
+            with programs_of(name(case)):
+                variables = jax.eval_shape(pipe.init, jax.random.key(0), truth.batch)
+                text = str(jax.make_jaxpr(pipe.value_and_grad)(variables, truth.batch))
+            assert ("([0, 1], [0, 1])" in text) == is_for_accelerators(name(case))
+    assert is_for_accelerators(name(CASES[0])) != is_for_accelerators(name(CASES[2]))
 
 
 # --- 1F1B as papers draw it -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jpipe.checkpoints.containers import (
     value_to_json,
 )
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
+from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_state, check_variables
 from jpipe.execution.batches import on_all
@@ -34,6 +35,7 @@ from jpipe.terminal.notices import warn_user
 from jpipe.terminal.progress import in_units, task
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
+from jpipe.users_numbers import as_integer
 
 Found = TypeVar("Found")
 
@@ -69,12 +71,12 @@ class Checkpointer:
 
     Raises:
       OSError: the directory can't be written, or not all processes see it.
-      ValueError: `keep` is less than 1.
+      TypeError, ValueError: `keep` is no integer, or less than 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep={keep!r} is no positive integer; keep at least 1 checkpoint, or None for all")
+        if keep is not None:
+            keep = as_integer("keep", keep, "keep at least 1 checkpoint, or None for all")
         self.directory = files.as_path(directory)
         self._manager = files.make_manager(self.directory, keep)
         self._own: set[int] = set()  # steps restored or saved by this object
@@ -102,7 +104,7 @@ class Checkpointer:
         Args:
           step: the number of steps done.
         """
-        return self._preemption.reached(step)
+        return self._preemption.reached(as_integer("step", step, "pass the number of steps done", least=0))
 
     def close(self) -> None:
         """Waits for what is being written, and ends orbax's threads; after that nothing can be saved or restored."""
@@ -218,7 +220,8 @@ class Checkpointer:
         A checkpoint that can't be read is passed over with a warning.
 
         Args:
-          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh.
+          pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh. It may freeze other
+            parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives them.
           batch: a batch `[B, ...]`, or its shapes.
           tx: the optimiser; what it keeps has to have the structure that was saved.
 
@@ -227,7 +230,8 @@ class Checkpointer:
 
         Raises:
           ValueError: the checkpoint is of other layers or of another optimiser; the first difference is named. Or it
-            was written by a newer jpipe.
+            was written by a newer jpipe. Or other parameters are frozen, and what the optimiser keeps can't be told
+            apart by parameters.
           RuntimeError: there are checkpoints, but none can be read.
         """
         self._check(pipe)
@@ -248,14 +252,16 @@ class Checkpointer:
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state)
-        difference = first_difference(about, contents.description())
+        own = contents.description()
+        origin = origin_of(about, own, contents)
+        difference = first_difference(origin.renamed(about, own), own)
         if difference is not None:
             raise ValueError(
                 f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
                 "begin with the layers' values alone: trees = jpipe.load_layers(directory), pipe.create_state(..., "
                 "variables=pipe.from_layer_variables(trees, batch))"
             )
-        arrays, named = read_all(directory, contents)
+        arrays, named = read_all(directory, contents, origin)
         named |= {path: keys["/".join(path)] for path in contents.random_keys}
         named["step",] = on_all(np.int32(about["step"]), pipe.mesh)
         return contents.filled(arrays, named), containers_from_json(about["position"], value_from_json)
@@ -274,7 +280,10 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     Raises:
       FileNotFoundError: there is no such checkpoint.
       RuntimeError: none can be read.
+      TypeError, ValueError: `step` is no integer, or negative.
     """
+    if step is not None:
+        step = as_integer("step", step, "pass that of a checkpoint, or None for the newest", least=0)
     path = files.as_path(directory)
     steps = files.listed(path)
     if (step is not None and step not in steps) or not steps:

@@ -20,7 +20,7 @@ by which two models are told apart, and a layer's own tree put together again wi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import TypeGuard
@@ -70,6 +70,10 @@ class NamedRecord:
     def num_bytes(self) -> int:
         """The bytes of all of them."""
         return sum(shape.size * shape.dtype.itemsize for shape in self.named.values())
+
+    def part(self, item: str) -> NamedRecord:
+        """The record with the trees of `LAYERS` or of `OPTIMIZER` alone."""
+        return replace(self, shapes={name: own for name, own in self.shapes.items() if name.startswith(f"{item}/")})
 
 
 @dataclass(frozen=True, eq=False)

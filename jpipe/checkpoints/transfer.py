@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import Contents, Named, NamedRecord
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord
+from jpipe.checkpoints.refreezing import Origin
+from jpipe.memory.layout import StageTree
 from jpipe.memory.records import Arrays
+from jpipe.memory.storage import Buffers
 from jpipe.terminal.progress import task
 
 AT_ONCE = 1 / 8
@@ -32,7 +36,7 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
     """
     named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
     arrays = contents.arrays
-    for portion in _portions(contents):
+    for portion in _portions(contents.each_record):
         for record in portion:
             taken = contents.records.take(arrays, record.record_type, record.record)
             for name, shapes in record.shapes.items():
@@ -50,27 +54,78 @@ def _to_host(leaf: jax.Array) -> jax.Array:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY))
 
 
-def read_all(directory: epath.Path, contents: Contents) -> tuple[Arrays, Named]:
-    """(new buffers with each layer's arrays, what belongs to no layer); `contents` of a state's shapes."""
-    read = lambda shapes: files.if_all_can(lambda: files.read_arrays(directory, shapes))
+def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
+    """(new buffers with each layer's arrays, what belongs to no layer).
+
+    Args:
+      directory: a step's.
+      contents: of a state's shapes.
+      origin: which arrays of the checkpoint they are. What is fresh is made from the parameters, once these are read.
+    """
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
-        named, arrays = read(contents.without_layer), None
-        for portion in _portions(contents):
-            found = read({path: shape for record in portion for path, shape in record.named.items()})
-            if arrays is None:  # once something could be read
-                arrays = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), contents.arrays)
-            for record in portion:
-                leaves = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
-                arrays = contents.records.put(arrays, record.record_type, record.record, leaves)
-            advance(sum(record.num_bytes for record in portion))
-    return arrays or {}, named
+        named = _read(directory, contents.without_layer, origin)
+        fill = partial(_filled, directory, contents, origin, advance)
+        if not origin.fresh:
+            return fill({}, contents.each_record), named
+        arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
+        layers = {name: own for name, own in arrays.items() if name.startswith(f"{LAYERS}/")}
+        del arrays  # the room of the optimiser's arrays is given back before new ones are made
+        arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
+        return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
 
 
-def _portions(contents: Contents) -> list[list[NamedRecord]]:
-    """Runs of records, each about `AT_ONCE` of the state's bytes."""
-    total = contents.num_bytes
+def _read(directory: epath.Path, shapes: Named, origin: Origin) -> Named:
+    """Some of the state's arrays; all processes read theirs."""
+    theirs = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
+    found = files.if_all_can(lambda: files.read_arrays(directory, {name: shapes[p] for p, name in theirs.items()}))
+    return {path: found[name] for path, name in theirs.items()}
+
+
+def _filled(
+    directory: epath.Path,
+    contents: Contents,
+    origin: Origin,
+    advance: Callable[[int], None],
+    arrays: Arrays,
+    records: list[NamedRecord],
+) -> Arrays:
+    """Buffers with the arrays of some records, a portion at a time; what is fresh stays as it was there.
+
+    Args:
+      directory, contents, origin: as `read_all` takes them.
+      advance: is told how many bytes were read.
+      arrays: the buffers, which are donated; if there are none, new ones are made once something could be read.
+      records: those to read.
+    """
+    for portion in _portions(records):
+        found = _read(directory, {path: shape for record in portion for path, shape in record.named.items()}, origin)
+        arrays = arrays or jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), contents.arrays)
+        for record in portion:
+            place = record.record_type, record.record
+            if not origin.fresh.isdisjoint(record.named):
+                old = contents.records.take(arrays, *place)
+                for name, shapes in record.shapes.items():
+                    found = dict(zip(shapes, old[name], strict=True)) | found
+            read = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+            arrays = contents.records.put(arrays, *place, read)
+        advance(sum(record.num_bytes for record in portion))
+    return arrays
+
+
+def _new_state(contents: Contents, params: Buffers) -> Arrays:
+    """The buffers of the optimiser's new state for these parameters."""
+    state = contents.state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    tree = StageTree(params, state.variables["params"].layout)
+    new = Contents(contents.model, state.replace(opt_state=jax.jit(state.tx.init, out_shardings=shardings)(tree)))
+    return {name: own for name, own in new.arrays.items() if name.startswith(f"{OPTIMIZER}/")}
+
+
+def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
+    """Runs of records, each about `AT_ONCE` of their bytes."""
+    total = sum(record.num_bytes for record in records)
     portions, room = [], 0.0
-    for record in contents.each_record:
+    for record in records:
         if not portions or record.num_bytes > room:
             portions.append([])
             room = AT_ONCE * total

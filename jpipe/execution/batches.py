@@ -17,6 +17,9 @@ from jpipe.jax_tools.trees import outline
 from jpipe.layers.base import describe
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 
+REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
+"""What to do with a number for all examples."""
+
 
 def default_inputs(batch: Batch) -> PyTree:
     """What the first layer takes: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
@@ -108,10 +111,15 @@ def batch_size(batch: Batch) -> int:
     for path, leaf in leaves:
         name = "batch" + jax.tree_util.keystr(path)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]")
+            instead = f"; {REPEATED}" if isinstance(leaf, int | float) else ""
+            raise TypeError(
+                f"{name} is a {type(leaf).__name__}, not an array; batches are pytrees of arrays [B, ...]{instead}"
+            )
         _check_dtype(name, leaf.dtype)
         if not leaf.shape:
-            raise ValueError(f"{name} is a scalar; every array of a batch needs the batch size as its first dimension")
+            raise ValueError(
+                f"{name} is a scalar; every array of a batch needs the batch size as its first dimension: {REPEATED}"
+            )
         sizes.setdefault(leaf.shape[0], name)
     if len(sizes) > 1:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())

@@ -14,6 +14,8 @@ MUCH = 0.1
 """The share of a layer's operations from which on it is worth a warning."""
 NOTHING = 1e6
 """Floating-point operations of a layer for one micro-batch that take next to nothing: no warning."""
+FELT = 1e-3
+"""The share of the model's operations from which on it is worth a warning."""
 
 
 class WholeOperation(NamedTuple):
@@ -46,14 +48,16 @@ def _total(traced: TracedLayer) -> float:
 
 
 def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer]) -> None:
-    """Warns, once, of each kind of layer of which every device does much whole."""
-    for traced, layer in zip(trained, layers, strict=True):
+    """Warns, once, of each kind of layer of which every device does much whole, if that is some part of the model."""
+    totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
+    for traced, layer, total in zip(trained, layers, totals, strict=True):
         found = unsplit_in(traced, layer)
-        if sum(one.share for one in found) > MUCH and _total(traced) > NOTHING:
+        share = sum(one.share for one in found)
+        if share > MUCH and _total(traced) > NOTHING and share * total > FELT * sum(totals):
             worst = max(found, key=lambda one: one.share)
             group = traced.function.group
             warn_once(
                 f"layer {group.indices[0]} ({group.layer.name}): {worst.operation} ({worst.line or 'of no line'}) has "
                 "to see whole arrays, so that every device of a stage does it all, with others like it "
-                f"{sum(one.share for one in found):.0%} of the layer's operations; pipe.communication(batch) lists them"
+                f"{share:.0%} of the layer's operations; pipe.communication(batch) lists them"
             )

@@ -48,7 +48,7 @@ class Choice:
     @property
     def bubble_fraction(self) -> float:
         """The share of the time in which a stage waits, predicted; ends that all stages share are work."""
-        return self.time.bubble / (self.time.bubble + self.time.computation)
+        return self.time.bubble / ((self.time.bubble + self.time.computation) or 1.0)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -90,10 +90,10 @@ class Choice:
                 "compiled": "fits" if self.compiled.fits else "doesn't fit",
                 "compiled bytes": bytes_in_words(real),
             }
-            rows |= {"bytes were off by": f"{self.total_bytes / real - 1:+.1%}"}
+            rows |= {"bytes were off by": _off(self.total_bytes, real)}
             if self.compiled.seconds is not None:
                 rows |= {"compiled ms": f"{1e3 * self.compiled.seconds:,.1f}"}
-                rows |= {"ms were off by": f"{self.seconds / self.compiled.seconds - 1:+.1%}"}
+                rows |= {"ms were off by": _off(self.seconds, self.compiled.seconds)}
         return rows
 
 
@@ -132,6 +132,15 @@ class Choices(Sequence[Choice]):
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
         return Table(self.title, ("", *(f"{i + 1}." for i in range(len(columns)))), rows, {}, self.advice)
+
+
+def _off(predicted: float, real: float) -> str:
+    """By how much a prediction is off, in words; "-" where there is nothing to be off of.
+
+    >>> _off(9.0, 10.0), _off(9.0, 0.0)
+    ('-10.0%', '-')
+    """
+    return f"{predicted / real - 1:+.1%}" if real else "-"
 
 
 def _of_stages(counts: object) -> str:

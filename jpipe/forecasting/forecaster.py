@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jpipe.execution.batches import batch_size
 from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
@@ -112,7 +113,7 @@ class Forecast:
     def _table(self) -> Table:
         rows = [(name, bytes_in_words(size)) for name, size in self.bytes.items()]
         rows += [("all", bytes_in_words(self.total_bytes)), ("FLOPs of a device", f"{self.flops:.3g}")]
-        rows += [(f"sent along {', '.join(axes)}", bytes_in_words(int(n))) for axes, n in self.collectives.items()]
+        rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
         rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
         rows += [(f"ms: {name}", f"{1e3 * seconds:,.3f}") for name, seconds in (self.slices or {}).items()]
         if self.seconds is not None:
@@ -148,6 +149,7 @@ def forecast(
         raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
     found = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if found is None else _moved(pipe, found, topology)
+    batch_size(batch)  # an error if it is none
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     device, planner = there.mesh.devices.flat[0], there.planner
     state = there.abstract_state(shapes, tx)

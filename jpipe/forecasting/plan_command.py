@@ -43,7 +43,7 @@ def search_and_print(options: Namespace) -> None:
     layers, loss_fn, batch, tx, *rest = made(options.model, options.batch)
     kept = {"num_stages": options.stages, "num_microbatches": options.microbatches}
     more = {**(rest[0] if rest else {}), **{name: value for name, value in kept.items() if value is not None}}
-    memory = None if options.memory is None else int(options.memory * GIB)
+    memory = None if options.memory is None else options.memory * GIB
     print(plan(layers, loss_fn, batch, tx, topology=options.topology, memory=memory, compiled=options.compile, **more))
 
 

@@ -17,7 +17,7 @@ from jpipe.forecasting.forecaster import forecast
 from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
-from jpipe.forecasting.settings import PINNED, Setting, Space, mesh_of_nowhere
+from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.forecasting.time_model import layer_seconds, predict_time
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
@@ -30,9 +30,11 @@ from jpipe.profiling.communication import words_of
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import task
 from jpipe.types import Batch, Device, Shapes
+from jpipe.users_numbers import as_integer, as_number
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
+BYTES = "give the bytes of a device, such as 16e9"
 SHOWN = 5
 IMPROVED = 8
 """Of so many ways to share out the devices the settings are varied, of the best by their first settings."""
@@ -46,7 +48,7 @@ def plan(
     *,
     topology: str | None = None,
     devices: Sequence[Device] | None = None,
-    memory: int | None = None,
+    memory: float | None = None,
     axes: str | Sequence[str] = (),
     compiled: int = 0,
     **options: object,
@@ -68,7 +70,7 @@ def plan(
       topology: a slice of TPUs, such as "v5e:4x4", or GPUs, such as "h100:8"; they need not be there.
       devices: instead of it, devices at hand; default: all. Of a kind that isn't known (`CHIPS`) a product and a copy
         are timed.
-      memory: bytes that a device has for a step; default: nine tenths of its memory.
+      memory: bytes that a device has for a step, such as 16e9; default: nine tenths of its memory.
       axes: name, or names, of the other mesh axes; default: those that the layers' metadata names, and one of examples.
       compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
         that turn out not to fit come last.
@@ -81,11 +83,14 @@ def plan(
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
+    room = None if memory is None else int(as_number("memory", memory, BYTES, positive=True))
+    compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
     found = _slice_of(topology, devices, compiled, options.get("balance"))
     number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
-    room = int(SURE * chip.memory) if memory is None else memory
+    room = int(SURE * chip.memory) if room is None else room
+    batch_size(batch)  # an error if it is none
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
     rated = search.run(number, axes)
@@ -141,6 +146,7 @@ def _pinned(options: Mapping[str, object]) -> dict[str, object]:
     if "shard_over" in found:
         names = cast("str | Sequence[str] | None", found["shard_over"])
         found["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
+    found |= {name: as_integer(name, found[name], "use 1 or more") for name in COUNTS if name in found}
     return (schedule.sizes if isinstance(schedule, Schedule) else {}) | found
 
 

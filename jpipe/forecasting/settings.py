@@ -22,6 +22,8 @@ MICROBATCHES_A_STAGE = 4
 """M is K times this at first: the bubble is negligible then (GPipe, section 2.3)."""
 PINNED = ("num_stages", "num_microbatches", "schedule", "num_chunks", "remat", "ends", "shard_over")
 """The pipeline's arguments that a search varies; where one is given, it stays as it is."""
+COUNTS = ("num_stages", "num_microbatches", "num_chunks")
+"""Those of them that are numbers."""
 
 
 @dataclass(frozen=True)

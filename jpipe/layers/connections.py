@@ -45,13 +45,20 @@ class Marked:
     read: Read | None = None
 
 
+_TWICE = {
+    "stash": "for a second name put an identity layer behind it, jpipe.stash(lambda x: x, {!r})",
+    "pop": "for a second skip put a layer before it that hands both on, jpipe.pop(lambda x, kept: (x, kept), {!r}), so "
+    "that this layer's x is (x, kept)",
+    "reads": "read both by one function, jpipe.reads(layer, lambda batch: (first(batch), second(batch)))",
+}
+"""What to do instead of applying each of the three twice."""
+
+
 def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
     marked = layer if isinstance(layer, Marked) else Marked(layer)
     if getattr(marked, field) is not None:
-        raise ValueError(
-            f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); apply it once, and for a "
-            f"second one put an identity layer next to it, such as jpipe.{function}(lambda x: x, ...)"
-        )
+        instead = _TWICE[function].format(value)
+        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); {instead}")
     return replace(marked, **{field: value})
 
 
@@ -119,7 +126,8 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
             if mark.pops in popped:
                 raise ValueError(
                     f"{where} pops {mark.pops!r}, which layer {popped[mark.pops]} has popped already; to use it twice, "
-                    "stash it again behind an identity layer: jpipe.stash(lambda x: x, 'another name')"
+                    f"put an identity layer behind layer {stashed[mark.pops]}, which stashes it, and pop what that one "
+                    "stashes: jpipe.stash(lambda x: x, 'another name')"
                 )
             popped[mark.pops] = index
             pops = numbers.pop(mark.pops)

@@ -82,9 +82,8 @@ class ScatteredLeaf:
         if not is_whole(leaf):
             raise ValueError(
                 f"an array {leaf.dtype}{list(leaf.shape)} is split over {len(leaf.sharding.device_set)} devices other "
-                "than those of the pipeline's mesh; move it there first: jax.device_put(array, "
-                "NamedSharding(pipe.mesh, ...)), or jax.experimental.multihost_utils.process_allgather(array, "
-                "tiled=True)"
+                "than those of the pipeline's mesh, and this process has only a part; bring it to the hosts first: "
+                "jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
             )
         whole = np.asarray(leaf)
         return jax.make_array_from_callback(whole.shape, self.sharding, lambda index: whole[index])

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.partitioner.shardings import Shape
 from jpipe.types import Device
+from jpipe.users_numbers import as_integer
 
 AxisTypes = AxisType | Sequence[AxisType] | None
 
@@ -43,11 +44,8 @@ def make_mesh(
       ValueError: a size below 1, another number of devices than the product, or slices that can't be shared out.
     """
     sizes = {AXIS: stage, **axes}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}={size!r} is not an integer; pass the number of devices along the axis")
-        if size < 1:
-            raise ValueError(f"{name}={size} is less than 1; pass the number of devices along the axis")
+    pass_it = "pass the number of devices along the axis"
+    sizes = {name: as_integer(name, size, pass_it) for name, size in sizes.items()}
     found = list(jax.devices() if devices is None else devices)
     if math.prod(sizes.values()) != len(found):
         product = " * ".join(f"{name}={size}" for name, size in sizes.items())

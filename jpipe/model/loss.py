@@ -102,16 +102,16 @@ class TracedLoss:
         alone = "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
         meant = f"If the second is a metric, such as an accuracy, {alone}. "
         warn_user(
-            f"loss_fn {name_of(self.function)} returned a weight_sum that depends on the model's outputs. The loss is "
-            "the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, each taken as a "
-            f"constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe divides the "
+            f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs. The loss "
+            "is the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, each taken as "
+            f"a constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe divides the "
             "gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that clips or "
             "rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone to have "
             "them as in the whole model"
         )
 
 
-def name_of(function: LossFn) -> str:
+def loss_name(function: LossFn) -> str:
     """The name of a user's function, for messages."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, "__qualname__", type(inner).__name__)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,38 @@ class Remat:
     policy: Policy
 
     def wrap(self, function: Callable) -> Callable:
-        """`function` under the policy."""
+        """`function` under the policy; differentiating it is a ValueError if the policy offloads."""
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.
-        return jax.checkpoint(function, policy=self.policy, prevent_cse=False)
+        return jax.checkpoint(function, policy=partial(_answer, self.policy), prevent_cse=False)
 
 
 def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
     """A `jax.checkpoint` policy that saves all but what elementwise operations give."""
     return primitive.name not in CHEAP
+
+
+_PRODUCT = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+_Offloaded = type(
+    jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(jax.lax.dot_general_p, **_PRODUCT)
+)
+"""The type of the answer of a policy that offloads; no public name of JAX has it."""
+
+
+def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
+    """The answer of a policy about an operation.
+
+    Raises:
+      ValueError: to offload what it gives.
+    """
+    answer = policy(primitive, *types, **parameters)
+    if isinstance(answer, _Offloaded):
+        name = f" {parameters['name']!r}" if "name" in parameters else ""
+        raise ValueError(
+            f"remat={getattr(policy, '__qualname__', policy)} moves what the operation {primitive.name}{name} gives to "
+            f"other memory ({answer}), which a pipeline doesn't do; use a policy that saves it where it is, such as "
+            "jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat='layer'"
+        )
+    return answer
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -68,7 +93,7 @@ def as_remat(remat: str | Policy) -> Remat:
     """The mode of a name, or of a `jax.checkpoint` policy.
 
     Raises:
-      ValueError: an unknown name (the known ones are listed).
+      ValueError: an unknown name (the known ones are listed), or a policy that offloads products.
       TypeError: neither a name nor a policy, or a function that makes policies.
     """
     if isinstance(remat, str):
@@ -82,22 +107,23 @@ def as_remat(remat: str | Policy) -> Remat:
 
 
 def _check_policy(policy: Policy) -> None:
-    """Asks a policy about one operation, as `jax.checkpoint` does.
+    """Asks a policy about two operations, as `jax.checkpoint` does: a product and a sine.
 
     Raises:
       TypeError: it fails, or answers with another policy.
+      ValueError: it offloads.
     """
     answers: list[object] = []
 
-    def ask(*arguments: object, **parameters: object) -> bool:
+    def ask(primitive: Primitive, *types: object, **parameters: object) -> bool:
         try:
-            answers.append(policy(*arguments, **parameters))
+            answers.append(_answer(policy, primitive, *types, **parameters))
         except TypeError as error:
             answers.append(error)
         return False
 
-    sine = jax.checkpoint(jnp.sin, policy=ask)
-    jax.eval_shape(lambda x: jax.vjp(sine, x)[0], jax.ShapeDtypeStruct((), jnp.float32))
+    function = jax.checkpoint(lambda x: jnp.sin(x @ x), policy=ask)
+    jax.eval_shape(lambda x: jax.vjp(function, x)[0], jax.ShapeDtypeStruct((2, 2), jnp.float32))
     wrong = [answer for answer in answers if callable(answer) or isinstance(answer, TypeError)]
     if wrong:
         name = getattr(policy, "__name__", repr(policy))

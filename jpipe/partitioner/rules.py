@@ -103,6 +103,11 @@ def _outside_window(equation: JaxprEqn) -> Labels:
     return where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
+def _not_repeated(equation: JaxprEqn) -> Labels:
+    """The dimensions that `jnp.tile` repeats once."""
+    return where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
+
+
 def _if_as_wide(equation: JaxprEqn) -> Labels:
     """All dimensions, where bits are read as numbers of the same width."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
@@ -219,6 +224,7 @@ RULES: dict[str, Rule] = {
     "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
     "sort": _keeping(_other_than("dimension"), alike=None),
     "pad": _keeping(lambda e: [d if set(edges) == {0} else None for d, edges in enumerate(e.params["padding_config"])]),
+    "tile": _keeping(_not_repeated),
     "reduce_window_sum": _keeping(_outside_window, linear=True),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _keeping(_outside_window)),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _keeping(_outside_window, alike=None)),

@@ -83,7 +83,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     given = [pick(settled(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
-    handlers = {**chooser.handlers, **_of_single_devices(alike)}
+    handlers = {**chooser.handlers, **_of_single_devices(alike, known)}
     inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     gives = inner.results_at(body, tuple(arguments))
@@ -117,16 +117,16 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     return bool(own)
 
 
-def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
+def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict[str, Handler]:
     """Within `shard_map`, the handlers of collectives: they reach only devices along axes that arrays are split over.
 
     Args:
       alike: the other mesh axes that the function is manual over, along which all devices have the same, and how many
         devices they have.
+      known: the mesh axes that arrays are split over.
     """
 
-    def others(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in names if name not in alike)
+    others = partial(_unlike, alike=alike, known=known)
 
     def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
@@ -134,6 +134,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
     def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A user's own sum over devices, whatever it says of varying types."""
         p, names = equation.params, equation.params["axes"]
+        others(names)
         count = math.prod(alike[name] for name in names if name in alike)
         if count > 1 and p.get("axis_index_groups"):
             raise _tells_devices_apart(equation, names, alike)
@@ -144,6 +145,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
     def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A maximum or a minimum over devices."""
         names = equation.params["axes"]
+        others(names)
         if not {*names} & alike.keys():
             return chooser.by_rule(equation, lying)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
@@ -153,6 +155,7 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
         """What tells devices apart, or gives something of each, can't be had along axes where all are alike."""
         names = equation.params["axis_name"]
         names = names if isinstance(names, tuple) else (names,)
+        others(names)
         if any(alike.get(name, 1) > 1 for name in names):
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
@@ -165,6 +168,20 @@ def _of_single_devices(alike: Mapping[str, int]) -> dict[str, Handler]:
         **dict.fromkeys(("pmax", "pmin"), extreme),
         **dict.fromkeys(OVER_DEVICES, check),
     }
+
+
+def _unlike(names: tuple[str, ...], alike: Mapping[str, int], known: Collection[str]) -> tuple[str, ...]:
+    """Those of a collective's axes along which devices don't have the same.
+
+    Raises:
+      ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
+    """
+    if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in known]:
+        raise ValueError(
+            f"jax.shard_map holds a collective over {outside}, along which devices do other work and would never come "
+            f"to it; name axes of {sorted(known)} there"
+        )
+    return tuple(name for name in names if name not in alike)
 
 
 def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mapping[str, int]) -> ValueError:

@@ -5,7 +5,6 @@ format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUm
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,15 @@ from typing import Any
 from jpipe.pictures.bars import bars
 from jpipe.pictures.palette import NAMES
 from jpipe.schedules.simulate import Span, Timeline
+from jpipe.users_numbers import as_number
 
 Json = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3) -> Json:
     """The trace as JSON objects; see `Timeline.to_chrome_trace`."""
-    if not 0 < unit_in_seconds < math.inf:
-        raise ValueError(f"unit_in_seconds={unit_in_seconds!r} must be positive and finite")
-    scale = 1e6 * unit_in_seconds  # the format counts in microseconds
+    # The format counts in microseconds.
+    scale = 1e6 * as_number("unit_in_seconds", unit_in_seconds, "give how long a unit of time is", positive=True)
     drawn = list(bars(timeline))
     tracks = [kind for kind in NAMES if any(bar.action.kind == kind for bar in drawn)]
     events: list[Json] = []

@@ -1,5 +1,6 @@
 """Tables of text and of HTML, for terminals and notebooks, from the same rows."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -82,11 +83,13 @@ def _fitted(text: str, width: int) -> str:
     return text.rjust(width) if len(text) <= width else text[: kept - kept // 2] + DOTS + text[len(text) - kept // 2 :]
 
 
-def bytes_in_words(count: int) -> str:
-    """Bytes in the unit that suits their number.
+def bytes_in_words(count: float) -> str:
+    """Bytes in the unit that suits their number, whatever that is.
 
-    >>> bytes_in_words(96), bytes_in_words(22_632), bytes_in_words(3 * 2**30)
-    ('96 bytes', '22.1 KiB', '3.0 GiB')
+    >>> bytes_in_words(96), bytes_in_words(22_632), bytes_in_words(3 * 2**30), bytes_in_words(math.inf)
+    ('96 bytes', '22.1 KiB', '3.0 GiB', 'inf bytes')
     """
-    power = min(4, max(0, count.bit_length() - 1) // 10)
-    return f"{count / 2 ** (10 * power):,.1f} {['', 'KiB', 'MiB', 'GiB', 'TiB'][power]}" if power else f"{count} bytes"
+    power = min(4, max(0, math.frexp(count)[1] - 1) // 10)
+    if not power:
+        return f"{count:g} bytes"
+    return f"{count / 2 ** (10 * power):,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

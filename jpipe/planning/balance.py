@@ -9,6 +9,7 @@ import numpy as np
 
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, checked_costs, partition, partition_from_counts
+from jpipe.users_numbers import integer_or_none
 
 Balance = str | tuple[int, ...] | tuple[float, ...]
 """A name, the number of layers of each virtual stage, or the cost of each layer."""
@@ -61,7 +62,7 @@ def as_balance(balance: object, num_layers: int, num_parts: int) -> Balance:
     values: tuple = (None,)
     if isinstance(balance, Iterable) and np.ndim(np.asarray(balance, object)) == 1:
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+    if any(not isinstance(value, float) and integer_or_none(value) is None for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
     if any(isinstance(value, float) for value in values):
         if len(values) != num_layers:

@@ -11,14 +11,15 @@ the number of chunks a stage; layers are cut into K*V virtual stages, which are 
 from __future__ import annotations
 
 import math
-import operator
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, SupportsFloat
 
 import numpy as np
+
+from jpipe.users_numbers import as_integer, as_number
 
 if TYPE_CHECKING:
     from jpipe.pictures.tables import Table
@@ -157,7 +158,8 @@ def partition(
         known = ", ".join(map(repr, OBJECTIVES))
         raise ValueError(f"objective={objective!r} is unknown; use one of {known}")
     layer_costs = checked_costs(costs, "costs")
-    num_parts = _checked_num_parts(num_stages, num_chunks, len(layer_costs))
+    num_stages, num_chunks = _checked_sizes(num_stages, num_chunks, len(layer_costs))
+    num_parts = num_stages * num_chunks
     limits = _limits(sizes, limit, len(layer_costs), num_parts)
     weights = layer_costs if any(layer_costs) else (1.0,) * len(layer_costs)  # all of them nothing: all alike
     # Scaled by a power of two, which is exact, so that no square overflows.
@@ -183,12 +185,11 @@ def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_laye
     if len(layer_sizes) != num_layers:
         raise ValueError(f"sizes has {len(layer_sizes)} entries but there are {num_layers} layers; give one a layer")
     sums = np.cumsum([0.0, *layer_sizes])
-    if isinstance(limit, bool) or not isinstance(limit, int | float | np.number):
-        raise TypeError(f"limit={limit!r} is no number; give the most bytes of a virtual stage, such as 16e9")
+    limit = as_number("limit", limit, "give the most bytes of a virtual stage, such as 16e9", finite=False)
     least = _smallest_cap(sums, num_parts, [])
     if not limit >= least * (1 - 1e-12):
         raise ValueError(
-            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:g}"
+            f"no partition keeps to limit={limit:g} bytes a virtual stage; with these sizes it takes {least:.15g}"
         )
     return [(sums, max(limit, least))]
 
@@ -216,39 +217,24 @@ def checked_costs(costs: Sequence[SupportsFloat], name: str) -> tuple[float, ...
     """
     if not isinstance(costs, Iterable) or isinstance(costs, str):
         raise TypeError(f"{name}={costs!r} is no sequence; give one number for each layer")
-    checked = []
-    for layer, cost in enumerate(costs):
-        try:
-            value = float(cost)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name}[{layer}]={cost!r} is no number; every layer needs a cost of at least 0") from None
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{name}[{layer}]={value}; a cost must be finite and at least 0")
-        checked.append(value)
+    needs = "give one number for each layer"
+    checked = tuple(as_number(f"{name}[{layer}]", cost, needs) for layer, cost in enumerate(costs))
     if not checked:
-        raise ValueError(f"{name} is empty; give one cost for each layer")
-    return tuple(checked)
+        raise ValueError(f"{name} is empty; {needs}")
+    return checked
 
 
-def _checked_num_parts(num_stages: int, num_chunks: int, num_layers: int) -> int:
-    num_stages, num_chunks = _checked_int(num_stages, "num_stages"), _checked_int(num_chunks, "num_chunks")
-    if num_stages < 1:
-        raise ValueError(f"num_stages={num_stages} is less than 1; use 1 to {num_layers}")
+def _checked_sizes(num_stages: int, num_chunks: int, num_layers: int) -> tuple[int, int]:
+    num_stages = as_integer("num_stages", num_stages, f"use 1 to {num_layers}")
+    num_chunks = as_integer("num_chunks", num_chunks, "use 1 or more")
     if num_stages > num_layers:
         raise ValueError(f"num_stages={num_stages} is more than the {num_layers} layers; use 1 to {num_layers}")
-    if not 1 <= num_chunks <= num_layers // num_stages:
+    if num_chunks > num_layers // num_stages:
         raise ValueError(
             f"num_chunks={num_chunks} with num_stages={num_stages} and {num_layers} layers; use 1 to "
             f"{num_layers // num_stages}, so that every chunk has a layer"
         )
-    return num_stages * num_chunks
-
-
-def _checked_int(value: SupportsIndex, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} is no integer") from None
+    return num_stages, num_chunks
 
 
 # --- the search: here a stage is any virtual stage, and K the number of all of them -----------------------------------

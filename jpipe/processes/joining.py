@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ import jax
 
 from jpipe.processes.meeting import come, gather
 from jpipe.seam.runtime import finds_no_cluster
+from jpipe.users_numbers import as_integer, as_number
+
+SECONDS = "give seconds, such as 60"
 
 
 def initialize(
@@ -45,10 +49,12 @@ def initialize(
       TypeError: a number isn't one.
       RuntimeError: nobody listens at the address, it is taken, or not all processes came within the timeout.
     """
+    timeout = as_number("timeout", timeout, SECONDS, positive=True)
+    heartbeat_timeout = as_number("heartbeat_timeout", heartbeat_timeout, SECONDS, positive=True)
     join = partial(
         jax.distributed.initialize,
-        initialization_timeout=max(1, int(timeout)),
-        heartbeat_timeout_seconds=max(1, int(heartbeat_timeout)),
+        initialization_timeout=math.ceil(timeout),
+        heartbeat_timeout_seconds=math.ceil(heartbeat_timeout),
         local_device_ids=local_device_ids,
     )
     given = (coordinator, num_processes, process_id)
@@ -94,16 +100,11 @@ def _check(coordinator: object, num_processes: object, process_id: object) -> tu
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(f"{missing[0]} is missing; pass coordinator, num_processes and process_id, or none of them")
-    own, count = (_integer(name, given[name]) for name in ("process_id", "num_processes"))
+    own = as_integer("process_id", process_id, "count processes from 0", least=0)
+    count = as_integer("num_processes", num_processes, "pass how many processes there are")
     host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("", "", "")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"coordinator={coordinator!r} is no address; pass 'host:port' of process 0, as 'node0:1234'")
-    if not 0 <= own < count:
+    if own >= count:
         raise ValueError(f"process_id={own} is not among num_processes={count}; count processes from 0 to {count - 1}")
     return host.strip("[]"), int(port), own, count
-
-
-def _integer(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not an integer; pass one")
-    return value

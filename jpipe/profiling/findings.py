@@ -20,8 +20,6 @@ WORTH = 0.05
 """The share of a step from which on a change, or a bubble, is worth a word."""
 ROUGHLY_WORTH = 0.1
 """The same of another number of micro-batches, for which layers are timed alone and not in the step."""
-UNEVEN = 1.05
-"""How many times the mean the slowest stage has to take for a word about it."""
 SMALL = 1.4
 """How many times as long an example has to take in smaller micro-batches for a word about it."""
 CONTENDED = 1.25
@@ -75,7 +73,7 @@ def find(
     found = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):
         promises = [
-            *_balance(planner, model, times),
+            *_balance(planner, model, times, max(WORTH, noise)),
             *_microbatches(model, sizes),
             *_recomputation(planner, model, times),
         ]
@@ -92,16 +90,16 @@ def _percent(promise: float) -> str:
     return f"{100 * (promise - 1):+.0f} %"
 
 
-def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+def _balance(planner: Planner, model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
+    """What stages that take equally long would gain, if that is worth a word: another cut, or other layers."""
     total = np.asarray(model.stages.total)
     slowest = int(total.argmax())
-    excess = float(total[slowest] / total.mean())
-    if excess <= UNEVEN:
+    if model.step(model.stages.even) / model.step() > 1 - worth:
         return
     cut, stages = best_cut(planner, times, model.stages)
     promise = model.step(stages) / model.step()
-    begin = f"stage {slowest} takes {excess:.2f} times the mean of the stages"
-    if promise < 1 - WORTH and cut.counts != planner.partition.counts:
+    begin = f"stage {slowest} takes {float(total[slowest] / total.mean()):.2f} times the mean of the stages"
+    if promise < 1 - worth and cut.counts != planner.partition.counts:
         new, old = list(cut.counts), list(planner.partition.counts)
         yield Finding(f"{begin}: balance={new} instead of {old}, step {_percent(promise)}", {"balance": new}, promise)
         return
@@ -109,7 +107,7 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[
     heaviest = int(np.argmax(layers))
     name = planner.request.layers[heaviest].name
     yield Finding(
-        f"{begin}, and no other cut into as many promises {WORTH:.0%} less: layer {heaviest} "
+        f"{begin}, and no other cut into as many promises {worth:.0%} less: layer {heaviest} "
         f"({name}) alone takes {layers[heaviest] / total.mean():.0%} of that mean; split it, "
         "or use fewer stages"
     )
@@ -122,24 +120,25 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
         return
     best = min(others, key=lambda row: row.step)
     larger = max(others, key=lambda row: row.num_microbatches)
-    is_enough = best.step < (1 - ROUGHLY_WORTH) * here.step
-    shown = best if is_enough or larger.num_microbatches < here.num_microbatches else larger
-    promise = shown.step / here.step
-    text = (
-        f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={shown.num_microbatches} of "
-        f"{shown.bubble:.1%}, and in its micro-batches of {shown.size} an example takes "
-        f"{shown.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
-    )
-    if is_enough:
-        change = {"num_microbatches": shown.num_microbatches, "schedule": model.schedule.name}
-        yield Finding(text, change, promise)
-    elif here.bubble > WORTH:
-        yield Finding(text)
+    promise = best.step / here.step
+    if promise < 1 - ROUGHLY_WORTH:
+        text = (
+            f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={best.num_microbatches} of "
+            f"{best.bubble:.1%}, and in its micro-batches of {best.size} an example takes "
+            f"{best.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
+        )
+        yield Finding(text, {"num_microbatches": best.num_microbatches, "schedule": model.schedule.name}, promise)
+    elif here.bubble - larger.bubble > WORTH:
+        yield Finding(
+            f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, and other numbers of micro-batches of "
+            f"this batch shorten the step by less than {ROUGHLY_WORTH:.0%}; use a larger batch of micro-batches as "
+            f"large, M={larger.num_microbatches} leaves {larger.bubble:.1%}"
+        )
     larger_size = min((row for row in others if row.size > here.size), key=lambda row: row.size, default=here)
     if (ratio := here.sample_seconds / larger_size.sample_seconds) > SMALL:
         yield Finding(
             f"an example takes {ratio:.1f} times as long in micro-batches of {here.size} as of {larger_size.size}: "
-            "they are too small to keep a device busy"
+            "they are too small to keep a device busy; use a larger batch in as many micro-batches"
         )
 
 

@@ -27,6 +27,7 @@ from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
+from jpipe.users_numbers import as_integer
 from jpipe.view.facts import PipelineFacts, facts_of
 from jpipe.view.page import Page, show
 
@@ -210,10 +211,7 @@ def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> Non
     if not isinstance(pipe, Pipeline):
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
     check_state(state)
-    if isinstance(rounds, bool) or not isinstance(rounds, int):
-        raise TypeError(f"rounds={rounds!r} is no integer; give how often everything is timed")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}; everything has to be timed at least once")
+    as_integer("rounds", rounds, "everything has to be timed at least once")
     plan = pipe.planner.plan_for(batch)
     check_batch(plan, batch)
     check_complete(plan, state.variables)

@@ -61,9 +61,11 @@ def process_table(processes: Sequence[ProcessTime]) -> Table:
 
 def slice_table(slices: dict[str, float], step: float, predicted: float, noise: float) -> Table:
     """A row for each slice of the step."""
-    rows = [(name, _milliseconds(seconds), f"{seconds / step:.1%}") for name, seconds in slices.items()]
+    share = lambda seconds: f"{seconds / step:.1%}" if step else "-"
+    rows = [(name, _milliseconds(seconds), share(seconds)) for name, seconds in slices.items()]
+    times = f"{step / predicted:.2f}" if predicted else "-"
     note = (
-        f"predicted from stages alone: {_milliseconds(predicted)} ms, measured {step / predicted:.2f} times that; "
+        f"predicted from stages alone: {_milliseconds(predicted)} ms, measured {times} times that; "
         f"rounds differ by {noise:.0%}"
     )
     return Table(

@@ -7,12 +7,12 @@ number of stages, M of micro-batches, V of chunks a stage.
 
 from collections.abc import Callable
 from itertools import pairwise
-from numbers import Integral
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.published import PUBLISHED
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.zero_bubble import zero_bubble
+from jpipe.users_numbers import as_integer
 
 
 def naive(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -193,7 +193,7 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
         only, 2 with those that have a "v" in their names.
 
     Raises:
-      TypeError: a number is not an int, or `name` neither a string nor a `Schedule`.
+      TypeError: a number is no integer, or `name` neither a string nor a `Schedule`.
       ValueError: a number is less than 1, the name is unknown, the schedule has no chunks, or the numbers disagree.
 
     >>> make_schedule("1f1b", num_stages=4, num_microbatches=8).ticks.num_ticks
@@ -201,18 +201,14 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     known = ", ".join(map(repr, SCHEDULES))
-    for label, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, Integral):
-            raise TypeError(f"{label}={size!r} must be an int, got {type(size).__name__}; use 1 or more")
-        if size < 1:
-            raise ValueError(f"{label}={size} must be 1 or more")
+    sizes = {label: as_integer(label, size, "use 1 or more") for label, size in sizes.items()}
     if isinstance(name, Schedule):
         return _checked(name, sizes)
     if not isinstance(name, str):
         raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {known}")
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} is unknown; use one of {known}, or a jpipe.Schedule of your own")
-    schedule = SCHEDULES[name](int(num_stages), int(num_microbatches), int(num_chunks))
+    schedule = SCHEDULES[name](*sizes.values())
     if schedule.num_chunks != num_chunks:
         has = "one chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
         raise ValueError(

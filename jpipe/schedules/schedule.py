@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
 from typing import TypeAlias
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, admitted
@@ -21,6 +20,7 @@ from jpipe.schedules.csv_format import read_csv, write_csv
 from jpipe.schedules.placement import STYLES
 from jpipe.schedules.ticks import TickTable, lower
 from jpipe.schedules.timing import slot_times
+from jpipe.users_numbers import integer_or_none
 
 ActionLike: TypeAlias = Action | tuple[str, int] | tuple[str, int, int] | str
 
@@ -197,10 +197,10 @@ def _as_action(item: ActionLike, stage: int) -> Action:
     else:
         parts = (*item, 0) if isinstance(item, tuple) and len(item) == 2 else item
     match parts:
-        case (str(kind), int() | Integral() as microbatch, int() | Integral() as chunk) if not isinstance(
-            microbatch, bool
-        ):
-            return Action(kind, int(microbatch), int(chunk))
+        case (str(kind), first, second) if (m := integer_or_none(first)) is not None and (
+            v := integer_or_none(second)
+        ) is not None:
+            return Action(kind, m, v)
     raise TypeError(f'stage {stage} has the action {item!r}; use Action("F", 0), ("F", 0), ("F", 0, 1), "F0" or "F0.1"')
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import crosses_beside
 from jpipe.schedules.timing import needs, slot_times
+from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +86,7 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """The share of the stages' time in which they idle (GPipe, section 2.3)."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan)
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
     @property
     def speedup_over_naive(self) -> float:
@@ -215,10 +215,7 @@ def simulate(
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
-    if isinstance(transfer, bool) or not isinstance(transfer, Real):
-        raise TypeError(f"transfer={transfer!r} must be a number, the time of one hop")
-    if not 0 <= (hop := float(transfer)) < np.inf:
-        raise ValueError(f"transfer={transfer!r} must be finite and not negative; 0 stands for hops that take no time")
+    hop = as_number("transfer", transfer, "give the time of one hop, 0 for hops that take none")
     return in_time(schedule, Work.of(schedule, forward, backward, weight, recompute), hop, lockstep=lockstep)
 
 
@@ -362,6 +359,8 @@ def _stage_times(
     label: str, times: float | Sequence[float], num_stages: int, *, may_be_zero: bool = False
 ) -> np.ndarray:
     try:
+        if np.asarray(times).dtype.kind in "bUS":
+            raise TypeError("no numbers")
         array = np.asarray(times, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{label}={times!r} must be a number or a sequence of {num_stages} numbers") from error

@@ -7,12 +7,14 @@ of their own. In lockstep, where neighbours wait for one another after each slot
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
-from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.timing import slot_times
+from jpipe.users_numbers import integer_or_none
 
 
 def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None = None) -> Schedule:
@@ -47,11 +49,14 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
         raise TypeError(f"schedule={schedule!r} must be a Schedule; make one with jpipe.make_schedule")
     if not schedule.trains or schedule.splits:
         raise ValueError(
-            f"{schedule!r} has no backward that is whole; pass one that has, as make_schedule('1f1b', ...)"
+            f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
         )
     num_stages, width = schedule.num_stages, len(schedule.slots)
-    most = [*most_waiting] if isinstance(most_waiting, Sequence) else [most_waiting] * num_stages
-    if len(most) != num_stages or not all(one is None or (isinstance(one, Integral) and one >= 0) for one in most):
+    several = isinstance(most_waiting, Sequence) or np.ndim(np.asarray(most_waiting, object)) == 1
+    given = [*cast("Sequence[int]", most_waiting)] if several else [most_waiting] * num_stages
+    most = [integer_or_none(one) for one in given]
+    fits = [one is None if limit is None else limit >= 0 for one, limit in zip(given, most, strict=True)]
+    if len(most) != num_stages or not all(fits):
         raise ValueError(
             f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
             "least 0; leave it out for as many as come"

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
@@ -265,6 +266,11 @@ _NO_LAYOUTS = (
     "this version of JAX has no jax.experimental.layout, so that compilers choose how arrays lie in memory: steps on "
     "TPUs may take up to a third longer"
 )
+_EXPORTED = (
+    "jax.export can't keep how arrays lie in memory, so a compiler chooses that for this program: on TPUs pipe.apply "
+    "takes as long as it did, but a training step may take half as long again; to train on TPUs, compile the step "
+    "there, by jax.jit(pipe.train_step).lower(state, batch).compile()"
+)
 
 
 def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
@@ -272,11 +278,42 @@ def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
 
     By `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it two
     loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
+
+    A program that `jax.export` makes leaves it out: JAX refuses to export an operation of which it promises nothing. A
+    primitive with a rule by `jax.interpreters.mlir` sees that. Without the rule no pipeline could be exported.
     """
     if layout is None:
         warn_once(_NO_LAYOUTS)
         return array
-    return layout.with_layout_constraint(array, layout.Layout(tuple(order)))
+    return _held_to.bind(array, order=tuple(order))
+
+
+def _constrained(array: jax.Array, *, order: tuple[int, ...]) -> jax.Array:
+    assert layout is not None
+    return layout.with_layout_constraint(array, layout.Layout(order))
+
+
+def _lowered(context: mlir.LoweringRuleContext, array: mlir.ir.Value, *, order: tuple[int, ...]) -> Sequence:
+    """The constraint as an operation of a program; none if that is exported."""
+    module = context.module_context
+    if not module.lowering_parameters.for_export:
+        return mlir.lower_fun(_constrained, multiple_results=False)(context, array, order=order)
+    if "tpu" in module.platforms:
+        warn_once(_EXPORTED)
+    return [array]
+
+
+def _batched(arrays: Sequence[jax.Array], dims: Sequence[int], *, order: tuple[int, ...]) -> tuple[jax.Array, int]:
+    """The constraint of many arrays, which lie one after the other."""
+    (array,), (dim,) = arrays, dims
+    return _held_to.bind(array, order=(dim, *(d + (d >= dim) for d in order))), dim
+
+
+_held_to = Primitive("layout_constraint")  # of the name of JAX's own, by which `jpipe.seam.primitives` knows it
+_held_to.def_abstract_eval(lambda array, *, order: array)
+_held_to.def_impl(_constrained)
+mlir.register_lowering(_held_to, _lowered)
+batching.primitive_batchers[_held_to] = _batched
 
 
 def orders_chosen(

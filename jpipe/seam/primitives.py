@@ -41,7 +41,7 @@ NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _BESIDES).items() if nump
 """Elementwise primitives -> the NumPy functions that do the same."""
 
 MOVES = frozenset(
-    _read("broadcast_in_dim concatenate iota pad rev reshape slice squeeze split stack transpose unstack")
+    _read("broadcast_in_dim concatenate iota pad rev reshape slice squeeze split stack tile transpose unstack")
 )
 """They put elements elsewhere, wherever these come from, and compute nothing."""
 

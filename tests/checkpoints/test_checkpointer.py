@@ -467,9 +467,9 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         jpipe.Checkpointer(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("keep", [0, -1, 2.5, True])
-def test_keep_is_checked(tmp_path, keep):
-    with pytest.raises(ValueError, match=f"keep={keep!r} is no positive integer"):
+@pytest.mark.parametrize("keep, kind", [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)])
+def test_keep_is_checked(tmp_path, keep, kind):
+    with pytest.raises(kind, match=rf"keep={keep!r} is .*; keep at least 1 checkpoint, or None for all"):
         jpipe.Checkpointer(tmp_path, keep=keep)
 
 

@@ -11,6 +11,7 @@ import jpipe
 from cases import assert_equal
 from jpipe.checkpoints import files
 from jpipe.checkpoints.contents import Contents
+from jpipe.checkpoints.refreezing import Origin
 from jpipe.checkpoints.transfer import AT_ONCE, _portions, read_all, take_all
 
 
@@ -26,7 +27,7 @@ def state():
 def test_portions_are_of_an_eighth_and_all_of_it(state):
     pipe, _, own = state
     contents = Contents(pipe.plan.model, own)
-    portions = _portions(contents)
+    portions = _portions(contents.each_record)
     assert [record for portion in portions for record in portion] == contents.each_record
     assert [len(portion) for portion in portions] == [2] * 8
     assert all(sum(r.num_bytes for r in portion) <= AT_ONCE * contents.num_bytes for portion in portions)
@@ -43,7 +44,7 @@ def test_what_is_taken_and_written_is_read_into_the_same_state(state, tmp_path):
     files.write(manager, 0, named, contents.description())
     manager.close()
     shapes = Contents(pipe.plan.model, pipe.abstract_state(batch, own.tx))
-    arrays, named = read_all(directory / "0", shapes)
+    arrays, named = read_all(directory / "0", shapes, Origin({}, frozenset(), frozenset()))
     found = shapes.filled(arrays, named | {("step",): own.step, ("key",): own.key})
     assert_equal(found.variables, own.variables)
     assert_equal(found.opt_state, own.opt_state)

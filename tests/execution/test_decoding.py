@@ -89,6 +89,11 @@ def sequential(layers, trees):
     return apply
 
 
+def trees_of(pipe, variables):
+    """The layers' own variables, on the host."""
+    return jax.device_get(pipe.layer_variables(variables))
+
+
 PLACES = {
     "K=1": {"num_stages": 1},
     "K=2": {"num_stages": 2},
@@ -365,7 +370,7 @@ TOKENS = np.zeros((4, 5), np.int32)
             r"9 tokens .* cache of layer 1 \(Short\), float64\[2,8,16,2\]",
         ),
         (WITH_SHORT, (TOKENS[:1], 3), ValueError, "1 prompts are fewer than the 2 stages"),
-        (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is no positive integer"),
+        (WITH_SHORT, (TOKENS, 0), ValueError, "num_tokens=0 is less than 1; ask for at least one token"),
         (
             WITH_SHORT,
             (TOKENS, 3, None, 0.0, 2),
@@ -376,10 +381,10 @@ TOKENS = np.zeros((4, 5), np.int32)
         (WITH_SHORT, ("Hello", 3), TypeError, "prompts is str"),
         (WITH_SHORT, (TOKENS[0], 3), ValueError, r"prompts has the shape \(5,\)"),
         (WITH_SHORT, (TOKENS, 3, None, 0.5), ValueError, "temperature=0.5 draws random numbers, but key=None"),
-        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, -1.0), ValueError, "temperature=-1.0 has to be at least 0"),
         (WITH_SHORT, (TOKENS, 3, None, "1"), TypeError, "temperature='1' is no number"),
         (WITH_SHORT, (TOKENS, 3, None, np.ones(4)), TypeError, "temperature=array.* is no number; one is for"),
-        (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan is no number to divide"),
+        (WITH_SHORT, (TOKENS, 3, None, np.nan), ValueError, "temperature=nan has to be at least 0"),
         (WITH_SHORT, (TOKENS, 3, None, 1e-40), ValueError, "temperature=1e-40 is no number to divide"),
     ],
 )
@@ -399,8 +404,13 @@ def test_shared_ends_that_another_axis_splits_too_are_refused(make_mesh):
     words = [nn.Embed(512, WIDTH, param_dtype=jnp.float64), *layers[1:]]
     pipe = jpipe.Pipeline(words, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, ends="shared")
     variables = pipe.init(jax.random.key(0), batch_of())
-    with pytest.raises(ValueError, match="another mesh axis along one dimension"):
+    with pytest.raises(ValueError, match=r"another mesh axis along one dimension.*ends='own' or 'spread', and pass it"):
         pipe.generate(variables, TOKENS, 3)
+    expected = without_cache(sequential(words, trees_of(pipe, variables)), TOKENS, 3)
+    for ends in ("own", "spread"):  # as the error proposes
+        other = jpipe.Pipeline(words, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh, ends=ends, balance="even")
+        brought = other.from_layer_variables(pipe.layer_variables(variables), batch_of())
+        np.testing.assert_array_equal(other.generate(brought, TOKENS, 3), expected)
 
 
 def test_models_without_tokens():
@@ -420,9 +430,12 @@ def test_a_traced_temperature_is_named():
 class Sequences(nn.Module):
     """A layer whose tokens are split over devices, which single ones can't be."""
 
+    split: bool = True
+
     @nn.compact
     def __call__(self, x):
-        return jax.lax.with_sharding_constraint(nn.Dense(WIDTH)(x), jax.P(None, "model", None))
+        x = nn.Dense(WIDTH)(x)
+        return jax.lax.with_sharding_constraint(x, jax.P(None, "model", None)) if self.split else x
 
 
 def test_layers_that_split_sequences_are_named(make_mesh):
@@ -430,5 +443,10 @@ def test_layers_that_split_sequences_are_named(make_mesh):
     layers = [SMALL[0], Short(), Sequences(), Sequences(), Sequences(), SMALL[2]]
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
     variables = pipe.init(jax.random.key(0), batch_of())
-    with pytest.raises(ValueError, match=r"is one of equal layers, .* constrain the dimension of tokens"):
+    with pytest.raises(ValueError, match=r"is one of equal layers, .* constrain the dimension of tokens, and pass it"):
         pipe.generate(variables, TOKENS[:, :2], 2)
+    plain = [SMALL[0], Short(), *[Sequences(split=False)] * 3, SMALL[2]]
+    other = jpipe.Pipeline(plain, loss_fn, num_stages=2, num_microbatches=2)
+    brought = other.from_layer_variables(pipe.layer_variables(variables), batch_of())
+    expected = without_cache(sequential(plain, trees_of(pipe, variables)), TOKENS[:, :2], 2)
+    np.testing.assert_array_equal(other.generate(brought, TOKENS[:, :2], 2), expected)

@@ -27,6 +27,7 @@ import fuzz_layers as kinds
 import jpipe
 import sequential
 from cases import is_float, one_slot, take_microbatch
+from device_programs import is_for_accelerators, programs_of
 from fuzz_layers import RATE, STEPS, VOCABULARY, WIDE, Scope, finished, over
 from timed import FAST, Result, Worker, alive
 
@@ -437,7 +438,7 @@ def check_case(case: Case, items: list, expected: tuple, evaluated: tuple) -> in
     """Compares a case with what `truth_of` gave for it."""
     (loss, grads, states), (outputs, evaluation) = expected, evaluated
     mesh, comparison = case.make_mesh(), Comparison()
-    with jax.set_mesh(mesh) if case.set_mesh else contextlib.nullcontext():
+    with programs_of(str(case)), jax.set_mesh(mesh) if case.set_mesh else contextlib.nullcontext():
         pipe = make_pipe(case, mesh)
         alive("from_layer_variables")
         variables = pipe.from_layer_variables(items, case.batch)
@@ -454,7 +455,8 @@ def check_case(case: Case, items: list, expected: tuple, evaluated: tuple) -> in
         comparison.add("outputs", pipe.apply(variables, case.batch), outputs)
         alive("evaluate")
         comparison.add("evaluation", pipe.evaluate(variables, case.batch), evaluation)
-    return comparison.result(str(case))
+    devices = "TPUs and GPUs" if is_for_accelerators(str(case)) else "CPUs"
+    return comparison.result(f"the program for {devices}; {case}")
 
 
 # --- many of them -----------------------------------------------------------------------------------------------------

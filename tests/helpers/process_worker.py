@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jpipe
 from cases import compilations, model, pipeline
@@ -47,6 +47,11 @@ def mesh_of(shape: dict[str, int], order: str) -> Mesh:
 def whole(tree: Any) -> Any:
     """All values, in every process."""
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def whole_if_split(leaf: Any) -> Any:
+    """An array in every process, as an error proposes for one of which it has only a part."""
+    return multihost_utils.process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf
 
 
 def own_rows(pipe: jpipe.Pipeline, batch: Any) -> Any:
@@ -215,6 +220,12 @@ def errors() -> Any:
     found["values"] = error_of(lambda: pipe.evaluate(variables, mine))
     found["shapes"] = error_of(lambda: pipe.evaluate(variables, jax.tree.map(lambda a: a[: 4 + 4 * own], truth.batch)))
     found["none"] = error_of(lambda: pipe.evaluate(variables, truth.batch))
+    few = make(mesh=Mesh(np.array(in_order())[[0, -1]], ("stage",)))
+    over_all = NamedSharding(Mesh(np.array(in_order()), ("all",)), PartitionSpec("all"))
+    split = lambda a: jax.make_array_from_callback(a.shape, over_all, lambda i: a[i]) if a.shape[:1] == (WIDTH,) else a
+    trees = jax.tree.map(split, truth.trees)
+    found["elsewhere"] = error_of(lambda: few.from_layer_variables(trees, truth.batch))
+    found["brought"] = error_of(lambda: few.from_layer_variables(jax.tree.map(whole_if_split, trees), truth.batch))
     return found
 
 

@@ -16,7 +16,7 @@ from jpipe.forecasting.compiled_program import transfers as transfers
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler isn't installed: pip install libtpu"
 )
-"""The `dev` extra, which `make test` installs, has the compiler where there is one: for Linux on x86-64."""
+"""The `test` extra, which `make test` installs, has the compiler where there is one: for Linux on x86-64."""
 
 
 def tpu_devices(topology: str, **options: Any) -> list[Any]:

@@ -34,13 +34,13 @@ def random_like(trees: list, seed: int) -> list:
     return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), trees)
 
 
-def check_updates(pipe, found, expected):
-    """Two updates under both transformations, from the same parameters and gradients."""
-    truth = model("mixed")
+def check_updates(pipe, found, expected, truth=None):
+    """Three updates under both transformations, from the same parameters and gradients, of "mixed" or of another."""
+    truth = truth or model("mixed")
     trees, variables = params(truth), pipe.from_layer_variables(truth.trees, truth.batch)["params"]
     state, found_state = jax.jit(expected.init)(trees), jax.jit(found.init)(variables)
     expected_update, update = jax.jit(expected.update), jax.jit(found.update)
-    for seed in range(2):
+    for seed in range(3):
         grads = random_like(trees, seed)
         laid_out = pipe.from_layer_variables(filled(truth, grads))["params"]
         updates, state = expected_update(grads, state, trees)

@@ -284,3 +284,46 @@ def test_a_checkpoint_has_all(layer, tmp_path):
         again, _ = saved.restore(pipes[1], BATCH, optax.adam(0.1))
     trees = [pipe.layer_variables(s.variables) for pipe, s in zip(pipes, (state, again), strict=True)]
     assert_equal(*map(jax.device_get, trees))
+
+
+class Normed(nn.Module):
+    """BatchNorm, told by jpipe whether it trains, or fixed to its averages."""
+
+    fixed: bool | None = None
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        use = not train if self.fixed is None else self.fixed
+        return jnp.tanh(nn.BatchNorm(use_running_average=use, momentum=0.9, param_dtype=WIDE, dtype=WIDE)(x))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "rules", "moves"),
+    [(None, {}, True), (None, {"batch_stats": "keep"}, False), (True, {}, False)],
+    ids=["as it is", "kept", "fixed"],
+)
+def test_running_averages_of_a_frozen_layer(fixed, rules, moves):
+    """They move as in plain Flax; kept, evaluation has the old ones, and training still the micro-batch's own."""
+    batch = {"inputs": 3 + RNG.standard_normal((8, 4)), "targets": RNG.integers(0, 4, 8)}
+    norm, head = Normed(fixed), nn.Dense(4, param_dtype=WIDE)
+    pipe = jpipe.Pipeline([jpipe.freeze(norm), head], loss_fn, num_stages=2, num_microbatches=2, merge=rules)
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1))
+    trees = jax.device_get(pipe.layer_variables(state.variables))
+
+    def plain(head_tree):  # the mean over micro-batches, each with its own statistics
+        h = [norm.apply(trees[0], batch["inputs"][i : i + 4], train=True, mutable="batch_stats")[0] for i in (0, 4)]
+        return loss_fn(head.apply(head_tree, jnp.concatenate(h)), batch)
+
+    expected, wanted = jax.value_and_grad(plain)(trees[1])
+    (loss, _), grads = pipe.value_and_grad(state.variables, batch)
+    assert_close(loss, expected, "loss")
+    assert_close(jax.device_get(pipe.layer_variables({"params": grads}))[1], wanted, "gradients")
+    state, _ = pipe.train_step(state, batch)
+    after = jax.device_get(pipe.layer_variables(state.variables))
+    assert_equal(after[0]["params"], trees[0]["params"], "scale and bias")
+    # Over the whole mini-batch, as plain Flax's layer moves them.
+    moved = norm.apply(trees[0], batch["inputs"], train=True, mutable="batch_stats")[1] if moves else trees[0]
+    narrow = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), moved["batch_stats"])  # as Flax keeps them
+    assert_close(after[0]["batch_stats"], narrow, "averages")
+    evaluated = norm.apply(after[0] if moves else trees[0], batch["inputs"])
+    assert_close(pipe.apply(state.variables, batch), head.apply(after[1], evaluated), "evaluation")

@@ -114,7 +114,7 @@ def test_two_slices_of_tpus():
     [
         ({"stage": 3, "data": 2}, ValueError, r"stage=3 \* data=2 takes 6 devices, but there are 8; change the sizes"),
         ({"stage": 0}, ValueError, "stage=0 is less than 1"),
-        ({"stage": 2, "data": 4.0}, TypeError, "data=4.0 is not an integer"),
+        ({"stage": 2, "data": 4.0}, TypeError, "data=4.0 is no integer"),
     ],
 )
 def test_wrong_sizes(sizes, kind, message):

@@ -56,3 +56,21 @@ def test_a_linen_layer_that_constrains_its_activations(make_mesh, explicit):
     variables = pipe.init(jax.random.key(0), X)
     found = [{"params": tree["params"]["Dense_0"]} for tree in pipe.layer_variables(variables)]
     assert_close(pipe.apply(variables, X), plain.apply(plain.from_layer_variables(found, X), X), "outputs")
+
+
+def test_boxes_come_out_and_need_not_go_in():
+    """As `module.init` gives them; `nn.unbox` takes them off, and values from elsewhere have none."""
+    names = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    layers = [nn.Dense(8, kernel_init=names) for _ in range(2)]
+    pipe = pipeline(layers, num_stages=2)
+    trees = jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(0), X)))
+    of_flax = layers[0].init(jax.random.key(0), X)
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(of_flax)
+    assert isinstance(trees[0]["params"]["kernel"], nn.LogicallyPartitioned)
+    bare = nn.unbox(trees)
+    assert isinstance(bare[0]["params"]["kernel"], np.ndarray)
+    assert_equal(jax.device_get(pipe.layer_variables(pipe.from_layer_variables(bare))), trees, "there and back")
+    x = X
+    for layer, tree in zip(layers, bare, strict=True):
+        x = layer.apply(tree, x)
+    assert_close(pipe.apply(pipe.from_layer_variables(bare), X), x, "outputs")

@@ -187,6 +187,33 @@ def test_blocks_with_numbers_by_depth_are_one_group(kind):
         assert group_of([MAKE[kind](*numbers) for numbers in NUMBERS], x) == (0, 0, 0, 0)
 
 
+def test_what_was_apart_stays_apart():
+    """Of rows of 8 the layers look at unlike parts, of rows of 3 at all: variables lie as the first batch had it."""
+    layers = as_layers([jnp.sin, *each(lambda n, x: x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
+    trace = lambda width, like=None: trace_model(
+        layers, lambda batch: batch, jax.ShapeDtypeStruct((2, width), jnp.float32), like=like
+    )
+    assert trace(8).group_of == (0, 1, 2, 3)
+    assert trace(3).group_of == (0, 1, 1, 2)
+    assert trace(3, trace(8)).group_of == (0, 1, 2, 3)
+
+
+def test_equal_layers_are_traced_once_and_others_once_each():
+    calls = []
+
+    def layer(scale, x):
+        calls.append(scale)
+        return scale * x
+
+    layers = as_layers([jnp.sin, *each(layer, *[2.0] * 4), jnp.cos])
+    trace_model(layers, lambda batch: batch, X)
+    assert calls == [2.0]
+    calls.clear()
+    layers = as_layers([jnp.sin, *each(layer, 2.0, 2.0, 3.0, 3.0, 2.0, 3.0), jnp.cos])
+    trace_model(layers, lambda batch: batch, X)
+    assert calls == [2.0, 2.0, 2.0, 3.0, 3.0], "once for the group, then in training and in evaluation"
+
+
 def test_skips_are_told_apart():
     """The numbers of skips are integers, too: which one a layer keeps is no number."""
     x = jnp.tanh

@@ -22,9 +22,14 @@ X = np.linspace(-1, 1, 5)
 MASK = np.arange(5) > 1
 
 
-def traced(function, *given):
+@pytest.fixture(autouse=True)
+def float64():
     with jax.enable_x64(True):
-        return without_plain_calls(jax.make_jaxpr(function)(*given))
+        yield
+
+
+def traced(function, *given):
+    return without_plain_calls(jax.make_jaxpr(function)(*given))
 
 
 def make(a, b, count):
@@ -45,20 +50,19 @@ def test_scalars_are_found_in_order_with_their_types():
 
 def test_other_numbers_put_into_a_trace_are_another_function():
     layers = {2: (0.5, -2.0, 7), 5: (0.5, 3.0, 7), 9: (0.25, 4.0, 8)}
-    with jax.enable_x64(True):
-        traces = {i: jax.make_jaxpr(make(*numbers))(X) for i, numbers in layers.items()}
-        constants = differing({i: scalars_of(without_plain_calls(trace)) for i, trace in traces.items()}, first=2)
-        assert len(constants.places) == 4
-        for i, numbers in layers.items():
-            shapes = jax.eval_shape(make(*numbers), X)
-            run = lambda x, i, shapes=shapes: replay(constants.put_into(traces[2], constants.of(i)), shapes)(x)
-            for found, want in zip(run(X, i), make(*numbers)(X), strict=True):
-                np.testing.assert_array_equal(found, want)
-            for found, want in zip(jax.jit(run)(X, jnp.int32(i)), make(*numbers)(X), strict=True):
-                np.testing.assert_allclose(found, want, rtol=1e-15)
-            function = make(*numbers)
-            gradient = jax.grad(lambda x, i=i, run=run: run(x, i)[0].sum())(X)
-            np.testing.assert_array_equal(gradient, jax.grad(lambda x, f=function: f(x)[0].sum())(X))
+    traces = {i: jax.make_jaxpr(make(*numbers))(X) for i, numbers in layers.items()}
+    constants = differing({i: scalars_of(without_plain_calls(trace)) for i, trace in traces.items()}, first=2)
+    assert len(constants.places) == 4
+    for i, numbers in layers.items():
+        shapes = jax.eval_shape(make(*numbers), X)
+        run = lambda x, i, shapes=shapes: replay(constants.put_into(traces[2], constants.of(i)), shapes)(x)
+        for found, want in zip(run(X, i), make(*numbers)(X), strict=True):
+            np.testing.assert_array_equal(found, want)
+        for found, want in zip(jax.jit(run)(X, jnp.int32(i)), make(*numbers)(X), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-15)
+        function = make(*numbers)
+        gradient = jax.grad(lambda x, i=i, run=run: run(x, i)[0].sum())(X)
+        np.testing.assert_array_equal(gradient, jax.grad(lambda x, f=function: f(x)[0].sum())(X))
 
 
 def test_equal_layers_have_no_constants():

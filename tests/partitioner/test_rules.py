@@ -84,6 +84,10 @@ def vmapped(x, w):
     return jax.vmap(lambda a: jnp.linalg.norm(a @ w, axis=0) * a[0, 0])(x)
 
 
+def tiled(x):
+    return jnp.tile(x, (1, 3, 1)), jnp.tile(x, (2, 1, 2)), jnp.tile(x.sum(0), (2, 1, 1)), jnp.tile(x[:, :0], 2)
+
+
 def not_a_number(x):
     return (x / 0.0 * 0.0).max(0) + jnp.where(x > 1, jnp.nan, x).max(0)
 
@@ -103,6 +107,7 @@ CASES = {
     "running": case(running, array(4, 6, 8)),
     "of bits": case(of_bits, array(4, 6), integers(9, 4, 6), gradients=False),
     "stacked": case(stacked, array(4, 6, 8), array(4, 6, 8, seed=1)),
+    "tiled": case(tiled, array(4, 6, 8)),
     "vmapped": case(
         lambda x, w: jax.vmap(lambda a: jnp.linalg.norm(a @ w, axis=0) * a[0, 0])(x), array(4, 6, 8), array(8, 2)
     ),

@@ -40,5 +40,5 @@ def test_trace_is_the_timeline(tmp_path, name, num_chunks, recompute):
 @pytest.mark.parametrize("unit", [0.0, -1.0, float("inf")])
 def test_a_wrong_unit_is_named(unit):
     timeline = simulate(jpipe.make_schedule("gpipe", num_stages=2, num_microbatches=2))
-    with pytest.raises(ValueError, match=f"unit_in_seconds={unit} must be positive"):
+    with pytest.raises(ValueError, match=f"unit_in_seconds={unit} has to be more than 0 and finite"):
         timeline.to_chrome_trace(unit_in_seconds=unit)

@@ -171,17 +171,27 @@ def test_from_counts():
     assert found.ranges == ["0", "1-3", "4-5"]
 
 
+NEEDS = "give one number for each layer"
+
+
+NEEDS = "give one number for each layer"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([], 1), ValueError, "costs is empty; give one cost for each layer"),
-        (([1, -2], 1), ValueError, "costs[1]=-2.0; a cost must be finite and at least 0"),
-        (([1, math.nan], 1), ValueError, "costs[1]=nan; a cost must be finite and at least 0"),
-        (([math.inf], 1), ValueError, "costs[0]=inf; a cost must be finite and at least 0"),
-        (([1, "x"], 1), TypeError, "costs[1]='x' is no number; every layer needs a cost of at least 0"),
+        (([], 1), ValueError, f"costs is empty; {NEEDS}"),
+        (([1, -2], 1), ValueError, f"costs[1]=-2 has to be at least 0 and finite; {NEEDS}"),
+        (
+            ([1, math.nan], 1),
+            ValueError,
+            "costs[1]=nan has to be at least 0 and finite; give one number for each layer",
+        ),
+        (([math.inf], 1), ValueError, f"costs[0]=inf has to be at least 0 and finite; {NEEDS}"),
+        (([1, "x"], 1), TypeError, f"costs[1]='x' is no number; {NEEDS}"),
         (([1, 2, 3], 5), ValueError, "num_stages=5 is more than the 3 layers; use 1 to 3"),
         (([1, 2, 3], 0), ValueError, "num_stages=0 is less than 1; use 1 to 3"),
-        (([1, 2, 3], 1.5), TypeError, "num_stages=1.5 is no integer"),
+        (([1, 2, 3], 1.5), TypeError, "num_stages=1.5 is no integer; use 1 to 3"),
         (([1, 2], 1, "mean"), ValueError, "objective='mean' is unknown; use one of 'max', 'variance'"),
     ],
 )
@@ -193,13 +203,13 @@ def test_bad_arguments(arguments, error, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_chunks": 0}, ValueError, "num_chunks=0 with num_stages=2 and 5 layers; use 1 to 2"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 is less than 1; use 1 or more"),
         ({"num_chunks": 3}, ValueError, "num_chunks=3 with num_stages=2 and 5 layers; use 1 to 2"),
         ({"num_chunks": 1.5}, TypeError, "num_chunks=1.5 is no integer"),
         ({"limit": 3}, ValueError, "sizes and limit go together"),
         ({"sizes": [1] * 5}, ValueError, "sizes and limit go together"),
         ({"sizes": [1] * 4, "limit": 9}, ValueError, "sizes has 4 entries but there are 5 layers"),
-        ({"sizes": [1, -1, 1, 1, 1], "limit": 9}, ValueError, "sizes[1]=-1.0; a cost must be finite"),
+        ({"sizes": [1, -1, 1, 1, 1], "limit": 9}, ValueError, "sizes[1]=-1 has to be at least 0"),
         (
             {"sizes": [1] * 5, "limit": 2},
             ValueError,
@@ -207,7 +217,7 @@ def test_bad_arguments(arguments, error, message):
         ),
         ({"sizes": [1] * 5, "limit": "16GB"}, TypeError, "limit='16GB' is no number"),
         ({"sizes": 3, "limit": 9}, TypeError, "sizes=3 is no sequence; give one number for each layer"),
-        ({"sizes": [1] * 5, "limit": math.nan}, ValueError, "no partition keeps to limit=nan"),
+        ({"sizes": [1] * 5, "limit": math.nan}, ValueError, "limit=nan has to be at least 0"),
     ],
 )
 def test_bad_options(options, error, message):

@@ -121,13 +121,22 @@ def test_its_page_has_what_was_measured(unbalanced, found, tmp_path):
     assert (facts.parameters.room, facts.optimizer.room) == (found.memory.parameters, found.memory.optimizer)
 
 
-def test_the_compiled_step_names_ticks_slots_actions_layers_and_the_update(unbalanced):
+def test_a_trace_names_ticks_slots_actions_layers_and_the_update(unbalanced, tmp_path):
+    """What `jax.profiler` saw run are operations of the compiled step, each with the scopes that it comes from."""
     pipe, _, batch = unbalanced
-    step = jax.jit(pipe.train_step, donate_argnums=0)
-    text = step.lower(pipe.abstract_state(batch, optax.sgd(0.1, momentum=0.9)), batch).compile().as_text()
-    scopes = set(re.findall(r'op_name="([^"]*)"', text))
+    state = pipe.create_state(jax.random.key(0), batch, optax.sgd(0.1, momentum=0.9))
+    step = jax.jit(pipe.train_step).lower(state, batch).compile()
+    jax.block_until_ready(step(state, batch))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(state, batch))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(path)).planes for line in plane.lines]
+    ran = {event.name for line in lines for event in line.events}
+    named = dict(re.findall(r'^ *(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', step.as_text(), re.MULTILINE))
+    scopes = {named[operation] for operation in ran & named.keys()}
     for scope in ("/ticks/while/body/", "/slot0/F/while", "/slot1/B/while", "/F/while/body/Wide.2", "/update/"):
         assert any(scope in name for name in scopes), scope
+        assert scope.encode() in path.read_bytes(), "a viewer takes names from the program in the trace"
 
 
 @pytest.mark.slow

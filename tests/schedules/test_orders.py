@@ -241,11 +241,11 @@ def test_make_schedule_returns_ones_own_schedule_after_checking_its_sizes():
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [
-        ({"num_stages": 0}, ValueError, "num_stages=0 must be 1 or more"),
-        ({"num_microbatches": -2}, ValueError, "num_microbatches=-2 must be 1 or more"),
-        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be 1 or more"),
-        ({"num_stages": True}, TypeError, "num_stages=True must be an int, got bool"),
-        ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int, got float"),
+        ({"num_stages": 0}, ValueError, "num_stages=0 is less than 1"),
+        ({"num_microbatches": -2}, ValueError, "num_microbatches=-2 is less than 1"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 is less than 1"),
+        ({"num_stages": True}, TypeError, "num_stages=True is no integer"),
+        ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 is no integer"),
     ],
 )
 def test_make_schedule_rejects_sizes(sizes, error, message):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -172,6 +173,18 @@ def test_held_to():
     held = jax.jit(lambda x: inside.held_to(x * 2, (1, 0)))
     assert_equal(held(X), X * 2)
     assert "dense<[0, 1]>" in held.lower(X).as_text(), f"{CHANGED} held_to"
+    exported = export.export(held)(X)
+    assert "LayoutConstraint" not in exported.mlir_module(), f"{CHANGED} held_to"
+    assert_equal(exported.call(X), X * 2)
+
+
+@pytest.mark.parametrize(("dim", "innermost_first"), [(0, "1, 2, 0"), (1, "0, 2, 1"), (2, "0, 1, 2")])
+def test_held_to_of_many_arrays(dim, innermost_first):
+    """They lie one after the other, each in its order."""
+    many = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    held = jax.jit(jax.vmap(lambda x: inside.held_to(x, (1, 0)), in_axes=dim, out_axes=dim))
+    assert_equal(held(many), many)
+    assert f"dense<[{innermost_first}]>" in held.lower(many).as_text()
 
 
 def test_orders_chosen():

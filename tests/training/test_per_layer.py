@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import jpipe
@@ -41,6 +42,12 @@ def pipe():
 def test_per_layer_shows_each_layer_its_own_tree(pipe, tx):
     with jax.enable_x64(True):
         check_updates(pipe, jpipe.per_layer(BY_PARAMETER[tx]()), one_by_one(BY_PARAMETER[tx]()))
+
+
+def test_muon_turns_each_layers_own_matrices():
+    with jax.enable_x64(True):
+        truth, tx = model("plain"), optax.contrib.muon(1e-2, weight_decay=0.1)
+        check_updates(pipeline(truth, "1f1b", 2, 3, balance="even"), jpipe.per_layer(tx), one_by_one(tx), truth)
 
 
 def test_per_layer_passes_extra_arguments_on(pipe):

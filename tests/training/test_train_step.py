@@ -7,7 +7,8 @@ import numpy as np
 import optax
 
 import jpipe
-from cases import assert_equal, compilations
+from cases import assert_close, assert_equal, compilations, linen, tokens
+from cases import pipeline as pipeline_of
 from jpipe.training.train_state import TrainState
 from jpipe.training.train_step import MOST_TRAIN_STEPS, train_step
 
@@ -58,6 +59,33 @@ def test_one_compiled_step_for_equal_optimizers():
     with compilations() as count:
         state, _ = pipe.train_step(state.replace(tx=make(0.2)), BATCH)
     assert count() == 1
+
+
+def test_a_scan_over_steps_is_the_loop_over_them_and_the_models():
+    """In one program of the user's, on batches `[3, B, ...]`."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        truth, tx = linen(jnp.float64, num_blocks=2), optax.adam(1e-2)
+        batches = [truth.batch | tokens(seed=seed) for seed in range(3)]
+        pipe = pipeline_of(truth, "1f1b", 2, 3)
+        variables = pipe.from_layer_variables(truth.trees, truth.batch)
+        start = pipe.create_state(jax.random.key(0), truth.batch, tx, variables)
+        joined = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+        end, metrics = jax.jit(lambda state, batches: jax.lax.scan(pipe.train_step, state, batches))(start, joined)
+
+        @jax.jit
+        def step(trees, opt_state, batch):
+            loss, grads = jax.value_and_grad(truth.loss_of)(trees, batch)
+            updates, opt_state = tx.update(grads, opt_state, trees)
+            return optax.apply_updates(trees, updates), opt_state, loss
+
+        state, trees, opt_state = start, truth.trees, tx.init(truth.trees)
+        for i, batch in enumerate(batches):
+            trees, opt_state, loss = step(trees, opt_state, batch)
+            state, found = pipe.train_step(state, batch)
+            assert_close([metrics["loss"][i], found["loss"]], [loss, loss], "loss")
+        assert_close(pipe.layer_variables(end.variables), trees, "variables after the scan")
+        assert_close(pipe.layer_variables(state.variables), trees, "variables after the loop")
+        assert int(end.step) == 3
 
 
 def test_few_steps_are_kept_and_can_be_dropped():

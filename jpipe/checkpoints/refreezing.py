@@ -1,0 +1,130 @@
+"""From a checkpoint to a pipeline that freezes other parameters (`jpipe.freeze`), as gradual unfreezing does.
+
+A layer's own tree is the same, frozen or not, so its two descriptions pair the parameters. What an optimiser keeps for
+a parameter is called as the parameter is, and so is told apart by its name. Of three parameters, where frozen ones have
+no moments:
+
+    checkpoint                    pipeline
+    params/a   mu/a      ->       params/a   mu/a      as saved
+    frozen/b             ->       params/b   mu/b      the value as saved, mu/b of a new state (`Origin.fresh`)
+    params/c   mu/c      ->       frozen/c             the value as saved
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jpipe.checkpoints.containers import Json, containers_from_json, name_of
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path
+
+PARAMS = "params"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which arrays of a checkpoint are which of a state's.
+
+    Attributes:
+      names: by its path in the state, the path in the checkpoint of each parameter that is frozen in one of them alone.
+      fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
+      dropped: arrays of the checkpoint's optimiser for parameters that are frozen now.
+    """
+
+    names: dict[Path, Path]
+    fresh: frozenset[Path]
+    dropped: frozenset[Path]
+
+    def renamed(self, saved: Json, own: Json) -> Json:
+        """The checkpoint's description as if its pipeline had frozen the same parameters; `own` is the pipeline's."""
+        back = {theirs: mine for mine, theirs in self.names.items()}
+        arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
+        kept = [[list(back.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
+        return saved | {"arrays": kept + [array for array in own["arrays"] if tuple(array[0]) in self.fresh]}
+
+
+def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
+    """Where a state's arrays come from.
+
+    Args:
+      saved: the checkpoint's description.
+      own: that of the pipeline.
+      contents: of the pipeline's state.
+
+    Raises:
+      ValueError: an array of the optimiser can't be told apart by parameters; it is named.
+    """
+    names = _renamed_parameters(saved, own)
+    changed, collections = {path[1] for path in names}, {path[2] for pair in names.items() for path in pair}
+    parameters = _parameters(contents, collections)
+    there, here = ({tuple(path): shape for path, _, shape in told["arrays"]} for told in (saved, own))
+    fresh, dropped = set(), set()
+    for path, shape in (there | here).items():
+        layer = next((name for name in path if name in changed), None)
+        if path[0] != OPTIMIZER or layer is None:
+            continue
+        owner = _owner(path, {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape})
+        if owner is None:
+            trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
+            # By a name of its own, such as a count: it is of no parameter, unless it is as long as all together.
+            is_told = not path[-1].isdigit() and (not shape or math.prod(shape) != trained)
+        else:
+            trains = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
+            is_told = all(it_trains or path not in has for it_trains, has in zip(trains, (here, there), strict=True))
+        if not is_told:
+            raise ValueError(
+                f"{'/'.join(path)} belongs to no single parameter by its name, while {layer} had other parameters "
+                f"frozen in the checkpoint ({'/'.join(next(p for p in names if p[1] == layer)[2:])} is one that "
+                "changed), so what the optimiser kept can't be told apart; freeze the same parameters"
+            )
+        if owner in names:
+            (fresh if path in here else dropped).add(path)
+    return Origin(names, frozenset(fresh), frozenset(dropped))
+
+
+def _renamed_parameters(saved: Json, own: Json) -> dict[Path, Path]:
+    """By path in the pipeline, the path in the checkpoint of what is frozen in one of them alone."""
+    found = {}
+    for mine, theirs in zip(own["layers"], saved["layers"], strict=False):  # other counts are a difference
+        trees = [containers_from_json(layer["item"], lambda path: _Leaf(tuple(path))) for layer in (mine, theirs)]
+        if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
+            pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+            found |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
+    return found
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A path as a leaf of a pytree."""
+
+    path: Path
+
+
+def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
+    """By layer, for each of its parameters: from its names in an optimiser's tree, with metadata boxes, to its path.
+
+    Args:
+      contents: of the pipeline's state.
+      collections: that of trained parameters and that of frozen ones.
+    """
+    found = {}
+    for record in contents.each_record:
+        own = found.setdefault(contents.layer_name(record.users[0]), {})
+        for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
+            if shapes := record.shapes.get(f"{LAYERS}/{collection}"):
+                treedef = contents.state.variables[collection].layout.treedefs[record.record_type]
+                numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+                keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+                own |= dict(zip(keys, shapes, strict=True))
+    return found
+
+
+def _owner(path: Path, parameters: dict[Path, Path]) -> Path | None:
+    """The parameter that an array of the optimiser is called as: the one with the longest name that `path` ends in.
+
+    One that is all of its layer has an empty name: those of its shape are called so.
+    """
+    ends = [keys for keys in parameters if path[len(path) - len(keys) :] == keys]
+    return parameters[max(ends, key=len)] if ends else None

@@ -1,0 +1,122 @@
+"""What only prints never loses a result: zeros, infinities, NaN, nothing known, and numbers of NumPy's kinds."""
+
+import json
+import math
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe.forecasting.choices import Choice, Choices, advice_on
+from jpipe.forecasting.forecaster import Forecast
+from jpipe.forecasting.hardware import CHIPS
+from jpipe.forecasting.memory_model import MemoryParts, predict_memory
+from jpipe.forecasting.settings import Setting
+from jpipe.forecasting.time_model import StepTime, predict_time
+from jpipe.pictures.tables import bytes_in_words
+from jpipe.profiling.changes import MicrobatchSize
+from jpipe.profiling.device_memory import Memory
+from jpipe.profiling.findings import Finding
+from jpipe.profiling.prediction import SLICES, StageTimes
+from jpipe.profiling.profile import Profile
+from jpipe.schedules.simulate import Work, in_time
+from jpipe.view.facts import facts_of
+
+ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
+SCHEDULE = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 bytes"),
+        (0.5, "0.5 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (2**30 - 1, "1,024.0 MiB"),
+        (16e9, "14.9 GiB"),
+        (np.float32(16e9), "14.9 GiB"),
+        (np.int64(2**40), "1.0 TiB"),
+        (2**60, "1,048,576.0 TiB"),
+        (-2048, "-2.0 KiB"),
+        (math.inf, "inf bytes"),
+        (math.nan, "nan bytes"),
+    ],
+)
+def test_bytes(count, words):
+    assert bytes_in_words(count) == words
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    pipe = jpipe.Pipeline([nn.Dense(8)] * 3, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
+    jax.eval_shape(pipe.init, jax.random.key(0), np.ones((4, 8), np.float32))
+    return pipe
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_plan(pipe, odd):
+    idle = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
+    setting = Setting((("stage", 2),), 2)
+    slices = dict.fromkeys(["layers", "bubble", "between layers", "update", "links"], odd)
+    choice = Choice(
+        setting,
+        setting.options | {"balance": [2, 1]},
+        StepTime(odd, odd, odd, odd, idle),
+        MemoryParts(*[odd] * 9),
+        fits=True,
+        compiled=Forecast("a step", True, {"batch": odd}, odd, None, {("stage",): odd}, slices, idle),
+    )
+    found = Choices("plans", (choice, replace(choice, compiled=None)), advice_on(choice, [choice], ["mind the gap"]))
+    for text in (str(found), found._repr_html_(), str(choice.compiled)):
+        assert "ms: computation" in text or "ms: layers" in text
+
+
+def test_a_timeline_of_actions_that_take_no_time():
+    idle = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
+    assert idle.bubble_fraction == 0.0 and str(idle).startswith("1f1b: K=2, M=2, V=1; time 0, bubble 0.0 %")
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_profile(pipe, odd):
+    times = StageTimes((1e-3, 0.0), (1e-3, 1e-3), (0.0, 0.0))
+    found = Profile(
+        schedule=SCHEDULE,
+        partition=jpipe.partition([1.0, 0.0, 0.0], 2),
+        stages=times,
+        step=odd,
+        predicted_step=odd,
+        slices=dict.fromkeys(SLICES, odd),
+        contention=odd,
+        noise=odd,
+        sizes=(MicrobatchSize(2, 2, odd, odd, odd),),
+        memory=Memory(*[odd] * 5),
+        findings=(Finding("odd", {"balance": [2, 1]}, odd),),
+        predicted=jpipe.simulate(SCHEDULE),
+        facts=facts_of(pipe.planner, repr(pipe)),
+    )
+    for text in (repr(found), str(found), found._repr_html_()):
+        assert "find" in text.lower()
+    if isinstance(odd, int | float):
+        assert json.loads(json.dumps(found.as_dict()))["num_stages"] == 2
+
+
+@pytest.mark.parametrize("chip", ["v5e", "h100"])
+def test_layers_that_cost_nothing(chip):
+    """Identity layers have no parameters, and no floating-point operations."""
+    layers = [lambda x, i=i: x for i in range(3)]
+    batch = np.ones((4, 8), np.float32)
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.sum(y), num_stages=2, num_microbatches=2)
+    assert "2 layers" not in str(pipe) and "stage" in str(pipe)
+    jax.eval_shape(pipe.init, jax.random.key(0), batch)
+    assert "bubble" in str(pipe) and "slowest" in str(pipe.partition)
+    time = predict_time(pipe, batch, CHIPS[chip])
+    memory = predict_memory(pipe, batch, optax.sgd(0.1), CHIPS[chip])
+    setting = Setting((("stage", 2),), 2)
+    choice = Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
+    assert "ms a step" in str(Choices("plans", (choice,), advice_on(choice, [choice], [])))
