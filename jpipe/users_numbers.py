@@ -64,7 +64,7 @@ def as_number(name: str, value: object, remedy: str, *, positive: bool = False, 
     16000000000.0
     """
     refusal = TypeError(f"{name}={value!r:.60} is no number; {remedy}")
-    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == bool
     if is_bool or isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
         raise refusal
     try:

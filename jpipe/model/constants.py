@@ -47,11 +47,13 @@ class Constants:
 
     def of(self, layer: Index) -> list[Leaf]:
         """What a layer, given by its index in the model, has in the places: scalars."""
+        if not self.places:
+            return []
         if isinstance(layer, int):
             return [jnp.asarray(value) for value in self.values[layer]]
         missing = [np.zeros((), shape.dtype) for shape in self.shapes]
         rows = [self.values.get(i, missing) for i in range(max(self.values, default=0) + 1)]
-        return [take_row(jnp.asarray(np.stack(column)), layer) for column in zip(*rows, strict=True) if self.places]
+        return [take_row(jnp.asarray(np.stack(column)), layer) for column in zip(*rows, strict=True)]
 
     def put_into(self, closed: ClosedJaxpr, new: Sequence[Leaf]) -> ClosedJaxpr:
         """A trace of the layer that stands for the group, with other scalars in the places.
