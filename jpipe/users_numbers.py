@@ -10,6 +10,8 @@ import math
 import operator
 from typing import SupportsFloat, SupportsIndex, cast
 
+import numpy as np
+
 
 def as_integer(name: str, value: object, remedy: str, *, least: int = 1) -> int:
     """A count as an int.
@@ -64,7 +66,7 @@ def as_number(name: str, value: object, remedy: str, *, positive: bool = False, 
     16000000000.0
     """
     refusal = TypeError(f"{name}={value!r:.60} is no number; {remedy}")
-    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == bool
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool)
     if is_bool or isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
         raise refusal
     try:

@@ -299,7 +299,7 @@ def test_a_picture_of_more_stages_than_it_has_colours_is_refused(capsys):
     ("text", "message"),
     [
         ("--stages 16", r"num_stages=16 .* more than the 7 layers"),
-        ("--stages 2 --depths 0", r"num_microbatches=0 must be 1 or more"),
+        ("--stages 2 --depths 0", r"num_microbatches=0 is less than 1; use 1 or more"),
         ("--stages 2 --depths 8 --steps 2 --images 30", r"batch size 30 is not .* use 1, 2, 3, 5, 6, 10, 15 or 30"),
         ("--stages 2 --heads 5", r"width=16 has to be a multiple of 4 and of heads=5"),
     ],
