@@ -1,4 +1,4 @@
-"""`Pipeline`: the class that users meet. It validates and delegates."""
+"""`Pipeline`, the class that users meet: it validates and delegates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words for what Python's types can't say: which pytrees, and leaves that may be arrays or only their shapes."""
+"""Type names for pytrees, and for leaves that are arrays or only their shapes."""
 
 from __future__ import annotations
 

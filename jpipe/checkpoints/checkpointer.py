@@ -1,4 +1,4 @@
-"""`Checkpointer`: saves a training state, and gives it back under any pipeline of the same layers."""
+"""`Checkpointer` and `load_layers`: save a training state, and restore it under any pipeline of its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pytrees of plain containers as JSON: how a layer's tree is put together again, and a position in the data."""
+"""Writes pytrees of plain containers as JSON, and builds them again: layers' trees, positions in the data."""
 
 from __future__ import annotations
 

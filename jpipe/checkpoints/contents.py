@@ -1,4 +1,4 @@
-"""What a checkpoint of a training state holds: named arrays in the layers' own layout, whatever the pipeline's.
+"""Names each array of a training state by its layer, and finds the first difference between two models.
 
 A name is a path. What lies in two stages' buffers (`jpipe.memory.storage`) as
 

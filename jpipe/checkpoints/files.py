@@ -1,4 +1,4 @@
-"""Checkpoints as files: one directory a step, written and read by orbax.
+"""Reads and writes checkpoints as files: one directory for each step, by orbax.
 
 A step's directory has an item `layers` and an item `optimizer`, trees of arrays in orbax's own format, and `about`,
 JSON: the format's version, the step, the random key, the position in the data, and the names and shapes of all arrays.

@@ -1,4 +1,4 @@
-"""From a checkpoint to a pipeline that freezes other parameters (`jpipe.freeze`), as gradual unfreezing does.
+"""Finds a checkpoint's arrays for a pipeline that freezes other parameters (`jpipe.freeze`): gradual unfreezing.
 
 A layer's own tree is the same, frozen or not, so its two descriptions pair the parameters. What an optimiser keeps for
 a parameter is called as the parameter is, and so is told apart by its name. Of three parameters, where frozen ones have

@@ -1,4 +1,4 @@
-"""Batches: checked, and cut into micro-batches (GPipe, section 2.2: equal parts along the first dimension)."""
+"""Checks a batch, and cuts it into micro-batches: equal parts along the first dimension (GPipe, section 2.2)."""
 
 from __future__ import annotations
 

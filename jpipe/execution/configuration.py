@@ -1,4 +1,4 @@
-"""What the processes of a cluster have to agree on, in words: whatever decides which program a step is.
+"""Puts into words all that decides which program a step is: processes compare it before they compute.
 
 Two processes with other programs would wait for each other's transfers for ever.
 """

@@ -1,4 +1,4 @@
-"""What generation follows: the layers as they decode, for a token or for several at a time, and where caches lie.
+"""Lays out generation: the layers as they decode one or several tokens at a time, and where their caches lie.
 
 A layer's cache stays on its stage, with a row for each micro-batch. How tokens go round is in `token_ring`.
 """

@@ -1,4 +1,4 @@
-"""What all stages do together for one micro-batch, where they share the ends (`jpipe.execution.shared_ends`).
+"""Computes the first and the last layer on all stages together, for one micro-batch (`ends="shared"`).
 
 All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
 What `leave` and `back` take from the layers between is read apart (`left_by_layers`, `come_back`), since it is in the

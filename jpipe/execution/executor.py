@@ -1,4 +1,4 @@
-"""The executor: one scan over ticks, inside one `shard_map` over the stages.
+"""Runs a step on the devices: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its columns of the
 table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages

@@ -1,4 +1,4 @@
-"""How the sums of gradients lie on the devices of a stage, while they grow.
+"""Decides along which mesh axes sums of gradients stay partial until the end of a step.
 
 A gradient may be left partial along axes that don't split its parameter, of which it is a sum over parts of the batch
 or of the sequence: then it is added up once a step, and not for each micro-batch. Gradients that are added up in one

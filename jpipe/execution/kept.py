@@ -1,4 +1,4 @@
-"""What a stage's actions keep for its later ones: where it lies, and which action keeps what.
+"""Decides what a stage's actions keep for its later ones (residuals, stashes), where, and for how long.
 
 A forward keeps its layers' residuals. Where backwards are split, their second part, W, needs some of the residuals too,
 which have rows of their own, and what the first part, I, stashes for it (`jpipe.model.split_backward`):

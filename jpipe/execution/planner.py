@@ -1,4 +1,4 @@
-"""The planner: from a batch's shapes to the plan, once, and to a step for every shape.
+"""`Planner`: makes the plan from the first batch's shapes, and a step for every batch shape, each once.
 
     batch ─► MicroBatch ─► Model ─► Plan, of the first batch
                              │        │

@@ -1,4 +1,4 @@
-"""The programs of a pipeline: initialisation, training (loss and gradients), evaluation, outputs, generation.
+"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs, generation.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.

@@ -1,4 +1,4 @@
-"""Ends that all stages compute together: the first layer, and the last one with the loss.
+"""Decides when all stages compute the two ends together (`ends="shared"`), and refuses ends that can't be split.
 
 Each stage has a part of their weights, as of a vocabulary, and computes that part of them for every micro-batch
 (arXiv 2411.05288 does so for cross-entropy). So no stage carries a table or a head alone. They run in turns that all

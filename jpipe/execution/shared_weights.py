@@ -1,4 +1,4 @@
-"""Shared weights in a step: sent to all stages at its start, their gradients added up at its end.
+"""Sends shared weights to all stages at the start of a step, and adds up their gradients at its end.
 
 The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
 accumulator of its own; here these meet, by one `psum` over the stages for each leaf.

@@ -1,4 +1,4 @@
-"""What one stage does for one micro-batch: its layers forward, or backward.
+"""Does a stage's work on one micro-batch: runs its layers forward, or backward.
 
 All stages run this same code. Which layers are theirs is a matter of loop bounds (`LayerRanges`), read from a table by
 the index of the virtual stage, so that layers of one group are compiled once wherever they lie, and no layer is run

@@ -1,4 +1,4 @@
-"""Whether a layer treats each token of a sequence by itself: only then may it be called with one at a time, uncached.
+"""Checks that a layer treats each token by itself: only then may it decode without a cache.
 
 Attention without a cache would see one token in place of all, and positions counted within a call would all be the
 first: wrong tokens, and no error. So a layer's jaxpr on whole sequences is partitioned as if each token lay on a device

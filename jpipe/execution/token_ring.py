@@ -1,4 +1,4 @@
-"""Decoding: tokens go round the stages, K micro-batches of prompts in flight, so that after the fill no stage waits.
+"""Runs generation: tokens go round the stages, K micro-batches in flight, so that after the fill no stage waits.
 
 A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage; what the last one says is
 sent to the first, which goes on with it in the next tick. With K=3, one chunk each, and a prompt of two tokens, p, that

@@ -1,4 +1,4 @@
-"""What a search found: settings with their predicted time and memory, and advice, to be printed."""
+"""`Choices`, the result of `jpipe.plan`: settings with predicted time and memory, and advice, as a table."""
 
 from __future__ import annotations
 

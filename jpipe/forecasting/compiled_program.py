@@ -1,4 +1,4 @@
-"""Reads a program compiled for a TPU: its loops, what they take by the compiler's own estimate, what they move.
+"""Reads a program compiled for a TPU: its loops, their cycles by the compiler's estimate, the bytes they move.
 
 The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are
 those of one trip without the loops inside; how often each turns is in tables that only the caller knows.

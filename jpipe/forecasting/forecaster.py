@@ -1,4 +1,4 @@
-"""`forecast`: a training step compiled for hardware that need not be there, and what its compiler says of it."""
+"""`jpipe.forecast`: compiles a step for hardware that need not be there, and reports its memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chips that one trains on, and slices of them that need not be there."""
+"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced function needs beside its operands while it runs, from the lives of its arrays: nothing is compiled.
+"""Computes the memory that a traced function needs while it runs, from the lives of its arrays; compiles nothing.
 
 What compilers fuse is taken as fused: what an elementwise operation or a move of elements gives is an array only where
 something else reads it, such as, on CPU, a product; until then, what it is made of lives on.

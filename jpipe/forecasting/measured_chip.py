@@ -1,4 +1,4 @@
-"""A chip that no table knows, measured: what a product of matrices and a copy take on devices at hand."""
+"""Measures a chip that the table of chips lacks, by a product of matrices and a copy."""
 
 from __future__ import annotations
 

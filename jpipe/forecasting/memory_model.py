@@ -1,4 +1,4 @@
-"""Bytes that a training step holds on a device, by part, from what is planned and traced: nothing is compiled."""
+"""Predicts the bytes that a training step holds on a device, by part, from plan and trace; compiles nothing."""
 
 from __future__ import annotations
 

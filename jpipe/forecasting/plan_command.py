@@ -1,4 +1,4 @@
-"""`jpipe plan FILE.py:FACTORY`: a model that a user's function makes, and the settings that `plan` finds for it."""
+"""The command `jpipe plan FILE.py:FACTORY`: calls the user's factory, and prints the settings found."""
 
 from __future__ import annotations
 

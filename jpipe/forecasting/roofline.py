@@ -1,4 +1,4 @@
-"""Seconds of a traced function on one device, without compiling: what its kernels compute, read and write.
+"""Predicts a traced function's seconds on one device, kernel by kernel; compiles nothing.
 
 A kernel is a product of matrices, a reduction, or what gives a result; moves and elementwise operations are fused into
 the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:

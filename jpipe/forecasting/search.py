@@ -1,4 +1,4 @@
-"""`plan`: which settings to train a model with, searched by the models of time and memory."""
+"""`jpipe.plan`: searches for the settings that train a model fastest, by the models of time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search may change of a pipeline: the sizes of its mesh axes, M, schedule and V, remat, where weights lie."""
+"""The settings that a search may change: sizes of mesh axes, M, schedule and V, remat, where weights lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's time, of a chip that need not be there, without compiling: kernels of layers, the schedule simulated.
+"""Predicts the seconds of a step, by part, on a chip that need not be there; compiles nothing.
 
 What layers take is `roofline`'s, of their traced forwards and backwards; nothing is fitted to steps. The compiled steps
 of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).

@@ -1,4 +1,4 @@
-"""Small jaxprs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it.
+"""Runs small jaxprs in NumPy, operation by operation: to compile one takes a thousand times as long.
 
 And the context for that: at once and on this host, whatever is being traced and whatever the mesh.
 """

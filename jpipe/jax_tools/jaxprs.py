@@ -1,4 +1,4 @@
-"""Jaxprs: what can be learnt from one, and how to change one.
+"""Finds which outputs of a jaxpr depend on which inputs, and rewrites a jaxpr's equations.
 
 A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters. Of
 some equations the parameters hold jaxprs themselves: calls (`jit`), loops, branches.

@@ -1,4 +1,4 @@
-"""Control flow that never copies what it passes on.
+"""Loops in place of `lax.cond`: control flow that never copies what it passes on.
 
 A `lax.cond` or `lax.switch` copies the buffers that a branch hands through (accumulators, residuals), a loop updates
 them in place. So whatever a stage may or may not do here is a loop with as many trips as it has layers to run, none

@@ -1,4 +1,4 @@
-"""Tracing: from a function to its jaxpr, and back."""
+"""Traces a function to its jaxpr, and runs a jaxpr as a function again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what users call a layer to `AnyLayer`: the only place that knows all that a layer may be."""
+"""Makes an `AnyLayer` of whatever users pass as a layer: the only place that knows all that this may be."""
 
 from __future__ import annotations
 

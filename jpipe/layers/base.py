@@ -1,8 +1,7 @@
-"""Layers: what a model is made of, each adapted to one small interface.
+"""The interface `AnyLayer`, by which all other code sees a layer, and `PlainLayer`: layers from functions.
 
 A model is a sequence of unlike layers. Everything after this module sees only `AnyLayer`: a name, `init`, `apply`, and
-the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows. Only
-`flax` and `adapt` know Flax.
+the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows.
 """
 
 from __future__ import annotations

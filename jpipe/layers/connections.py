@@ -1,4 +1,4 @@
-"""Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
+"""Connections besides the chain: skips to a later layer (`stash`, `pop`), and side inputs from the batch (`reads`).
 
 A skip is what a layer stashes and a later one pops. It travels with the activations: in between, every layer takes and
 gives `WithSkips(x, skips)`, and computes with `x` alone. A skip that passes a layer is no residual of it, and is freed

@@ -1,4 +1,4 @@
-"""When two values, functions above all, are sure to be the same, so that what was compiled for one serves the other.
+"""Decides when two values, functions above all, are the same, so that what was compiled for one serves the other.
 
 A function made twice from the same values is two objects that aren't equal, as are layers and optimisers built of such
 functions. So values are taken apart, down to what Python or its library compares, in two ways. `same_value` compares

@@ -1,4 +1,4 @@
-"""Frozen parameters: those of a layer that aren't trained, in a collection of their own, which is only read.
+"""`freeze`: keeps parameters that aren't trained in a collection of their own, which is only read.
 
 They have no gradients, no place in the optimiser's state, and nothing is added up for them. The layer inside sees them
 among its parameters, as ever, and so does who asks for the layer's own variables.

@@ -1,4 +1,4 @@
-"""The weights of a stage at work: what a step makes of those at rest, and gradients on their way back.
+"""Brings weights from where they lie at rest to where a step uses them, and takes their gradients back.
 
     at rest                  stage 0  1  2  3       at work             stage 0  1  2  3
     blocks                         a  b  c  d       the same                  a  b  c  d

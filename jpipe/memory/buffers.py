@@ -1,4 +1,4 @@
-"""Buffers: arrays in which leaves of many layers lie one after the other.
+"""The two kinds of buffers, stacked and flat: arrays in which leaves of many layers lie one after the other.
 
 - A stacked buffer, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many
   as the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on.

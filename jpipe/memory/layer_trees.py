@@ -1,4 +1,4 @@
-"""Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
+"""Takes each layer's own variables out of a pipeline's buffers, and puts them back (`Pipeline.layer_variables`).
 
     buffers [K, ...]  --to_layers-->    trees by layer and collection  --to_items-->    each library's own (linen, nnx)
                       <--from_layers--                                 <--from_items--  checked

@@ -1,4 +1,4 @@
-"""The layout of variables: which buffers hold them, as global arrays split over the stages.
+"""`Layout` and `StageTree`: which buffers hold the variables, as global arrays split over the stages.
 
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
 its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.

@@ -1,4 +1,4 @@
-"""A leaf that one stage has, *scattered*: split over `stage` along the largest dimension that K divides.
+"""Splits a leaf that one stage has over all stages, along the largest dimension that K divides.
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part, and so leaves
 of the first and the last stage may lie at rest (`jpipe.memory.layout`). A leaf without such a dimension is on all

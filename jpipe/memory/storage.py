@@ -1,4 +1,4 @@
-"""Where every layer's arrays lie on its stage's device.
+"""`Storage`: says where each leaf of each layer lies in the buffers of its stage, and reads and writes it.
 
 One program runs on all stages, so an array has the same shape on all of them, while layers differ: their leaves lie in
 buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs.

@@ -1,4 +1,4 @@
-"""Constants: the numbers in which the functions of one group's layers differ, as data.
+"""Takes the numbers in which a group's layers differ out of their trace, and hands them in as data.
 
 A layer's numbers (a rate of stochastic depth, a residual scale) are literals of its trace. Where layers differ in
 nothing else, the literals are taken out of the trace of the first of them, and the group's function reads them as

@@ -1,4 +1,4 @@
-"""The traced model: groups of equal layers in sequence, and the sets of variables that they use.
+"""`Model`, `LayerGroup`, `VariableSet`: equal layers in groups, and the sets of variables that they use.
 
 Layers that are the same function of the same shapes form a *group*, which is traced and compiled once. A layer is known
 by its index in the user's sequence, or by its group and its position among the layers of that group.

@@ -1,4 +1,4 @@
-"""One layer as a function of arrays, and how what it works on lies on the devices of a stage.
+"""One layer as a function of arrays, and how its arrays lie on the devices of a stage.
 
 A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
 depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, as sums over its examples that can be added up and divided once."""
+"""Traces the loss function, and makes its result sums over examples that can be added up and divided once."""
 
 from __future__ import annotations
 

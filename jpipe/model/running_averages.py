@@ -1,4 +1,4 @@
-"""Running averages of a mean and a variance, as BatchNorm keeps them, over micro-batches as if over the mini-batch.
+"""Merges BatchNorm's running averages of micro-batches as if over the whole mini-batch.
 
 The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i)
 (GPipe, section 2.3). A running average a moves towards them at a rate r (Flax: 1 - momentum), and shows only its new

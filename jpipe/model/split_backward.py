@@ -1,4 +1,4 @@
-"""A layer's backward in two: gradients of its inputs, for which another stage waits, and those of its weights.
+"""Splits a layer's backward in two: gradients of its inputs (I), and those of its weights (W).
 
 The equations of the backward are dealt out to two programs (arXiv 2401.10241 has the idea). The first, I, computes the
 cotangents of the layer's inputs, and the gradients that then cost next to nothing: of biases, of scales, sums by

@@ -1,4 +1,4 @@
-"""Tracing a model: the shapes of one micro-batch followed through its layers, and equal layers found.
+"""Traces a model: follows the shapes of one micro-batch through its layers, and finds equal layers.
 
 Nothing is computed and nothing compiled: what doesn't fit is reported before. Layers that are the same function of the
 same shapes are traced once and form a group (`jpipe.model.groups`).

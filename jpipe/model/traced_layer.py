@@ -1,4 +1,4 @@
-"""A layer's forward and backward as two jaxprs, traced once, with the residuals between them in plain sight.
+"""Traces a layer's forward and backward as two jaxprs, once, and finds the residuals between them.
 
 `jax.vjp` returns a pytree: its leaves are what the backward needs. Some are at hand in the backward anyway (arguments
 of the layer), some follow from the variables alone (a cast kernel) and are made again, the rest are the *residuals*,

@@ -1,4 +1,4 @@
-"""Which way each equation of a jaxpr is carried out: the one by which the fewest bytes are sent.
+"""Chooses how to carry out each equation of a jaxpr: the way for which devices send the fewest bytes.
 
 A rule (`jpipe.partitioner.rules`) says how an equation follows how its operands lie. Followed from the first equation
 to the last, that is a plan already, but one that doesn't look ahead. So wherever an equation wants an operand otherwise

@@ -1,4 +1,4 @@
-"""Loops and branches on the parts of arrays that a device has; the handlers of equations that hold jaxprs.
+"""Carries out loops and branches on the parts of arrays that a device has.
 
 A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """

@@ -1,4 +1,4 @@
-"""How a device's part of an array becomes its part under another sharding; in a program that all devices run.
+"""Converts a device's part of an array to its part under another sharding, by collectives.
 
 Collectives join devices along the axes of the sharding alone: others may be elsewhere in their program meanwhile.
 """

@@ -1,4 +1,4 @@
-"""The rule of elementwise operations: shards stay, and what is linear in partial sums leaves them partial."""
+"""The rule of elementwise operations: shards stay, and linear operations leave partial sums partial."""
 
 from __future__ import annotations
 

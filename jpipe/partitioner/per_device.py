@@ -1,4 +1,4 @@
-"""The function that one device runs in place of a function of whole arrays, its collectives in plain sight.
+"""`per_device`, the entry: makes the function that one device runs from a function of whole arrays.
 
 A function is traced once, on whole arrays. Its equations are then carried out one by one on the parts of arrays that a
 device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and values are converted to

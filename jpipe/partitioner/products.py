@@ -1,4 +1,4 @@
-"""The rules of matrix products and convolutions: what is summed over gives partial sums, the rest stays split."""
+"""The rules of matrix products and convolutions: a split sum gives partial sums, the rest stays split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: what it is told of one operation, and what it answers. The rules themselves are in `rules`.
+"""The interface of a rule: what it is told of one operation, and what it answers.
 
 Most rules follow from labels, as those of an einsum: dimensions that are split together have the same label. For the
 product "bd,df->bf" there are three ways to split it along an axis:

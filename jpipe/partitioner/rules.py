@@ -1,4 +1,4 @@
-"""What each operation does to shards: the table `RULES`, by the name of the primitive.
+"""The table `RULES` of what each operation does to shards, and the rules of operations on dimensions.
 
 What a rule is, is in `rule`. An operation without one has to see whole arrays. Rules of elementwise operations,
 products and look-ups have files of their own; here are those of operations on dimensions, most of which leave some

@@ -1,4 +1,4 @@
-"""How an array lies on several devices (its sharding), and how PartitionSpecs say that.
+"""Types for how an array lies on several devices (its sharding), and how PartitionSpecs say that.
 
 The *whole* array is what a function is traced on; a device has a *part* of it. Along each axis of the mesh an array is
 a *shard* of one dimension, *replicated*, or *partial*: the whole array is the sum of the parts. (PyTorch's DTensor has

@@ -1,4 +1,4 @@
-"""Mesh axes taken apart: what sixteen devices can't split evenly, eight pairs of them may.
+"""Takes a mesh axis apart: sixteen devices can't split eight heads evenly, eight pairs of devices can.
 
 Along a mesh axis of sixteen, the columns of a projection are a shard of each device; the eight heads that a reshape
 makes of them can't be. But seen as `[8, 2]` the devices are two axes, along each of which there is a shard:

@@ -1,4 +1,4 @@
-"""What users' functions say of devices themselves: sharding constraints, and functions of single devices (`shard_map`).
+"""Carries out users' sharding constraints, and their functions of single devices (`shard_map`).
 
 A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """

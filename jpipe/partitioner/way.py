@@ -1,4 +1,4 @@
-"""Ways to carry out an equation on parts of arrays, and a plan: a way for each equation of a jaxpr.
+"""`Way` and `DevicePlan`: how one equation is carried out on parts of arrays, and a plan for a whole jaxpr.
 
 A plan is made before anything is traced (`jpipe.partitioner.choice`), and says all that devices send to each other:
 

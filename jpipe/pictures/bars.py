@@ -1,4 +1,4 @@
-"""What of a timeline has a colour, or a track, of its own."""
+"""Divides a timeline into bars: one for each thing that has a colour, or a track, of its own."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Whole figures: a timeline over its memory (`Timeline.plot`), and schedules below each other on one time axis.
+"""Draws whole figures: a timeline over its memory (`Timeline.plot`), several schedules (`jpipe.compare`).
 
 matplotlib is imported when something is drawn.
 """

@@ -1,4 +1,4 @@
-"""Timelines as traces of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
+"""Writes timelines as traces of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
 
 A process for each stage, in it a track for each kind of action, and a counter of the micro-batches in flight. The
 format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.

@@ -1,4 +1,4 @@
-"""A pipeline at a glance: which layers, how many parameters and which devices each stage has."""
+"""Prints a pipeline as a table: which layers, how many parameters and which devices each stage has."""
 
 from __future__ import annotations
 

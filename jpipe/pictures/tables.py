@@ -1,4 +1,4 @@
-"""Tables of text and of HTML, for terminals and notebooks, from the same rows."""
+"""Prints tables as text and as HTML, for terminals and notebooks, from the same rows."""
 
 import math
 from collections.abc import Sequence

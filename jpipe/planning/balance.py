@@ -1,4 +1,4 @@
-"""Balances: what is to be equal on all stages, and the cuts that follow from it."""
+"""Checks `balance=`, decides what is to be equal on all stages, and cuts the layers by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs: what each layer takes in a training step, so that the partition can make the stages equal.
+"""Measures what each layer takes in a training step, counted or timed, to make stages equal by.
 
 A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one group have one
 cost and are looked at once; nothing here touches the model's variables.

@@ -1,4 +1,4 @@
-"""FLOPs: what a traced function takes, counted on its jaxpr, so that no compiler and no device is needed.
+"""Counts the FLOPs of a traced function on its jaxpr, so that no compiler and no device is needed.
 
 What decides a cut is counted as XLA counts it (`HloCostAnalysis`): a product of matrices takes 2*M*N*K, a convolution
 what its window meets outside of the padding. Moving elements takes nothing, and anything else one an element, be it a

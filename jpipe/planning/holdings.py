@@ -1,4 +1,4 @@
-"""What stages have of a model's variables, and what their devices hold, as plain data: for tables, pages and tools."""
+"""Counts what stages have of a model's variables, and what their devices hold: for tables, pages and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut the sequence of layers into stages: the exact best contiguous partition for given layer costs.
+"""Cuts the sequence of layers into stages: the exact best contiguous partition for given layer costs.
 
 A pipeline advances at the pace of its slowest stage, so the default objective is the largest stage cost; the GPipe
 paper (section 2.2) minimises the variance of the stage costs instead. The two can differ, and both are exact here.

@@ -1,4 +1,4 @@
-"""The request: what a user asked of a pipeline, checked. With a batch's shapes everything else follows from it."""
+"""`Request`: what a user asked of a pipeline, checked; with a batch's shapes everything else follows from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That all processes want the same, before they compute together: otherwise they would wait for one another for ever.
+"""Checks that all processes want the same before they compute, or they would wait for one another for ever.
 
 They exchange words through the key-value store of `jax.distributed`, which runs beside the devices, so that waiting
 has an end and nothing is compiled.

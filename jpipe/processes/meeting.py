@@ -1,4 +1,4 @@
-"""How processes find one another, before JAX's service begins at the same address.
+"""Lets processes find one another before JAX's service begins at the same address.
 
 Where processes don't come in time, or come twice, JAX ends them from C++, in its client's `Connect`, so that nobody can
 say why (jax 0.10 and 0.12; a taken port even is a segmentation fault in the latter). So they first meet here, by plain

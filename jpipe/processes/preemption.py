@@ -1,4 +1,4 @@
-"""Preemption: a job is told to end by SIGTERM, and has some seconds left to save what it has."""
+"""Notices that the job is told to end (SIGTERM), while some seconds are left to save its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jpipe.watch`: a program whose steps stop ending says where it stands, and ends.
+"""`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
 A process that hangs holds up all others, and seen from outside they are alike: each waits in a collective (JAX issue
 38503). The main thread can say nothing, as it waits in native code. So two threads of their own look on. One has a

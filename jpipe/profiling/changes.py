@@ -1,4 +1,4 @@
-"""What other settings would make of a step: another cut, another number of micro-batches, no recomputation.
+"""Predicts what other settings would make of a step: another cut, other numbers of micro-batches, another remat.
 
 Each is predicted from what was measured: stages' times are shared among their layers as those take alone, and put
 together anew.

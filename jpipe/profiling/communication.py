@@ -1,4 +1,4 @@
-"""What the devices of a pipeline send each other in a step, by loop, layer, axis and the user's line that made it."""
+"""`pipe.communication`: lists what devices send in a step, by loop, layer, axis and the user's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step holds on one device, in bytes."""
+"""Reads the bytes that a compiled step holds on one device."""
 
 from __future__ import annotations
 

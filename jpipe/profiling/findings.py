@@ -1,4 +1,4 @@
-"""What a profile means, in plain words, and which settings to try, each with what it promises."""
+"""Says in plain words what a profile means, and which settings to try, with the gain that each promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and gradients beside those of the plain model: which leaves differ, and which differ by rounding alone.
+"""`pipe.check_gradients`: compares loss and gradients with the plain model's, and tells rounding from errors.
 
 A leaf whose true gradient is zero, such as the bias of an attention's keys, holds nothing but rounding: there two right
 computations differ by 100%. So the plain model tells how much its gradients round: it is computed some more times, from

@@ -1,4 +1,4 @@
-"""Which process is slow: each times the same layers on a device of its own, with no other to wait for.
+"""Finds the slow process: each times the same layers on a device of its own, and waits for no other.
 
 The times of stages can't tell that. A step ends in all processes at once, and a stage may lie on several hosts.
 """

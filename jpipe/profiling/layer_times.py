@@ -1,4 +1,4 @@
-"""What single layers take, at the micro-batch at hand and at others, and how much of it is recomputation."""
+"""Times single layers at several micro-batch sizes, and the share of it that is recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step takes, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
+"""Measures a step, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
 
 The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
 its backwards. What such a run takes longer than the one without actions is those actions' time, inside of the real

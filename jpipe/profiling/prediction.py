@@ -1,4 +1,4 @@
-"""What a step should take, from what its stages take: the simulator's time, and what is measured around it.
+"""Predicts a step from its stages' times, by the simulator, and divides it into its six slices.
 
 K is the number of stages, M of micro-batches. A step is what stages do, one after the other as the schedule has it,
 what is done without any of them (transfers, set-up), and the optimiser's update:

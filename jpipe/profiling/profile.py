@@ -1,4 +1,4 @@
-"""`profile`: a training step measured, taken apart, and compared with what it should take."""
+"""`jpipe.profile`: measures a training step, takes it apart, and compares it with what it should take."""
 
 from __future__ import annotations
 

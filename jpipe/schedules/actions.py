@@ -1,4 +1,4 @@
-"""What stages do: actions, their kinds, and the order in which each stage does its own, as plain data.
+"""Defines actions and their kinds: what each kind depends on, and where it sends its result.
 
 K is the number of stages, M of micro-batches, V of chunks a stage.
 """

@@ -1,4 +1,4 @@
-"""Where virtual stages lie: which stage and chunk each of them is, and between which stages values travel.
+"""Decides where virtual stages lie: on which stage, as which chunk, and who sends to whom.
 
 A model is cut into a chain of K*V virtual stages, and each of K stages runs V of them, its chunks. How the chain is
 dealt out to the stages decides who sends to whom. It is known here and nowhere else.

@@ -1,4 +1,4 @@
-"""Orders with weight gradients apart, action for action as papers give them; `jpipe.zero_bubble` is for lockstep.
+"""The zero-bubble schedules of papers, action for action (`zb-h1`, `zb-v`, `dualpipe-v` and others).
 
 They are made for stages that are programs of their own, each going on as soon as it can, and for F, I and W that take
 the same time. In lockstep, where stages do different kinds in the one slot that there is, that slot takes as long as

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds, without running it: bubble and memory; pictures are `jpipe.pictures`'.
+"""`simulate`: computes how long a schedule takes, its bubble and its memory, without running it.
 
 It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
 """

@@ -1,4 +1,4 @@
-"""Weight gradients in the bubble: a schedule whose backwards are whole, with some of them in two parts.
+"""`zero_bubble`: fills the bubble of any schedule with weight gradients, by backwards in two parts.
 
 The orders that papers print for this (`jpipe.schedules.published`) are grids of unit times for stages that are programs
 of their own. In lockstep, where neighbours wait for one another after each slot, a rule for any schedule does better.

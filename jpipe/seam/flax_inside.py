@@ -1,4 +1,4 @@
-"""What isn't documented API of Flax, as in `jpipe.seam.inside`."""
+"""Uses what isn't documented API of Flax, as `jpipe.seam.inside` does for JAX."""
 
 from __future__ import annotations
 

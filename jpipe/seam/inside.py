@@ -1,4 +1,4 @@
-"""What isn't public, documented API of JAX, each with its reason, what losing it would cost, and the way around.
+"""Uses what isn't public, documented API of JAX, each with its reason, what its loss would cost, and the way around.
 
 Public are the modules that JAX's page on API compatibility lists, and what its reference documents of others:
 `jax.core.Tracer` and `ShapedArray`, `jax.extend.core` (jaxprs, no promise between versions), `multihost_utils`,

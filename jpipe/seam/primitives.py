@@ -1,4 +1,4 @@
-"""The names of JAX's primitives, by what they do: the one table from which all others derive.
+"""Sorts the names of JAX's primitives by what they do: the one table from which all others derive.
 
 JAX documents functions, not the primitives that they become, and each version renames some. So whoever treats some
 operations differently asks for one of the sets below, and has to be safe for a name in none of them.

@@ -1,4 +1,4 @@
-"""What isn't public, or only a text, of programs as they run: processes that meet, threads that end, words of errors.
+"""Uses what isn't public of running programs: processes that meet, threads that end, the words of errors.
 
 As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and what public way was looked for.
 """

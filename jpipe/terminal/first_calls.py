@@ -1,4 +1,4 @@
-"""Calls of jitted functions, of which the first one compiles: that is shown as progress.
+"""Finds the calls of jitted functions that compile, and shows them as progress.
 
     with first_call("the training step", state) as done:
         state, metrics = done(step(state, batch))

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own code, however deep in the package they are given."""
+"""Warns at the line of the user's own code, from however deep in the package."""
 
 from __future__ import annotations
 

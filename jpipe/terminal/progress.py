@@ -1,4 +1,4 @@
-"""Progress of long work on the terminal, drawn by rich: what is being done, for how long, how much of how much.
+"""Draws the progress of long work on the terminal, by rich: what is done, for how long, how much of how much.
 
     with task("measuring costs", total=len(layers), unit="kinds of layers") as advance:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Optimisers: checks, before anything is compiled, that one may work on a pipeline's variables; and its update.
+"""Checks that an optimiser may work on a pipeline's variables, and computes its update.
 
 That gives the loss to an optimiser that asks for it, and tells whether it was skipped.
 """

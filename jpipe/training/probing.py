@@ -1,4 +1,4 @@
-"""Whether an optax transformation may see many layers' parameters in one array, as a pipeline keeps them.
+"""Tries an optax transformation on small arrays: may it see many layers' parameters in one array?
 
 Elementwise ones may, and those that sum over all parameters (a global norm). One that takes a norm, a mean or the shape
 of a single parameter would silently compute something else: the trust ratio of lamb, adaptive gradient clipping. So a

@@ -1,4 +1,4 @@
-"""The state of training: what a step reads and returns, and how an optimiser's state lies on the devices."""
+"""`TrainState`: what a step of training reads and returns, and how an optimiser's state lies on the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of training: loss and gradients, the optimiser's update, metrics; and the compiled steps of a pipeline."""
+"""Does one step of training (loss, gradients, update, metrics), and keeps a pipeline's compiled steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page with a pipeline's own numbers: one HTML file that needs no network, which notebooks show in place."""
+"""`pipe.view()`: puts a pipeline's own numbers into the page, as one HTML file that needs no network."""
 
 from __future__ import annotations
 
