@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import file_index
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+import file_index
 import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"

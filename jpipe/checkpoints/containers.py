@@ -13,7 +13,7 @@ import numpy as np
 from jpipe.types import Leaf, PyTree
 
 Json: TypeAlias = Any
-"""What `json.dumps` takes."""
+"""The values that `json.dumps` takes."""
 PathKey: TypeAlias = Any
 """One of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
 

@@ -24,7 +24,7 @@ from jpipe.types import Batch, Leaf
 
 
 class Agreement:
-    """That all processes agree, found out before the first step of each kind and shape.
+    """Checks that all processes agree, before the first step of each kind and shape.
 
     Args:
       planner: of the pipeline.

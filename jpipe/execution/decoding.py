@@ -35,7 +35,7 @@ PickLogits = Callable[[PyTree], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """What generation follows, for micro-batches of some size and sequences of some length.
+    """The layers and layouts of generation, for micro-batches of one size and sequences of one length.
 
     Attributes:
       step: one token through all layers, forward only; its micro-batches are K.

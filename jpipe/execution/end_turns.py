@@ -19,13 +19,13 @@ from jpipe.types import Leaf
 
 
 def enter(stage: Stage, microbatch: Index) -> list[Leaf]:
-    """What the first layer gives, on all stages."""
+    """The first layer's results, on all stages."""
     turn = Turn(0, 0, microbatch, {})
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
 
 
 def left_by_layers(stage: Stage, forward: ForwardWork) -> list[Leaf]:
-    """What the last layer takes, on its predecessor's stage."""
+    """The last layer's activation, on the stage of the layer before it."""
     return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
 
 
@@ -45,7 +45,7 @@ def leave(
         backward = stage.add_gradients(turn, backward, gradients)
     else:
         found, _ = step.forwards[last](arguments, x)
-    # All stages have found the same, and one counts.
+    # All stages have the same outputs; those of one stage are counted.
     outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in found.outputs]
     return forward._replace(results=stage.collected(turn, forward.results, outputs)), backward, cotangents
 

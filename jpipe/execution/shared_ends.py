@@ -40,7 +40,7 @@ from jpipe.seam.jaxpr_types import shapes_of
 
 
 class Turns(NamedTuple):
-    """What all stages do together around one slot of each tick: int32 `[T]`, a micro-batch, -1 for nothing.
+    """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
 
     Attributes:
       enter: whose first layer they compute before the slot.

@@ -31,7 +31,7 @@ from jpipe.types import Leaf
 
 AXIS_OF_TOKENS = "tokens"
 _SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
-"""What gives the same number everywhere of operands that do."""
+"""Operations that give the same number everywhere, if their operands do."""
 
 
 def warn_of_uncached(plan: Plan, decoding: Model) -> None:
@@ -58,9 +58,9 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
 
 
 def sees_more(function: LayerFunction, length: int) -> str:
-    """What a layer does with a sequence besides treating each token by itself, in words; "" if it does nothing else.
+    """Names whatever a layer does besides treating each token by itself; "" if it does nothing else.
 
-    Of one with a program of single devices (`jax.shard_map`), over axes that aren't there, it can't be told: "" too.
+    A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
 
     Args:
       function: the layer in evaluation mode, on whole sequences.

@@ -36,7 +36,7 @@ from jpipe.types import Leaf
 
 
 class Round(NamedTuple):
-    """What all devices know of one call, as each has it.
+    """The values of one call that all devices know.
 
     Attributes:
       prompts: `[K, b, S]`.
@@ -54,7 +54,7 @@ class Round(NamedTuple):
 
 
 class DecodingCarry(NamedTuple):
-    """What a device carries from tick to tick, where layers take T tokens at a time.
+    """The arrays that a device carries from tick to tick, where layers take T tokens at a time.
 
     Attributes:
       activation: boundary buffers with what the next layer takes.

@@ -26,7 +26,7 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """What a compiler makes an array of, and where; by default as for CPU.
+    """The values that a compiler makes arrays of, and where these lie; by default as for CPU.
 
     Attributes:
       into_products: it fuses what is elementwise into the products that read it, however many do, reads slices as they
@@ -62,12 +62,12 @@ class _Held:
                 self._far.add(v)
 
     def end(self, last: Mapping[Var, int], i: int) -> None:
-        """Those end that equation i reads last."""
+        """Ends the lives of the values that equation i reads last."""
         self._sizes = {v: size for v, size in self._sizes.items() if last[v] > i}
 
     @property
     def bytes(self) -> int:
-        """In memory."""
+        """The bytes of what is held in memory, off the chip."""
         return sum(size for v, size in self._sizes.items() if v in self._far)
 
 
@@ -114,7 +114,7 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
 def _made_of(
     equations: Sequence[JaxprEqn], given: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
 ) -> dict[Var, frozenset[Var]]:
-    """For each value the arrays that have to live until it is read: itself alone, if it is one."""
+    """The arrays that have to live until each value is read: itself alone, if it is one."""
     is_read_whole = lambda v: any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
     found = {v: frozenset([v] if is_read_whole(v) else []) for v in given}
 

@@ -51,7 +51,7 @@ _TWICE = {
     "that this layer's x is (x, kept)",
     "reads": "read both by one function, jpipe.reads(layer, lambda batch: (first(batch), second(batch)))",
 }
-"""What to do instead of applying each of the three twice."""
+"""The remedy for applying each of the three twice."""
 
 
 def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
@@ -151,7 +151,7 @@ _NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 class WithSkips(NamedTuple):
-    """What crosses from layer to layer where skips are under way: the activation, and the skips by number."""
+    """The activation and the skips under way, by number, as they cross from layer to layer."""
 
     x: Activation
     skips: dict[int, Activation]
@@ -243,7 +243,7 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
 
 
 def no_batch(batch: Batch) -> None:
-    """What a layer with a side input reads where there is no batch, as it decodes: it is called with None instead."""
+    """The side input of a layer where there is no batch, as it decodes: it is called with None instead."""
 
 
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:

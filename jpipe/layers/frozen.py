@@ -97,7 +97,7 @@ class FrozenLayer(Around):
         return self._apart(self.inner.from_item(item))
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
-        """What the inner layer's metadata names, for the parameters of each collection."""
+        """The specs that the inner layer's metadata names, for the parameters of each collection."""
         whole = thawed(variables)
         specs = self.inner.partition_specs(whole)
         is_frozen = jax.tree.leaves(self._frozen(whole.get("params", {})))

@@ -137,7 +137,7 @@ def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> A
 
 
 def _remedy(model: Model, index: int) -> str:
-    """What helps if a layer's variables are missing, where that isn't plain: it shares those of an earlier layer."""
+    """The remedy for missing variables of a layer that shares those of an earlier layer; else empty."""
     first = next((users[0] for known in model.variable_sets for users in known.users if index in users), index)
     if first == index:
         return ""

@@ -50,7 +50,7 @@ class ScatteredLeaf:
 
     @property
     def sharding(self) -> NamedSharding:
-        """How what is shared out lies."""
+        """The sharding of the leaf once it is shared out."""
         entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
         if self.dimension is not None:
             entries[self.dimension].append(AXIS)

@@ -38,7 +38,7 @@ from jpipe.types import Shapes
 
 @dataclass(frozen=True, eq=False)
 class LayerTraces:
-    """What a layer computes, and with which scalars.
+    """The traces of a layer, and the scalars in them.
 
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.

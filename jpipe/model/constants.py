@@ -42,11 +42,11 @@ class Constants:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what differs."""
+        """The shapes of the numbers that differ."""
         return [jax.ShapeDtypeStruct((), self.scalars[place].dtype) for place in self.places]
 
     def of(self, layer: Index) -> list[Leaf]:
-        """What a layer, given by its index in the model, has in the places: scalars."""
+        """The scalars that a layer, given by its index in the model, has in the places."""
         if isinstance(layer, int):
             return [jnp.asarray(value) for value in self.values[layer]]
         missing = [np.zeros((), shape.dtype) for shape in self.shapes]

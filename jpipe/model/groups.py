@@ -25,11 +25,11 @@ KEEP, GRADIENT = "keep", "gradient"
 """Rules of collections that a layer's forward only reads: nothing becomes of one, the other's gradient is its new
 value."""
 DEFAULT_RULES: Mapping[str, str] = {"batch_stats": "moments", "frozen": KEEP, "_overwrite_with_gradient": GRADIENT}
-"""What becomes of collections other than parameters (`jpipe.model.merging`), by their names in Flax and here."""
+"""The rules for collections other than parameters (`jpipe.model.merging`), by their names in Flax and here."""
 
 
 def role_of(collection: str, rules: Mapping[str, str]) -> str:
-    """What a collection is to a step: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
+    """The role of a collection: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
 
     Args:
       collection: its name.

@@ -278,7 +278,7 @@ def _category(dtype: jnp.dtype) -> object:
 
 
 def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[LayerGroup]) -> str:
-    """What the next layer is called with: as the layer before it gives it, and the last one that changed its shapes.
+    """The shapes that the next layer is called with, and the layers that gave and last changed them, in words.
 
     Args:
       layers: all of them.
@@ -294,7 +294,7 @@ def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[Layer
 
 
 def _fault(error: Exception) -> str:
-    """What is to be said of an error that a layer raised."""
+    """The words for an error that a layer raised."""
     if is_of_a_constraint(error):
         return (
             f"constrains an array to be split as it can't be. It raised {raised(error)}. Name as many axes as the "

@@ -58,7 +58,7 @@ def by_labels(
     shardings: Sequence[AxisSharding],
     order: Sequence[int] | None = None,
 ) -> RuleResult | None:
-    """What keeps an operand as it lies: the first that is a shard of a dimension with a label.
+    """The result that keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
     Where others have that label, they are split too. Operands without it are replicated; results without it, in which
     it was summed over, are partial.

@@ -32,14 +32,14 @@ def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
 
 
 def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """How an array lies along the parts of axes, along which it lies so."""
+    """The sharding along the parts of axes that says the same as one along the axes."""
     along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
     of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
     return tuple(of_part(along[part.names], part) for part in parts)
 
 
 def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """How an array may lie along axes, along whose parts it lies so; to be converted to that.
+    """The sharding along axes to which one along their parts is to be converted.
 
     Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
     """
@@ -53,7 +53,7 @@ def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
 
 
 def _reshapes(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Those among equations, and in the jaxprs that they hold."""
+    """The reshapes among equations, and in the jaxprs that they hold."""
     for equation in equations:
         if equation.primitive.name == "reshape":
             yield equation

@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
 
 
 def _names(stage: int, tracks: list[str]) -> list[Json]:
-    """What the viewer calls a stage and its tracks, in which order."""
+    """The names of a stage and its tracks in the viewer, and their order."""
     named = [("process_name", 0, {"name": f"stage {stage}"}), ("process_sort_index", 0, {"sort_index": stage})]
     for thread, kind in enumerate(tracks):
         named += [("thread_name", thread, {"name": NAMES[kind]}), ("thread_sort_index", thread, {"sort_index": thread})]

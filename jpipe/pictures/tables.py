@@ -9,7 +9,7 @@ from textwrap import fill
 WIDTH = 120
 """Columns of a terminal that texts fit."""
 DOTS = "..."
-"""What stands for a text's middle."""
+"""The sign for a text's middle that is left out."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 
 
 class Measure(NamedTuple):
-    """What a balance that is measured makes equal.
+    """A quantity that a measured balance makes equal on all stages.
 
     Attributes:
       of: a layer's cost -> the number to be shared out evenly.
@@ -99,7 +99,7 @@ def _counts(balance: Balance) -> tuple[int, ...] | None:
 
 
 def measure_of(balance: Balance) -> Measure | None:
-    """What is measured of the layers; None if nothing is. Of layers that the user counted out FLOPs are shown."""
+    """The quantity measured of the layers; None if none is. If the user counted layers out, FLOPs are shown."""
     name = balance if isinstance(balance, str) else "flops" if _counts(balance) else ""
     return MEASURES.get(name)
 

@@ -46,7 +46,7 @@ class Holdings:
 
 
 def holdings(plan: Plan) -> Holdings:
-    """What the stages of a plan have, and what their devices hold."""
+    """Counts the variables that the stages of a plan have, and that their devices hold."""
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},

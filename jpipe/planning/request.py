@@ -106,7 +106,7 @@ class Request:
 
     @property
     def rules(self) -> dict[str, str]:
-        """What becomes of collections other than parameters, by name."""
+        """The rules for collections other than parameters, by name."""
         return {**DEFAULT_RULES, **self.merge}
 
 

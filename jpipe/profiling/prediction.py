@@ -61,7 +61,7 @@ class StageTimes:
         return self.each(lambda times: [float(np.mean(times))] * len(times))
 
     def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
-        """What a function makes of the times of forwards, of backwards, of recomputation and of W."""
+        """Applies a function to the times of forwards, of backwards, of recomputation and of W."""
         parts = (self.forward, self.backward, self.recompute, self.weight)
         return StageTimes(*(tuple(function(times)) if times else () for times in parts))
 
@@ -82,13 +82,13 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step takes, by its parts; see the module.
+    """The time of a step by its parts; see the module.
 
     Attributes:
       schedule: the schedule it was measured under.
       stages: what the stages take alone.
       idle: seconds of a step without actions and without update.
-      setup: those of them that it takes without ticks too.
+      setup: the seconds of `idle` that remain without ticks.
       update: seconds of the optimiser's update.
       contention: how many times as long stages take when all run at once.
     """

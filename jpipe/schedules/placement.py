@@ -72,7 +72,7 @@ class Placement:
 
     @cached_property
     def sources(self) -> dict[tuple[int, int, int], tuple[int, int]]:
-        """By flow, stage and chunk the stage and the chunk from which values come; none at the end of the chain."""
+        """The stage and the chunk from which values come, by flow, stage and chunk; none at the end of the chain."""
         chain = [(s, flow, self.neighbour(s, -flow)) for flow in (+1, -1) for s in range(self.num_virtual_stages)]
         at = lambda virtual_stage: (self.stage_of(virtual_stage), self.chunk_of(virtual_stage))
         return {(flow, *at(s)): at(source) for s, flow, source in chain if source is not None}

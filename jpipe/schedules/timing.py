@@ -78,7 +78,7 @@ def _slot_times(orders: Orders) -> dict[Placed, int]:
 
 @functools.cache
 def _wait(slots: tuple[str, ...], kind: str, slot: int) -> int:
-    """How many slots after this one of a tick the next one is that admits a kind."""
+    """The number of slots from this one to the next one that admits a kind."""
     return next(wait for wait in itertools.count(1) if kind in admitted(slots[(slot + wait) % len(slots)]))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def _read(text: str) -> dict[str, str]:
-    """By primitive the NumPy function that does the same, "" if none does.
+    """The NumPy function that does the same as each primitive, "" if none does.
 
     >>> _read("abs erf= sub=subtract")
     {'abs': 'abs', 'erf': '', 'sub': 'subtract'}

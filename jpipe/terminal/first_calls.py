@@ -26,7 +26,7 @@ from jpipe.types import PyTree
 Result = TypeVar("Result")
 
 _begin: ContextVar[Callable[[str], None] | None] = ContextVar("_begin", default=None)
-"""What `compiles` does in the call that this thread is in."""
+"""The function that `compiles` calls in the call that this thread is in."""
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Checks that an optimiser may work on a pipeline's variables, and computes its update.
 
-That gives the loss to an optimiser that asks for it, and tells whether it was skipped.
+The update hands the loss to an optimiser that asks for it, and tells whether it was skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 
 
 def wrap_it(example: str) -> str:
-    """What to do with a transformation that tells parameters apart."""
+    """The advice on a transformation that tells parameters apart."""
     return (
         "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
         f"jpipe.per_layer({example}))"

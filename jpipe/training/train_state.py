@@ -20,7 +20,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What a training step reads and returns.
+    """The state that a training step reads and returns.
 
     Attributes:
       step: int32 scalar, the number of steps done.

@@ -19,7 +19,7 @@ MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
 Variables = dict[str, StageTree]
-"""By collection."""
+"""All variables, by collection."""
 Metrics = dict[str, jax.Array]
 ValueAndGrad = Callable[[Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
 """`(variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""

@@ -191,7 +191,7 @@ def _is_known(schedule: Schedule) -> bool:
 
 
 def _variables(step: Step, memory: MemoryParts) -> tuple[Held, Held, Held]:
-    """What devices hold of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
+    """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
     found, placement = holdings(step.plan), step.schedule.placement
 
     def held(name: str) -> Held:

@@ -31,7 +31,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """What a browser on this machine opens."""
+        """The address that a browser on this machine opens."""
         return self.path.resolve().as_uri()
 
     def __str__(self) -> str:

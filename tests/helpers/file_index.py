@@ -1,4 +1,4 @@
-"""The index of files in ARCHITECTURE.md, made of the modules' docstrings: `python tests/helpers/file_index.py` rewrites it."""
+"""Makes the index of files in ARCHITECTURE.md from the modules' docstrings; run as a script, it rewrites the index."""
 
 import ast
 from pathlib import Path
