@@ -1,4 +1,4 @@
-"""Computes which rows of a batch this process feeds, and makes them part of global arrays."""
+"""Computes which rows of a batch this process feeds, and makes them part of global arrays (`Pipeline.place`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts `flax.linen` and `flax.nnx` modules behind the `AnyLayer` interface.
+"""Puts `flax.linen` and `flax.nnx` modules behind the `AnyLayer` interface; finds dropout that is turned off.
 
 Linen keeps variables outside of the module, NNX inside; both become a dict of collections here, and random number
 streams are seeded from the one key that a layer gets for a micro-batch.

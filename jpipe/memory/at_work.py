@@ -1,4 +1,4 @@
-"""Brings weights from where they lie at rest to where a step uses them, and takes their gradients back.
+"""Brings weights from where they lie at rest (FSDP, `ends="spread"`) to where a step uses them, and gradients back.
 
     at rest                  stage 0  1  2  3       at work             stage 0  1  2  3
     blocks                         a  b  c  d       the same                  a  b  c  d

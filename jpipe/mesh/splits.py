@@ -1,4 +1,4 @@
-"""`Splits`: which mesh axes split weights, at rest and at work, and the examples of a micro-batch.
+"""`Splits`: which mesh axes split weights, at rest and at work (`shard_over=`, `gather=`), and examples.
 
 At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
 that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, as its layer is given it, it

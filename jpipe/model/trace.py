@@ -1,4 +1,4 @@
-"""Traces a model: follows the shapes of one micro-batch through its layers, and finds equal layers.
+"""Traces a model: follows a micro-batch's shapes through its layers, groups equal ones, explains layers' errors.
 
 Nothing is computed and nothing compiled: what doesn't fit is reported before. Layers that are the same function of the
 same shapes are traced once and form a group (`jpipe.model.groups`).

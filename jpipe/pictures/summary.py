@@ -1,4 +1,4 @@
-"""Prints a pipeline as a table: which layers, how many parameters and which devices each stage has."""
+"""`print(pipe)`: a pipeline as a table, with the layers, parameters, memory and devices of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Plan`: the cuts and layouts that a pipeline decides once, from the shapes of the first batch it sees.
+"""`Plan`: the cuts and layouts that a pipeline decides once, from its first batch, with warnings of uneven cuts.
 
 Cuts and layout follow from the layers' costs and stay as they are, so that variables keep their meaning; batches of
 other sizes are only compiled anew.

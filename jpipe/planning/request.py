@@ -1,4 +1,4 @@
-"""`Request`: what a user asked of a pipeline, checked; with a batch's shapes everything else follows from it."""
+"""`Request`: all that a user asked of a pipeline, checked: its arguments and their defaults."""
 
 from __future__ import annotations
 

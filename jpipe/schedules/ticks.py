@@ -1,4 +1,4 @@
-"""Lowers orders of actions to lockstep ticks: the table that the executor runs and the simulator times.
+"""Lowers orders of actions to a table of ticks and buffer rows, which the executor runs and the simulator times.
 
 All devices run the same code, so what a device does in a slot, and where its inputs lie, must be data. `lower` makes
 the orders that data. It looks up when each action runs (`timing.slot_times`). And it gives every value that waits for

@@ -1,4 +1,4 @@
-"""Computes when each action runs: as soon as its stage's order, the slots and the actions that it needs allow.
+"""Computes when each action runs, as soon as its order, the slots and the actions it needs allow; finds deadlocks.
 
 Stages work in lockstep ticks. A tick is a sequence of slots, and in each slot a stage does one action or idles. What
 is sent at the end of a slot can be used from the next slot on. With the slots ("F", "B") a forward's hop to the next

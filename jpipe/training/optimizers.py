@@ -1,4 +1,4 @@
-"""Checks that an optimiser may work on a pipeline's variables, and computes its update.
+"""Checks that an optimiser may work on a pipeline's variables, computes its update, and sees whether it was skipped.
 
 The update hands the loss to an optimiser that asks for it, and tells whether it was skipped.
 """

@@ -1,4 +1,4 @@
-"""`per_layer`: lets an optax transformation look at one parameter at a time.
+"""`per_layer`: shows an optax transformation one layer's parameters at a time.
 
 Under a layout, leaves of many layers lie together in buffers. Elementwise transformations and global norms don't
 notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own
