@@ -199,7 +199,7 @@ class Checkpointer:
 
     @contextmanager
     def _with_what_is_left(self, what: str) -> Iterator[None]:
-        """Adds to errors what is lost and what isn't."""
+        """Adds to errors which checkpoints are lost, and which aren't."""
         try:
             yield
         except Exception as error:

@@ -1,8 +1,9 @@
 """Computes the first and the last layer on all stages together, for one micro-batch (`ends="shared"`).
 
 All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
-What `leave` and `back` take from the layers between is read apart (`left_by_layers`, `come_back`), since it is in the
-carry and stays as it is: read in their own loops, compilers computed all that follows from it in every tick.
+`left_by_layers` and `come_back` read the values that `leave` and `back` take from the layers between. They are
+functions apart because these values are in the carry and don't change: compilers would compute all that follows from
+them in every tick if they were read inside of the loops of `leave` and `back`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def come_back(stage: Stage, backward: BackwardWork) -> list[Leaf]:
 
 
 def back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
-    """The first layer's backward, which computes what it needs of its forward anew."""
+    """The first layer's backward, after its forward, which is computed anew."""
     step, turn, ends = stage.step, Turn(0, 0, microbatch, {}), stage.step.ends
     assert ends is not None
     cotangents = _from_stage(stage.device == ends.first, cotangents)

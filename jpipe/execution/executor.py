@@ -39,12 +39,12 @@ class TickCarry(NamedTuple):
     """The arrays that a device carries from tick to tick; forward only, all of the backward is empty.
 
     Attributes:
-      forward: what its last forward left, with what is kept of all micro-batches in flight.
-      backward: what its last backward left, with the sums of gradients so far.
+      forward: the results of its last forward, with all that is kept of micro-batches in flight.
+      backward: the results of its last backward, with the sums of gradients so far.
       waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
       waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
-      entered: what the first layer gave, if all stages compute it together; else empty.
-      left: the cotangents of what the last one took, the same.
+      entered: the first layer's results, if all stages compute it together; else empty.
+      left: the cotangents of the last layer's inputs, likewise.
     """
 
     forward: ForwardWork

@@ -88,7 +88,7 @@ def sees_more(function: LayerFunction, length: int) -> str:
 
 
 def _depends_on_place(program: ClosedJaxpr) -> bool:
-    """Whether what a device gives depends on which one it is; a part of an array of one number doesn't."""
+    """Whether a device's results depend on its place; a part of an array of one number doesn't."""
     jaxpr, placed = without_calls(program).jaxpr, set[Var]()
     even = {v for v in jaxpr.constvars if not shapes_of([v])[0].shape}
     is_even = lambda v: isinstance(v, Literal) or v in even

@@ -59,7 +59,7 @@ class DecodingCarry(NamedTuple):
     Attributes:
       activation: boundary buffers with what the next layer takes.
       caches: buffers of all layers' caches.
-      tokens: `[b, T]`, on the first stage what it takes next, on the last what it said, T times.
+      tokens: `[b, T]`, on the first stage those that it takes next, on the last the one that it said, T times.
       said: `[K, b, num_tokens]`, filled on the last stage.
     """
 

@@ -1,7 +1,7 @@
 """Computes the memory that a traced function needs while it runs, from the lives of its arrays; compiles nothing.
 
-What compilers fuse is taken as fused: what an elementwise operation or a move of elements gives is an array only where
-something else reads it, such as, on CPU, a product; until then, what it is made of lives on.
+Operations are taken as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
+elements, is an array only where something else reads it, such as, on CPU, a product; until then its operands live on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Compiler:
     """The values that a compiler makes arrays of, and where these lie; by default as for CPU.
 
     Attributes:
-      into_products: it fuses what is elementwise into the products that read it, however many do, reads slices as they
+      into_products: it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
     """

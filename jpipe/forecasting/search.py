@@ -254,7 +254,7 @@ class Search:
                 best = min([best, *filter(self._rate, others)], key=self._rank)
 
     def _rank(self, setting: Setting) -> tuple[bool, float]:
-        """Less is better: what fits by its time, before what doesn't by its memory."""
+        """Less is better: settings that fit by their time, before all others by their memory."""
         choice = self._rated[setting]
         assert choice is not None
         return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
@@ -286,7 +286,7 @@ class Search:
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting, with what those like it have traced."""
+        """The pipeline of a setting; it takes the traces of settings like it."""
         pipe = self.pipeline(setting, balance)
         pipe.planner.trace_like(self._traced.setdefault(_alike(setting), pipe).planner)
         return pipe

@@ -1,7 +1,7 @@
 """Predicts the seconds of a step, by part, on a chip that need not be there; compiles nothing.
 
-What layers take is `roofline`'s, of their traced forwards and backwards; nothing is fitted to steps. The compiled steps
-of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
+`roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
+steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
     """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
 
-    What a loop gives is taken to depend on all that it takes; `uses` looks into loops.
+    All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
     """
     dependent = set(inputs)
     depends = lambda v: not isinstance(v, Literal) and v in dependent

@@ -216,7 +216,7 @@ class ConnectedLayer(Passing):
 
     @contextmanager
     def _called_with(self, own: Inputs) -> Iterator[None]:
-        """The context in which the layer is called with `own`: errors tell what that is, if no layer gave just that."""
+        """The context in which the layer is called with `own`: errors describe `own`, if no layer gave just that."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
             yield

@@ -23,7 +23,7 @@ LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
 
 
 class ShownByTraces(str):
-    """A part of what a layer is made of that traces of the layer show too, so that `differ_in_numbers` ignores it."""
+    """A part of a layer that its traces show too, so that `differ_in_numbers` ignores it."""
 
 
 def same_value(a: object, b: object) -> bool:

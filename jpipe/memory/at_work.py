@@ -36,7 +36,7 @@ class WorkLayout:
     Attributes:
       rest: where they lie between steps.
       gathers: the data axes that they are gathered along once a step.
-      brings: what is split over all stages is brought to the one that uses it; else all use their parts.
+      brings: leaves that are split over all stages are brought to the stage that uses them; else all use their parts.
     """
 
     rest: Layout

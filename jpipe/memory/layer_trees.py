@@ -3,9 +3,9 @@
     buffers [K, ...]  --to_layers-->    trees by layer and collection  --to_items-->    each library's own (linen, nnx)
                       <--from_layers--                                 <--from_items--  checked
 
-The model is never put on one device: what comes out is split over `stage` (`jpipe.memory.records`), and what goes in is
-given to each device part by part. An *item* is one layer's variables as its own library has them (linen, nnx, or bare
-parameters).
+The model is never put on one device: trees that come out are split over `stage` (`jpipe.memory.records`), and each
+device is given its part of trees that go in. An *item* is one layer's variables as its own library has them (linen,
+nnx, or bare parameters).
 """
 
 from __future__ import annotations

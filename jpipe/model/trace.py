@@ -127,8 +127,8 @@ def _trace_layer(
     """The group of a layer that is the first of its group.
 
     Args:
-      place: its index, the layer, and for errors what tells how its inputs came about.
-      takes, takes_at: what it is called with, and how that lies.
+      place: its index, the layer, and for errors the words on how its inputs came about.
+      takes, takes_at: its inputs, and their shardings.
       batch: the shapes of the micro-batch.
       shared: its variables, if another layer made them.
       splits: what arrays are split over.

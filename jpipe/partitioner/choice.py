@@ -1,21 +1,21 @@
 """Chooses how to carry out each equation of a jaxpr: the way for which devices send the fewest bytes.
 
-A rule (`jpipe.partitioner.rules`) says how an equation follows how its operands lie. Followed from the first equation
-to the last, that is a plan already, but one that doesn't look ahead. So wherever an equation wants an operand otherwise
-than it lies, the alternatives are tried too: what the rule says if that operand lay otherwise. Each is followed for
-some equations more, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas, Reinforcement
-Learning and Optimal Control, 2019, section 2.4). A sum y over devices, of which a norm and a residual connection take
-their parts of the sequence:
+A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone,
+from the first equation to the last, make a plan, but one that doesn't look ahead. So where an equation would convert an
+operand, other shardings of that operand are tried too, and the rule says what follows from each. Each alternative is
+followed for some more equations, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas,
+Reinforcement Learning and Optimal Control, 2019, section 2.4). An example is a sum y over devices, of which a norm and
+a residual connection take their parts of the sequence:
 
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
-tried to sum once, before both; and where entries are added to a whole constant, as to the zeros of a table's gradient,
-it is tried to split that. Costs are in bytes that a device sends; what it computes and writes counts too, as the bytes
-that could be sent meanwhile, or it would be cheapest to compute everything on every device. As rollouts see neither to
-the end nor what is chosen on the way, two plans are made, by other prices and other ways to look ahead, and the cheaper
-one is taken.
+Two changes to a plan are tried at last. Where one reader takes a sum, and another goes on with the partial values and
+has to sum them later: one sum before both. And where entries are added to a whole constant, such as the zeros of a
+table's gradient: a split constant. Costs are in bytes that a device sends. Computing and writing count too, as the
+bytes that could be sent meanwhile; otherwise it would be cheapest to compute everything on every device. Rollouts see
+neither to the end nor what is chosen on the way. So two plans are made, by other prices and other ways to look ahead,
+and the cheaper one is taken.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _summed_twice(plan: DevicePlan) -> list[dict[int, Sharding]]:
 def _summed_wide(plan: DevicePlan) -> list[dict[int, Sharding]]:
     """The partial values that are cast to a wider type and summed as the jaxpr's results; and how the sums lie then.
 
-    As gradients of parameters that a layer casts to what it computes in: all of them at once.
+    Such values are gradients of parameters that a layer casts to another dtype to compute; all of them at once.
     """
     is_sum = lambda c: any(a == PARTIAL and b != PARTIAL for a, b in zip(c.now, c.wanted, strict=True))
     sums = {c.value: c.wanted for c in plan.conversions if is_sum(c)}
@@ -302,7 +302,7 @@ class _Choosing:
         return min(ways, key=lambda way: price(self.chooser.prices, taken(way)))
 
     def _is_handled(self, at: int) -> bool:
-        """Whether it is what users say, or a loop or a branch, which plans anew."""
+        """Whether the equation is a user's constraint, a loop or a branch, which has a handler of its own."""
         return self.flat.equations[at].equation.primitive.name in self.chooser.handlers
 
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:

@@ -26,7 +26,7 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
-    """The axes, those in parts along which reshapes would have to gather what the parts can split."""
+    """The axes, taken apart where reshapes would have to gather arrays that the parts can split."""
     shapes = {(operand_shape(e), result_shape(e)) for e in _reshapes(e.equation for e in flat.equations)}
     return tuple(part for axis in axes for part in _parts(axis, shapes))
 

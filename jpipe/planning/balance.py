@@ -22,7 +22,7 @@ class Measure(NamedTuple):
       of: a layer's cost -> the number to be shared out evenly.
       unit: what `layer_costs` measures forward and backward in: "flops" or "time".
       counts: whether the number follows from FLOPs, so that users are warned of layers whose can't be counted.
-      negligible: what a whole model may take for a micro-batch without a warning that no cut balances it.
+      negligible: the cost of a whole model for a micro-batch up to which nobody is warned that no cut balances it.
     """
 
     of: Callable[[Cost], float]

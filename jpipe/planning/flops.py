@@ -1,8 +1,9 @@
 """Counts the FLOPs of a traced function on its jaxpr, so that no compiler and no device is needed.
 
-What decides a cut is counted as XLA counts it (`HloCostAnalysis`): a product of matrices takes 2*M*N*K, a convolution
-what its window meets outside of the padding. Moving elements takes nothing, and anything else one an element, be it a
-sum or a Bessel function. Where the compiler takes the body of a loop once, here a `scan` takes it as often as it runs.
+The operations that decide a cut are counted as XLA counts them (`HloCostAnalysis`): a product of matrices takes
+2*M*N*K, a convolution what its window meets outside of the padding. Moving elements takes nothing, and anything else
+one an element, be it a sum or a Bessel function. Where the compiler takes the body of a loop once, here a `scan` takes
+it as often as it runs.
 """
 
 from __future__ import annotations

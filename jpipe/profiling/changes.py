@@ -80,7 +80,7 @@ def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> Sta
 
 
 def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
-    """The best cut for what layers take alone, and what the stages would take with it.
+    """The best cut for the times of single layers, and the times of stages that it would have.
 
     Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
 

@@ -1,7 +1,7 @@
 """Predicts a step from its stages' times, by the simulator, and divides it into its six slices.
 
-K is the number of stages, M of micro-batches. A step is what stages do, one after the other as the schedule has it,
-what is done without any of them (transfers, set-up), and the optimiser's update:
+K is the number of stages, M of micro-batches. A step is the work of the stages in the order of the schedule, what is
+done without any of them (transfers, set-up), and the optimiser's update:
 
     step = contention * makespan + idle + update
 
@@ -113,7 +113,8 @@ class StepModel:
     def slices(self) -> dict[str, float]:
         """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
 
-        The bubble is what stages wait where all take equally long, imbalance what they wait more, as they don't.
+        The bubble is the time that stages would wait if all took equally long; imbalance is the time that they wait
+        beyond it.
         """
         num_microbatches, stages = self.schedule.num_microbatches, self.stages
         even = stages.even

@@ -294,7 +294,7 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
 
 
 def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the dependencies alone, in the order of the slots, in which what an action needs comes before it."""
+    """Follows the dependencies alone, in the order of the slots, in which an action comes after those it needs."""
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages

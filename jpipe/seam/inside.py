@@ -230,7 +230,7 @@ _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
 
 @cache
 def _variables(count: int) -> list[Var | Literal]:
-    """Variables of a jaxpr. What they are called doesn't matter, nor of which shape they once were."""
+    """Variables of a jaxpr. Their names don't matter, nor the shape that they once had."""
     return list(jax.make_jaxpr(lambda *x: x)(*[0.0] * count).jaxpr.invars)
 
 

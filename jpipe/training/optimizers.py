@@ -38,7 +38,7 @@ def check_is_optimizer(tx: object) -> None:
 
 
 def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Shapes, loss: Shapes) -> None:
-    """Checks that a transformation can be updated with what `train_step` gives it.
+    """Checks that a transformation takes the arguments that `train_step` gives its update.
 
     Args:
       tx: an optax transformation.
