@@ -130,14 +130,19 @@ def test_it_sees_what_it_sees_in_the_whole_model(case):
         check(*given, **options)
 
 
+LOSSES, SIZES, RULES = (mean, masked, counted, two_means), (1, 2, 4, 8), ("clip", "round", "load")
+ORDERS = ("1f1b", "gpipe", "naive", "zero_bubble", "zb-h1", "zb-h2")
+COMBINED = [
+    (rule, LOSSES[(i + j) % 4], SIZES[(i + 2 * j) % 4], {}, {"schedule": order})
+    for i, order in enumerate(ORDERS)
+    for j, rule in enumerate(RULES)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", [mean, masked, counted, two_means])
-@pytest.mark.parametrize("m", [1, 2, 4, 8])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive", "zero_bubble", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("rule", ["clip", "round", "load"])
-def test_whatever_is_combined(rule, schedule, m, loss_fn):
-    with jax.enable_x64(True):
-        check(rule, loss_fn, m, {}, schedule=schedule)
+@pytest.mark.parametrize("case", COMBINED, ids=name)
+def test_whatever_is_combined(case):
+    test_it_sees_what_it_sees_in_the_whole_model(case)
 
 
 def test_ends_that_all_stages_share():

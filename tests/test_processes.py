@@ -165,9 +165,8 @@ def test_a_profile_is_the_same_in_all_processes_and_names_the_slow_one(tmp_path)
         (0, socket.gethostname(), [0]),
         (1, socket.gethostname(), [1]),
     ]
-    assert found["processes"][0]["of_median"] == 1
-    assert 4 < found["processes"][1]["of_median"] < 100, "twenty times, but for this machine's noise"
-    name = f"process 1 on {socket.gethostname()} (stage 1) takes {found['processes'][1]['of_median']:.2f} times"
+    assert [own["of_median"] for own in found["processes"]] == pytest.approx([1, 20])
+    name = f"process 1 on {socket.gethostname()} (stage 1) takes 20.00 times"
     assert [finding["text"].startswith(name) for finding in found["findings"]].count(True) == 1
     assert "Processes: milliseconds for all layers" in found["text"]
 

@@ -175,9 +175,8 @@ def profiled() -> Any:
 
     Process 1 takes twenty times as long for layers alone.
     """
-    truth, median_seconds = model("linen", "float32"), costs._median_seconds
-    if jax.process_index() == 1:  # a slow machine
-        costs._median_seconds = lambda runs: [20 * seconds for seconds in median_seconds(runs)]
+    truth, seconds = model("linen", "float32"), [1e-3, 20e-3][jax.process_index()]
+    costs._median_seconds = lambda runs: [seconds] * len(runs)  # the second machine is a slow one
     pipe = pipeline(truth, "1f1b", 2, 2, balance="even", mesh=mesh_of({"stage": 2, "data": 2}, "first"))
     batch = pipe.place(own_rows(pipe, truth.batch))
     with jax.numpy_dtype_promotion("standard"):
