@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds of a step: the compiler's cycles at the chip's clock, and unhidden transfers at one link's speed.
+        """Seconds of a step by the compiler's cycles at the chip's clock, and of unhidden transfers at a link's speed.
 
         Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
         """
