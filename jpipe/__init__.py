@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What needs orbax is imported when it is asked for."""
+    """Imports what needs orbax when it is asked for."""
     if name in ("Checkpointer", "load_layers"):
         from jpipe.checkpoints import checkpointer
 

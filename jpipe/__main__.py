@@ -1,4 +1,4 @@
-"""`python -m jpipe`, the same as the command `jpipe`."""
+"""Runs the command `jpipe` as `python -m jpipe`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Checks of what users pass to a pipeline: compared with the plan or the traced model, before anything is compiled.
+"""Checks what users pass to a pipeline's methods against the plan or the traced model, before anything is compiled.
 
 Every error names the offender, its value, what was expected and what to do.
 """

@@ -1,4 +1,4 @@
-"""`Pipeline`: the class that users meet. It validates and delegates."""
+"""`Pipeline`, the class that users meet: it validates and delegates."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ class Pipeline:
     # --- training ---
 
     def communication(self, batch: Batch) -> Communication:
-        """What devices send each other in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
+        """Lists what devices send in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
         from jpipe.profiling.communication import communication
 
         return communication(self.planner, batch, repr(self))
@@ -447,7 +447,7 @@ class Pipeline:
         self.planner.clear_cache()
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
-        """What a jitted program gives."""
+        """Calls a jitted program, and returns its results."""
         arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:
             return done(jitted(*arguments, **options))

@@ -1,4 +1,4 @@
-"""Saving: what can't be saved as it is says what to save instead.
+"""Refuses Flax's serialisation of a pipeline's variables, and says what to save instead.
 
 Variables are laid out over a pipeline's devices, so that their bytes mean nothing to another pipeline. `pickle` is told
 by `StageTree` itself, Flax's serialisation here.

@@ -1,4 +1,4 @@
-"""Words for what Python's types can't say: which pytrees, and leaves that may be arrays or only their shapes."""
+"""Type names for pytrees, and for leaves that are arrays or only their shapes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Leaf: TypeAlias = Any
 """An array, traced or not, or its `jax.ShapeDtypeStruct` where nothing is computed."""
 
 Structure: TypeAlias = Any
-"""What `jax.tree.structure` gives, a pytree without its leaves; JAX's own name for it is no class to type checkers."""
+"""The result of `jax.tree.structure`, a pytree without its leaves; type checkers don't take JAX's name for a class."""
 
 Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
 
 Batch: TypeAlias = Any
-"""What a user trains on: a pytree of arrays `[B, ...]`, or of one micro-batch `[b, ...]`."""
+"""A batch of examples: a pytree of arrays `[B, ...]`, or of one micro-batch `[b, ...]`."""
 
 Device: TypeAlias = Any
 """A `jax.Device`, whose class JAX shows under a name that type checkers take for a variable."""

@@ -1,4 +1,4 @@
-"""Numbers that users pass, checked once: later code sees Python's own int or float.
+"""Checks numbers that users pass (counts, bytes, seconds), and makes them Python's own int or float.
 
 Counts are what `operator.index` takes, as NumPy has it for its sizes: integers of Python, NumPy and JAX, and no floats.
 Bytes, seconds and costs are any real number. A bool is neither.

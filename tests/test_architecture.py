@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+import file_index
 import jpipe
 
 PACKAGE = Path(__file__).parents[1] / "jpipe"
@@ -217,12 +218,23 @@ def test_the_glossary_points_at_definitions():
         assert len(found) == 1, f"{name} isn't defined in {path}"
 
 
-def test_every_file_is_in_its_folders_row():
-    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
-    rows = dict(re.findall(r"^\| `(?:jpipe|(\w+))/` \|(.*)$", text, re.MULTILINE))
-    for path in FILES:
-        folder = path.parent.name.removeprefix("jpipe")
-        assert path.stem == "__init__" or f"`{path.stem}`" in rows[folder], path
+def test_the_index_is_made_of_the_docstrings():
+    text = file_index.PAGE.read_text()
+    assert text == file_index.with_index(text), "run `python tests/helpers/file_index.py`"
+
+
+HANGING = re.compile(r"(Of|In|By|What|With|That) ")
+"""The beginnings of docstrings that name nothing before what they say of it."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_docstrings_begin_with_a_verb_or_a_noun(path):
+    line = file_index.first_line(path)
+    assert line and len(line) <= 120 and line.endswith((".", "?")), line
+    for node in ast.walk(TREES[name_of(path)]):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            begin = (ast.get_docstring(node) or "").partition("\n")[0]
+            assert not HANGING.match(begin), f"{getattr(node, 'name', path)}: say what it is, or does: {begin}"
 
 
 # --- one name, one thing ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checkpoints: a training state on disk, in the layers' own layout, and back under any other.
+"""Saves a training state in the layers' own layout, and restores it under any pipeline of the same layers.
 
-May know the whole package, and orbax; nothing of the package knows it.
+It may import the whole package, and orbax; no other folder imports it.
 """

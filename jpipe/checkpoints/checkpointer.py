@@ -1,4 +1,4 @@
-"""`Checkpointer`: saves a training state, and gives it back under any pipeline of the same layers."""
+"""`Checkpointer` and `load_layers`: save a training state, and restore it under any pipeline of its layers."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Checkpointer:
 
     @contextmanager
     def _with_what_is_left(self, what: str) -> Iterator[None]:
-        """Adds to errors what is lost and what isn't."""
+        """Adds to errors which checkpoints are lost, and which aren't."""
         try:
             yield
         except Exception as error:

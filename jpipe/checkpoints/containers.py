@@ -1,4 +1,4 @@
-"""Pytrees of plain containers as JSON: how a layer's tree is put together again, and a position in the data."""
+"""Writes pytrees of plain containers as JSON, and builds them again: layers' trees, positions in the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jpipe.types import Leaf, PyTree
 
 Json: TypeAlias = Any
-"""What `json.dumps` takes."""
+"""The values that `json.dumps` takes."""
 PathKey: TypeAlias = Any
 """One of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training state holds: named arrays in the layers' own layout, whatever the pipeline's.
+"""Names each array of a training state by its layer, and finds the first difference between two models.
 
 A name is a path. What lies in two stages' buffers (`jpipe.memory.storage`) as
 
@@ -63,7 +63,7 @@ class NamedRecord:
 
     @property
     def named(self) -> Named:
-        """Those of all trees by path."""
+        """The named records of all trees, by path."""
         return {path: shape for named in self.shapes.values() for path, shape in named.items()}
 
     @property
@@ -113,7 +113,7 @@ class Contents:
 
     @cached_property
     def trees(self) -> dict[Path, StageTree]:
-        """What is laid out by layers: `(layers, params)`, `(optimizer, 0, mu)`."""
+        """The trees that are laid out by layers, by path: `(layers, params)`, `(optimizer, 0, mu)`."""
         return {path: leaf for path, leaf in self.leaves.items() if _is_tree(leaf)}
 
     @cached_property
@@ -253,7 +253,7 @@ class _Name:
 
 
 def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None:
-    """What differs first between two models' descriptions, in words; None if nothing does.
+    """The first difference between two models' descriptions, in words; None if there is none.
 
     Args:
       saved: the checkpoint's.

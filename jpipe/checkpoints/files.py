@@ -1,4 +1,4 @@
-"""Checkpoints as files: one directory a step, written and read by orbax.
+"""Reads and writes checkpoints as files: one directory for each step, by orbax.
 
 A step's directory has an item `layers` and an item `optimizer`, trees of arrays in orbax's own format, and `about`,
 JSON: the format's version, the step, the random key, the position in the data, and the names and shapes of all arrays.
@@ -88,7 +88,7 @@ def _of_all(mine: int) -> list[int]:
 
 
 def if_all_can(work: Callable[[], Result]) -> Result:
-    """What `work` gives, if it can in all processes; nobody is left waiting for one where it can't.
+    """The result of `work`, if it succeeds in all processes; nobody is left waiting for one where it fails.
 
     Raises:
       Exception: what it raised here.
@@ -142,7 +142,7 @@ def _reading(what: epath.Path) -> Iterator[None]:
 
 
 def read_about(directory: epath.Path) -> Json:
-    """What a step's directory says about itself.
+    """Reads what a step's directory says about itself.
 
     Raises:
       DamagedError: it can't be read, or is no checkpoint of jpipe.

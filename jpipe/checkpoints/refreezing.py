@@ -1,7 +1,7 @@
-"""From a checkpoint to a pipeline that freezes other parameters (`jpipe.freeze`), as gradual unfreezing does.
+"""Finds a checkpoint's arrays for a pipeline that freezes other parameters (`jpipe.freeze`): gradual unfreezing.
 
-A layer's own tree is the same, frozen or not, so its two descriptions pair the parameters. What an optimiser keeps for
-a parameter is called as the parameter is, and so is told apart by its name. Of three parameters, where frozen ones have
+A layer's own tree is the same, frozen or not, so its two descriptions pair the parameters. The optimiser's
+arrays for a parameter have the parameter's name, so that names pair them too. Three parameters, where frozen ones have
 no moments:
 
     checkpoint                    pipeline
@@ -68,7 +68,7 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
         owner = _owner(path, {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape})
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
-            # By a name of its own, such as a count: it is of no parameter, unless it is as long as all together.
+            # A name of its own, such as a count's, is no parameter's, unless it is as long as all parameters together.
             is_told = not path[-1].isdigit() and (not shape or math.prod(shape) != trained)
         else:
             trains = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
@@ -85,7 +85,7 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
 
 
 def _renamed_parameters(saved: Json, own: Json) -> dict[Path, Path]:
-    """By path in the pipeline, the path in the checkpoint of what is frozen in one of them alone."""
+    """The paths of parameters that one of the two alone froze: from that in the pipeline to that in the checkpoint."""
     found = {}
     for mine, theirs in zip(own["layers"], saved["layers"], strict=False):  # other counts are a difference
         trees = [containers_from_json(layer["item"], lambda path: _Leaf(tuple(path))) for layer in (mine, theirs)]
@@ -103,7 +103,7 @@ class _Leaf:
 
 
 def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
-    """By layer, for each of its parameters: from its names in an optimiser's tree, with metadata boxes, to its path.
+    """The paths of each layer's parameters, by their names in an optimiser's tree, with metadata boxes.
 
     Args:
       contents: of the pipeline's state.

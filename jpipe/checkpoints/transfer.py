@@ -1,4 +1,4 @@
-"""A state's arrays from the devices to their hosts, and from files to the devices, a part of them at a time."""
+"""Copies a state's arrays from the devices to their hosts, and from files to the devices, part by part."""
 
 from __future__ import annotations
 

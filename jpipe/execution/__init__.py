@@ -1,1 +1,1 @@
-"""What a step does: its data, a stage's work, the loop over ticks, the jitted entry points. Knows all of these."""
+"""Carries out a step: a step as plain data, a stage's work, the loop over ticks, the programs that are jitted."""

@@ -1,4 +1,4 @@
-"""Batches: checked, and cut into micro-batches (GPipe, section 2.2: equal parts along the first dimension)."""
+"""Checks a batch, and cuts it into micro-batches: equal parts along the first dimension (GPipe, section 2.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it 
 
 
 def default_inputs(batch: Batch) -> PyTree:
-    """What the first layer takes: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
+    """The first layer's inputs: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
     if isinstance(batch, Mapping):
         if "inputs" not in batch:
             raise ValueError(
@@ -148,7 +148,7 @@ class MicroBatch:
 
     @property
     def shapes(self) -> Shapes:
-        """As the user's pytree."""
+        """The shapes as the user's pytree."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
     @property
@@ -158,7 +158,7 @@ class MicroBatch:
 
     @property
     def doubled(self) -> MicroBatch:
-        """One of twice as many examples."""
+        """A micro-batch of twice as many examples."""
         twice = (leaf.update(shape=(2 * leaf.shape[0], *leaf.shape[1:])) for leaf in self.leaves)
         return replace(self, leaves=tuple(twice))
 

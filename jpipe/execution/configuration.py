@@ -1,4 +1,4 @@
-"""What the processes of a cluster have to agree on, in words: whatever decides which program a step is.
+"""Puts into words all that decides which program a step is: processes compare it before they compute.
 
 Two processes with other programs would wait for each other's transfers for ever.
 """
@@ -24,7 +24,7 @@ from jpipe.types import Batch, Leaf
 
 
 class Agreement:
-    """That all processes agree, found out before the first step of each kind and shape.
+    """Checks that all processes agree, before the first step of each kind and shape.
 
     Args:
       planner: of the pipeline.

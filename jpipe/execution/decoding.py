@@ -1,4 +1,4 @@
-"""What generation follows: the layers as they decode, for a token or for several at a time, and where caches lie.
+"""Lays out generation: the layers as they decode one or several tokens at a time, and where their caches lie.
 
 A layer's cache stays on its stage, with a row for each micro-batch. How tokens go round is in `token_ring`.
 """
@@ -35,7 +35,7 @@ PickLogits = Callable[[PyTree], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """What generation follows, for micro-batches of some size and sequences of some length.
+    """The layers and layouts of generation, for micro-batches of one size and sequences of one length.
 
     Attributes:
       step: one token through all layers, forward only; its micro-batches are K.

@@ -1,8 +1,9 @@
-"""What all stages do together for one micro-batch, where they share the ends (`jpipe.execution.shared_ends`).
+"""Computes the first and the last layer on all stages together, for one micro-batch (`ends="shared"`).
 
 All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
-What `leave` and `back` take from the layers between is read apart (`left_by_layers`, `come_back`), since it is in the
-carry and stays as it is: read in their own loops, compilers computed all that follows from it in every tick.
+`left_by_layers` and `come_back` read the values that `leave` and `back` take from the layers between. They are
+functions apart because these values are in the carry and don't change: compilers would compute all that follows from
+them in every tick if they were read inside of the loops of `leave` and `back`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jpipe.types import Leaf
 
 
 def enter(stage: Stage, microbatch: Index) -> list[Leaf]:
-    """What the first layer gives, on all stages."""
+    """The first layer's results, on all stages."""
     turn = Turn(0, 0, microbatch, {})
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
 
 
 def left_by_layers(stage: Stage, forward: ForwardWork) -> list[Leaf]:
-    """What the last layer takes, on its predecessor's stage."""
+    """The last layer's activation, on the stage of the layer before it."""
     return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
 
 
@@ -45,7 +46,7 @@ def leave(
         backward = stage.add_gradients(turn, backward, gradients)
     else:
         found, _ = step.forwards[last](arguments, x)
-    # All stages have found the same, and one counts.
+    # All stages have the same outputs; those of one stage are counted.
     outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in found.outputs]
     return forward._replace(results=stage.collected(turn, forward.results, outputs)), backward, cotangents
 
@@ -56,7 +57,7 @@ def come_back(stage: Stage, backward: BackwardWork) -> list[Leaf]:
 
 
 def back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
-    """The first layer's backward, which computes what it needs of its forward anew."""
+    """The first layer's backward, after its forward, which is computed anew."""
     step, turn, ends = stage.step, Turn(0, 0, microbatch, {}), stage.step.ends
     assert ends is not None
     cotangents = _from_stage(stage.device == ends.first, cotangents)

@@ -1,4 +1,4 @@
-"""The executor: one scan over ticks, inside one `shard_map` over the stages.
+"""Runs a step on the devices: one scan over ticks, inside one `shard_map` over the stages.
 
 It follows the tick table and knows no schedule by name. In every slot a device runs the action that its columns of the
 table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages
@@ -36,15 +36,15 @@ from jpipe.types import Leaf
 
 
 class TickCarry(NamedTuple):
-    """What a device carries from tick to tick; forward only, all of the backward is empty.
+    """The arrays that a device carries from tick to tick; forward only, all of the backward is empty.
 
     Attributes:
-      forward: what its last forward left, with what is kept of all micro-batches in flight.
-      backward: what its last backward left, with the sums of gradients so far.
+      forward: the results of its last forward, with all that is kept of micro-batches in flight.
+      backward: the results of its last backward, with the sums of gradients so far.
       waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
       waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
-      entered: what the first layer gave, if all stages compute it together; else empty.
-      left: the cotangents of what the last one took, the same.
+      entered: the first layer's results, if all stages compute it together; else empty.
+      left: the cotangents of the last layer's inputs, likewise.
     """
 
     forward: ForwardWork
@@ -56,7 +56,7 @@ class TickCarry(NamedTuple):
 
 
 class Now(NamedTuple):
-    """What the table says of this device in one slot of one tick, integer scalars (`SlotTable`).
+    """The table's entries for this device in one slot of one tick, integer scalars (`SlotTable`).
 
     `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of, `anew` is 1 if it
     computes a forward anew. The rest are row numbers. The action reads or writes the first five, -1 stands for none.
@@ -94,7 +94,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
     carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, _between(step, 0), [])
     results = _run_ticks(stage, carry).forward.results
-    # On all stages but the last outputs are zero. Of bools JAX adds up integers.
+    # Only the last stage's outputs aren't zero. `psum` makes integers of bools, which are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
 
@@ -126,7 +126,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         left=list(filter(is_float, _between(step, step.model.num_layers - 2))),
     )
     carry = _run_ticks(stage, carry)
-    if stage.only is not None:  # without ticks too, what is done with their results is done
+    if stage.only is not None:  # the code after the ticks is to run even if there are no ticks
         carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(stage, carry.backward)
     # Places that no layer owns hold zeros, as ever.
@@ -136,7 +136,7 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
 
 
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
-    """As many rows `[count, ...]` of what crosses a boundary, of any values."""
+    """Rows `[count, ...]` of arrays that cross a boundary, of any values."""
     return jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), boundaries.crossing(buffers))
 
 
@@ -218,7 +218,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
 
 
 def _before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """What all stages compute together before a slot, if it is anything: the first layer."""
+    """Runs the first layer on all stages before a slot, if they compute it together there."""
     if stage.step.ends is None or (stage.step.ends.turns[slot].enter < 0).all():
         return carry
     m = jnp.asarray(turns[slot].enter)
@@ -227,7 +227,7 @@ def _before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) 
 
 
 def _after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """What all stages compute together after a slot, if it is anything: the last layer, the first one's backward."""
+    """Runs the last layer and the first one's backward on all stages after a slot, if they compute them there."""
     if (ends := stage.step.ends) is None:
         return carry
 
@@ -263,13 +263,13 @@ def _flows(slot: SlotTable) -> list[int]:
 
 
 def _sent(stage: Stage, flow: int, slot: SlotTable, carry: TickCarry) -> dict[int, Buffers]:
-    """By route what arrives in this slot along a flow, if anything ever does."""
+    """The values that arrive in this slot along a flow, by route, if any ever do."""
     columns = slot.activation_in if flow > 0 else slot.cotangent_in
     return {i: _send(stage, flow, i, carry) for i, column in enumerate(columns) if (column >= 0).any()}
 
 
 def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
-    """What a neighbour, or this stage itself, left at the boundary towards it by a route of a flow."""
+    """The values that a neighbour, or this stage itself, left at its boundary, sent here by a route of a flow."""
     step = stage.step
     if flow > 0:
         sent = step.activations.crossing(carry.forward.activation)
@@ -279,7 +279,7 @@ def _send(stage: Stage, flow: int, route: int, carry: TickCarry) -> Buffers:
 
 
 def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers:
-    """What arrives on a stage where each of `pairs` (from stage, to stage) sends; what it sends to itself stays."""
+    """The values that arrive here, if each of `pairs` (from stage, to stage) sends; those to the stage itself stay."""
     hops = [pair for pair in pairs if pair[0] != pair[1]]
     turns = [device == sender for sender, receiver in pairs if sender == receiver]
 
@@ -293,8 +293,8 @@ def moved(sent: Buffers, pairs: list[tuple[int, int]], device: Index) -> Buffers
 def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], carry: TickCarry) -> TickCarry:
     """The carry with what arrived by each route in its row.
 
-    By one route it is always written: where nothing arrived, the table names a row that holds nothing that is still
-    needed. Of two routes each is written where something arrived by it.
+    A single route always writes: where nothing arrived, the table names a row that is no longer needed. Where there
+    are two routes, each writes only what arrived by it.
     """
 
     def put(arrival: tuple[Index, Buffers], waiting: Buffers) -> Buffers:
@@ -344,7 +344,7 @@ def _backward_weights(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
 
 
 ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backward, whole=False), "W": _backward_weights}
-"""By kind of action, who carries it out."""
+"""The function that carries out each kind of action."""
 
 
 def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
@@ -356,7 +356,7 @@ def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
 
 
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
-    """What a virtual stage's first layer takes, in boundary buffers."""
+    """The activation of a virtual stage's first layer, in boundary buffers."""
     boundaries = stage.step.activations
     found = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
     return _from_end(boundaries, found, 0, job.virtual_stage == 0, carry.entered)

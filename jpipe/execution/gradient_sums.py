@@ -1,4 +1,4 @@
-"""How the sums of gradients lie on the devices of a stage, while they grow.
+"""Decides along which mesh axes sums of gradients stay partial until the end of a step.
 
 A gradient may be left partial along axes that don't split its parameter, of which it is a sum over parts of the batch
 or of the sequence: then it is added up once a step, and not for each micro-batch. Gradients that are added up in one
@@ -32,7 +32,7 @@ class GradientSums(NamedTuple):
 
     @property
     def partial_along(self) -> dict[str, tuple[str, ...]]:
-        """For each buffer the mesh axes that it is partial along."""
+        """The mesh axes along which each buffer is partial."""
         names = lambda flags: tuple(n for axis, yes in zip(self.axes, flags, strict=True) if yes for n in axis.names)
         return {buffer: names(flags) for buffer, flags in self.partial.items()}
 
@@ -56,6 +56,6 @@ def make_gradient_sums(
         for name, own in zip(buffers, layer.gradients_at, strict=True):
             # All leaves of a buffer are split alike, so that they differ in nothing else.
             flags = partial.get(name, (False,) * len(axes))
-            # Of ends that all stages compute together there is a last axis, `stage`, along which nothing is partial.
+            # Ends that all stages compute together have a last axis, `stage`, along which nothing is partial.
             partial[name] = tuple(yes or along == PARTIAL for yes, along in zip(flags, own, strict=False))
     return GradientSums(axes, partial)

@@ -1,4 +1,4 @@
-"""What a stage's actions keep for its later ones: where it lies, and which action keeps what.
+"""Decides what a stage's actions keep for its later ones (residuals, stashes), where, and for how long.
 
 A forward keeps its layers' residuals. Where backwards are split, their second part, W, needs some of the residuals too,
 which have rows of their own, and what the first part, I, stashes for it (`jpipe.model.split_backward`):
@@ -25,7 +25,7 @@ from jpipe.schedules.ticks import ROWS
 from jpipe.types import Leaf
 
 Kept: TypeAlias = dict[str, Buffers]
-"""By name of the rows, a device's buffers."""
+"""A device's buffers by the name of their rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def make_kept_storage(
 
 
 def _kept_of(layer: DeviceLayer, mesh: Mesh) -> dict[str, list[tuple[jax.ShapeDtypeStruct, Order | None]]]:
-    """By name of the rows what a layer keeps, and the order in which what makes it gives it."""
+    """The leaves that a layer keeps, by name of their rows, with the orders of dimensions in which they are made."""
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residuals_at, mesh)
     residuals = list(zip(layer.residuals, orders, strict=True))

@@ -1,4 +1,4 @@
-"""Which layers each virtual stage runs, as loop bounds."""
+"""Computes which layers each virtual stage runs, as loop bounds."""
 
 from __future__ import annotations
 

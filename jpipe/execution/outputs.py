@@ -1,4 +1,4 @@
-"""Outputs: where the batch lies in what a model gives, and how the outputs of micro-batches are joined along it."""
+"""Finds where the batch lies in a model's outputs, and joins the outputs of micro-batches along it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: from a batch's shapes to the plan, once, and to a step for every shape.
+"""`Planner`: makes the plan from the first batch's shapes, and a step for every batch shape, each once.
 
     batch ─► MicroBatch ─► Model ─► Plan, of the first batch
                              │        │
@@ -40,7 +40,7 @@ from jpipe.types import Batch
 
 
 class Planner:
-    """What follows from the batches that a pipeline has seen; what is asked for again is made once.
+    """Makes plan and steps from the batches that a pipeline has seen, each once.
 
     Args:
       request: what the user asked for.
@@ -142,7 +142,7 @@ class Planner:
         return tuple(found)
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
-        """What the layers of each group compute; the loss follows the last."""
+        """The functions that the layers of each group compute; the loss follows the last."""
         model, given = self.model(micro), self.request
         loss = lambda g: self.loss(micro) if with_loss and g == model.last else None
         return [LayerFunction(group, key, given.remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]

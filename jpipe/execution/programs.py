@@ -1,4 +1,4 @@
-"""The programs of a pipeline: initialisation, training (loss and gradients), evaluation, outputs, generation.
+"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs, generation.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.
@@ -185,7 +185,7 @@ def generate(
 def decoding_of(
     planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int, logits: PickLogits | None = None
 ) -> Decoding:
-    """What generation follows for prompts of this shape `[B, S]`: of micro-batches that data axes split evenly."""
+    """The layout of generation for prompts `[B, S]`, in micro-batches that data axes split evenly."""
     stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
     size = -(-shape[0] // (stages * shards)) * shards
     return planner.decoding(size, shape[1] + num_tokens - 1, prefill, logits)
@@ -199,7 +199,7 @@ def _run(
     fill: Callable[[Batch], Batch] = lambda batch: batch,
     **results: Any,
 ) -> PyTree:
-    """What each device gives for its part of a batch.
+    """Runs `work` on each device, for its part of a batch.
 
     Args:
       step: the step.

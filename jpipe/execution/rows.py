@@ -1,4 +1,4 @@
-"""Which rows of a batch this process feeds, and how they become part of global arrays."""
+"""Computes which rows of a batch this process feeds, and makes them part of global arrays (`Pipeline.place`)."""
 
 from __future__ import annotations
 

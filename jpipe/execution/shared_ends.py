@@ -1,4 +1,4 @@
-"""Ends that all stages compute together: the first layer, and the last one with the loss.
+"""Decides when all stages compute the two ends together (`ends="shared"`), and refuses ends that can't be split.
 
 Each stage has a part of their weights, as of a vocabulary, and computes that part of them for every micro-batch
 (arXiv 2411.05288 does so for cross-entropy). So no stage carries a table or a head alone. They run in turns that all
@@ -40,7 +40,7 @@ from jpipe.seam.jaxpr_types import shapes_of
 
 
 class Turns(NamedTuple):
-    """What all stages do together around one slot of each tick: int32 `[T]`, a micro-batch, -1 for nothing.
+    """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
 
     Attributes:
       enter: whose first layer they compute before the slot.

@@ -1,4 +1,4 @@
-"""Shared weights in a step: sent to all stages at its start, their gradients added up at its end.
+"""Sends shared weights to all stages at the start of a step, and adds up their gradients at its end.
 
 The stage of a shared layer's first use holds its parameters. Each stage adds gradients of its own uses up in an
 accumulator of its own; here these meet, by one `psum` over the stages for each leaf.
@@ -30,7 +30,7 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
         storage = step.storages[collection]
         known, leaves = storage.record_types[v], storage.read(variables[collection], v, 0)
         mine = known.devices[0] == device  # such a set has one instance
-        # Of bools JAX adds up integers.
+        # `psum` makes integers of bools, which are cast back.
         to_all = lambda a: jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype)
         return [a if on_all_stages(spec) else to_all(a) for a, spec in zip(leaves, known.specs, strict=True)]
 

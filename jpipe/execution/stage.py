@@ -1,4 +1,4 @@
-"""What one stage does for one micro-batch: its layers forward, or backward.
+"""Does a stage's work on one micro-batch: runs its layers forward, or backward.
 
 All stages run this same code. Which layers are theirs is a matter of loop bounds (`LayerRanges`), read from a table by
 the index of the virtual stage, so that layers of one group are compiled once wherever they lie, and no layer is run
@@ -34,7 +34,7 @@ Reads = TypeVar("Reads")
 
 
 class Job(NamedTuple):
-    """What an action is about.
+    """The subject of an action: its micro-batch and its virtual stage.
 
     Attributes:
       virtual_stage: whose layers it runs.
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 class ForwardWork(NamedTuple):
-    """What the forward of a stage's layers reads and writes. What is empty isn't asked for, and none of it is made.
+    """The arrays that the forward of a stage's layers reads and writes. Those that are empty aren't made.
 
     Attributes:
       activation: boundary buffers with what the next layer takes.
@@ -65,7 +65,7 @@ class ForwardWork(NamedTuple):
 
 
 class BackwardWork(NamedTuple):
-    """What the backward of a stage's layers reads and writes.
+    """The arrays that the backward of a stage's layers reads and writes.
 
     Attributes:
       cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
@@ -228,7 +228,7 @@ class Stage:
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
         known = storage.record_types[v]
         gradients = self.step.gradient_sums.converted(known.buffers, gradients, now)
-        if v in self.step.shared_sets:  # each stage adds to its part; what isn't split, that which holds it
+        if v in self.step.shared_sets:  # each stage adds to its part; a whole leaf is added to where it lies
             mine = known.devices[0] == self.device
             own = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
             gradients = [own(leaf, spec) for leaf, spec in zip(gradients, known.specs, strict=True)]
@@ -266,7 +266,7 @@ class Stage:
         return jax.tree.map(row, self.batch)
 
     def arguments(self, turn: Turn, batch: Batch) -> Arguments:
-        """What a layer is called with besides its activation, in forward and backward."""
+        """The arguments of a layer besides its activation, in forward and backward."""
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
             key = layer_key(self.key, look_up(group.indices, turn.position), turn.microbatch)
@@ -284,9 +284,9 @@ class Stage:
             return self._read(self.variables, names, turn.g, turn.position)
 
         params, fixed = read(["params"]), read(group.fixed_names)
-        # A layer that computes in another dtype casts its weights. Times a one that only the trip knows, they can't
-        # be cast ahead of the ticks, all of them at once, and no cast copy of all of them is kept. Of what is brought
-        # together for the step, such a copy is all that has to be kept.
+        # A layer that computes in another dtype casts its weights. Each weight is multiplied by a one that is computed
+        # in the loop, so that the compiler can't move the cast out of the loop and keep a cast copy of all weights.
+        # Weights that are brought together for the step are left alone: their cast copy may be all that is kept.
         plan = self.step.plan
         if plan.request.options.cast == "use" and group.variable_set not in plan.at_work["params"].brought:
             params, fixed = ([of_trip(leaf, turn.microbatch) for leaf in leaves] for leaves in (params, fixed))
@@ -320,8 +320,8 @@ class Stage:
             pass 0   A[0:3] B[0:2] C[0:0]
             pass 1   A[3:4] B[2:2] C[0:1]
 
-        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`). Of
-        groups that aren't `among` those given there is none.
+        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
+        Groups that aren't `among` those given have no loop.
         """
         virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups

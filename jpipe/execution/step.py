@@ -99,7 +99,7 @@ class Step:
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """What the last layer gives for a micro-batch, as one device has it: outputs, or the sums of the loss."""
+        """The last layer's results for a micro-batch, as one device has them: outputs, or the sums of the loss."""
         return self.forwards[self.model.last].results.outputs
 
     @property
@@ -144,7 +144,7 @@ def build_step(
     stores_residuals = schedule.trains and not request.remat.keep_inputs
 
     def spread(made: Sequence[T]) -> tuple[T, ...]:
-        """What was made for each group as traced, if anything was, for each group of `model`."""
+        """Items made for each group as traced (none if there are none), for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)

@@ -1,4 +1,4 @@
-"""Whether a layer treats each token of a sequence by itself: only then may it be called with one at a time, uncached.
+"""Checks that a layer treats each token by itself: only then may it decode without a cache.
 
 Attention without a cache would see one token in place of all, and positions counted within a call would all be the
 first: wrong tokens, and no error. So a layer's jaxpr on whole sequences is partitioned as if each token lay on a device
@@ -31,7 +31,7 @@ from jpipe.types import Leaf
 
 AXIS_OF_TOKENS = "tokens"
 _SPREADS = (ELEMENTWISE | MOVES) - {"iota", "concatenate", "pad"}
-"""What gives the same number everywhere of operands that do."""
+"""Operations that give the same number everywhere, if their operands do."""
 
 
 def warn_of_uncached(plan: Plan, decoding: Model) -> None:
@@ -58,9 +58,9 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
 
 
 def sees_more(function: LayerFunction, length: int) -> str:
-    """What a layer does with a sequence besides treating each token by itself, in words; "" if it does nothing else.
+    """Names whatever a layer does besides treating each token by itself; "" if it does nothing else.
 
-    Of one with a program of single devices (`jax.shard_map`), over axes that aren't there, it can't be told: "" too.
+    A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
 
     Args:
       function: the layer in evaluation mode, on whole sequences.
@@ -88,7 +88,7 @@ def sees_more(function: LayerFunction, length: int) -> str:
 
 
 def _depends_on_place(program: ClosedJaxpr) -> bool:
-    """Whether what a device gives depends on which one it is; a part of an array of one number doesn't."""
+    """Whether a device's results depend on its place; a part of an array of one number doesn't."""
     jaxpr, placed = without_calls(program).jaxpr, set[Var]()
     even = {v for v in jaxpr.constvars if not shapes_of([v])[0].shape}
     is_even = lambda v: isinstance(v, Literal) or v in even

@@ -1,4 +1,4 @@
-"""Decoding: tokens go round the stages, K micro-batches of prompts in flight, so that after the fill no stage waits.
+"""Runs generation: tokens go round the stages, K micro-batches in flight, so that after the fill no stage waits.
 
 A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage; what the last one says is
 sent to the first, which goes on with it in the next tick. With K=3, one chunk each, and a prompt of two tokens, p, that
@@ -36,7 +36,7 @@ from jpipe.types import Leaf
 
 
 class Round(NamedTuple):
-    """What all devices know of one call, as each has it.
+    """The values of one call that all devices know.
 
     Attributes:
       prompts: `[K, b, S]`.
@@ -54,12 +54,12 @@ class Round(NamedTuple):
 
 
 class DecodingCarry(NamedTuple):
-    """What a device carries from tick to tick, where layers take T tokens at a time.
+    """The arrays that a device carries from tick to tick, where layers take T tokens at a time.
 
     Attributes:
       activation: boundary buffers with what the next layer takes.
       caches: buffers of all layers' caches.
-      tokens: `[b, T]`, on the first stage what it takes next, on the last what it said, T times.
+      tokens: `[b, T]`, on the first stage those that it takes next, on the last the one that it said, T times.
       said: `[K, b, num_tokens]`, filled on the last stage.
     """
 

@@ -1,4 +1,4 @@
-"""What a layer computes whole on every device of a stage, though an operand was split, and what share of it that is."""
+"""Warns of layers that each device of a stage computes whole though an operand was split, with their share."""
 
 from __future__ import annotations
 

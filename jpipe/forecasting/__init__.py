@@ -1,4 +1,4 @@
-"""What a training step will take on hardware that isn't there: bytes, cycles, seconds.
+"""Predicts a training step on hardware that isn't there: bytes, cycles, seconds, and the settings to choose.
 
-A tool: it takes a pipeline, and no folder imports it.
+It is a tool: it takes a pipeline, and no folder of the core imports it.
 """

@@ -1,4 +1,4 @@
-"""What a search found: settings with their predicted time and memory, and advice, to be printed."""
+"""`Choices`, the result of `jpipe.plan`: settings with predicted time and memory, and advice, as a table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of a step, predicted."""
+        """The predicted seconds of a step."""
         return self.time.total
 
     @property
@@ -52,17 +52,17 @@ class Choice:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """On a device, by part, predicted."""
+        """The predicted bytes on a device, by part."""
         return asdict(self.memory)
 
     @property
     def total_bytes(self) -> int:
-        """On a device, predicted."""
+        """The predicted bytes on a device."""
         return self.memory.total
 
     @property
     def limit(self) -> str:
-        """What takes longest, "compute", "bubble", "links" or "update"; or the word "memory" if it doesn't fit."""
+        """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
         return LIMITS.get(self.time.limit, self.time.limit) if self.fits else "memory"
 
     @property
@@ -75,7 +75,7 @@ class Choice:
         return f"{axes}, M={own.num_microbatches}, {schedule}, remat={word_of(own.remat)}, ends={own.ends}{over}"
 
     def column(self) -> dict[str, str]:
-        """What a table shows of it."""
+        """The entries of this choice in a table."""
         rows: dict[str, str] = {name: str(size) for name, size in self.setting.axes}
         rows |= {"M": str(self.setting.num_microbatches), "schedule": word_of(self.setting.schedule)}
         rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
@@ -135,7 +135,7 @@ class Choices(Sequence[Choice]):
 
 
 def _off(predicted: float, real: float) -> str:
-    """By how much a prediction is off, in words; "-" where there is nothing to be off of.
+    """The relative error of a prediction, in words; "-" where there is nothing to compare with.
 
     >>> _off(9.0, 10.0), _off(9.0, 0.0)
     ('-10.0%', '-')
@@ -163,7 +163,7 @@ def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -> tuple[str, ...]:
-    """What to know of a choice.
+    """Remarks on a choice.
 
     Args:
       choice: it.

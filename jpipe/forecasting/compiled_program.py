@@ -1,4 +1,4 @@
-"""Reads a program compiled for a TPU: its loops, what they take by the compiler's own estimate, what they move.
+"""Reads a program compiled for a TPU: its loops, their cycles by the compiler's estimate, the bytes they move.
 
 The TPU compiler notes `estimated_cycles` beside each operation, whether or not the machine exists. A loop's own are
 those of one trip without the loops inside; how often each turns is in tables that only the caller knows.
@@ -47,7 +47,7 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Of the largest array that it gives."""
+        """The bytes of its largest result."""
         return max((num_bytes(dtype, dims) for dtype, dims, _, _ in _ARRAY.findall(self.type)), default=0)
 
 
@@ -80,7 +80,7 @@ class Loop:
         return sum(operation.cycles for operation in self.operations)
 
     def walk(self) -> Iterator["Loop"]:
-        """This and all loops inside."""
+        """This loop and all loops inside."""
         yield self
         for loop in self.inner:
             yield from loop.walk()
@@ -148,7 +148,7 @@ def transfers(loop: Loop) -> list[Permute]:
 
 
 def large_moves(program: Loop, limit: int) -> list[str]:
-    """What copies, transposes or fills more than `limit` bytes inside of loops, but for what is fetched ahead."""
+    """The operations in loops that copy, transpose or fill more than `limit` bytes, except for fetches ahead."""
     return [
         f"{op.opcode} of {op.bytes:,} bytes in {loop.name}: {op.type[:80]}"
         for loop in program.walk()

@@ -1,4 +1,4 @@
-"""`forecast`: a training step compiled for hardware that need not be there, and what its compiler says of it."""
+"""`jpipe.forecast`: compiles a step for hardware that need not be there, and reports its memory and time."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `jpipe.forecast` found. Printed, or shown in a notebook, it is a table.
+    """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
 
     Attributes:
       title: of which pipeline, where.
       fits: whether the compiler found room for the step.
       bytes: on a device, by part: "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients,
-        residuals, activations). Of a step that doesn't fit, temporaries are what the compiler's message leaves.
+        residuals, activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
       flops: of a device in a step, the mean of all; what remat computes again included.
       cycles: by kind of action, of one on the slowest stage; of all "ticks" beyond actions, of the "ends" where all
         stages share them, and of the "update"; None where the compiler estimates none (CPU, GPU), or it doesn't fit.
@@ -75,7 +75,7 @@ class Forecast:
 
     @property
     def total_bytes(self) -> int:
-        """On a device, all parts."""
+        """The bytes on a device, all parts together."""
         return sum(self.bytes.values())
 
     @property
@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float | None:
-        """What a step takes, the compiler's cycles at the chip's clock and, at one link's speed, transfers not hidden.
+        """Seconds of a step by the compiler's cycles at the chip's clock, and of unhidden transfers at a link's speed.
 
         Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
         """
@@ -131,7 +131,7 @@ def forecast(
     topology: str | None = None,
     devices: Sequence[Device] | None = None,
 ) -> Forecast:
-    """Compiles a pipeline's training step for hardware that need not be there. Of the parameters nothing is made.
+    """Compiles a pipeline's training step for hardware that need not be there; no parameters are made.
 
     Args:
       pipe: the pipeline, on a mesh of any devices; the sizes of its axes count.
@@ -177,7 +177,7 @@ def forecast(
 
 
 def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
-    """With cycles, and with seconds of a chip whose clock is known; what crosses boundaries beside work takes none."""
+    """Adds cycles, and seconds if the chip's clock is known; transfers beside work take none."""
     cycles = count_cycles(step, program)
     hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
     slices = None if chip is None else _slices(cycles, chip, sum(known.collectives.values()) - hidden)
@@ -187,7 +187,7 @@ def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, 
 
 
 def _without_room(known: Forecast, pipe: Pipeline, error: str) -> Forecast:
-    """Of a step that doesn't fit, as its compiler says."""
+    """The forecast of a step that doesn't fit, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
     left = max(0, _used(error) - sum(known.bytes.values()))
     advice = _advice(pipe, known.bytes, left)
@@ -217,7 +217,7 @@ def _on_a_device(tree: PyTree) -> int:
 
 
 def _flops(planner: Planner, batch: Batch) -> float:
-    """Of a device in a step, the mean of all."""
+    """The FLOPs of a device in a step, the mean of all devices."""
     micro, mesh = planner.for_training(batch), planner.request.mesh
     costs = layer_costs(planner.model(micro), planner.layers(micro, key_shape()), "flops", mesh)
     return sum(cost.total for cost in costs) * planner.request.schedule.num_microbatches / mesh.size
@@ -260,7 +260,7 @@ def _used(message: str) -> int:
 
 
 def _advice(pipe: Pipeline, held: dict[str, int], temporaries: int) -> tuple[str, ...]:
-    """What would take less memory, by the largest part first."""
+    """Settings that would take less memory, by the largest part first."""
     request, found = pipe.planner.request, []
     if temporaries > sum(held.values()):
         found += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)

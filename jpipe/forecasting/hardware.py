@@ -1,4 +1,4 @@
-"""Chips that one trains on, and slices of them that need not be there."""
+"""A table of chips (speeds, memory, links), and slices of them, by names such as "v5e:4x4"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
 
 @dataclass(frozen=True)
 class Chip:
-    """What one device of JAX has. On TPU v2 and v3 that is a core, half of a chip.
+    """The hardware of one device of JAX. On TPU v2 and v3 that is a core, half of a chip.
 
     Attributes:
       name: such as "v5e".
@@ -74,7 +74,7 @@ CHIPS = {
         Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA),
     ]
 }
-"""By name."""
+"""The chips by name."""
 
 KINDS = {
     "v5 lite": "v5e",
@@ -88,7 +88,7 @@ KINDS = {
 GPUS = {"nvidia h100 80gb hbm3": "h100", "nvidia h200": "h200"}
 """SXM modules by what JAX calls them: of a PCIe or NVL card, or of a part of a GPU, memory and links are others."""
 MOST_GPUS = 8
-"""Of one host, whose links are those of the table."""
+"""The GPUs of one host, whose links are those of the table."""
 
 EXAMPLES = {
     "v2": "2x2",

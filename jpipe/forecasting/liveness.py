@@ -1,7 +1,7 @@
-"""What a traced function needs beside its operands while it runs, from the lives of its arrays: nothing is compiled.
+"""Computes the memory that a traced function needs while it runs, from the lives of its arrays; compiles nothing.
 
-What compilers fuse is taken as fused: what an elementwise operation or a move of elements gives is an array only where
-something else reads it, such as, on CPU, a product; until then, what it is made of lives on.
+Operations are taken as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
+elements, is an array only where something else reads it, such as, on CPU, a product; until then its operands live on.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """What a compiler makes an array of, and where; by default as for CPU.
+    """The values that a compiler makes arrays of, and where these lie; by default as for CPU.
 
     Attributes:
-      into_products: it fuses what is elementwise into the products that read it, however many do, reads slices as they
+      into_products: it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
     """
@@ -62,12 +62,12 @@ class _Held:
                 self._far.add(v)
 
     def end(self, last: Mapping[Var, int], i: int) -> None:
-        """Those end that equation i reads last."""
+        """Ends the lives of the values that equation i reads last."""
         self._sizes = {v: size for v, size in self._sizes.items() if last[v] > i}
 
     @property
     def bytes(self) -> int:
-        """In memory."""
+        """The bytes of what is held in memory, off the chip."""
         return sum(size for v, size in self._sizes.items() if v in self._far)
 
 
@@ -114,7 +114,7 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
 def _made_of(
     equations: Sequence[JaxprEqn], given: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
 ) -> dict[Var, frozenset[Var]]:
-    """For each value the arrays that have to live until it is read: itself alone, if it is one."""
+    """The arrays that have to live until each value is read: itself alone, if it is one."""
     is_read_whole = lambda v: any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
     found = {v: frozenset([v] if is_read_whole(v) else []) for v in given}
 

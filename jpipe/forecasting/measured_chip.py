@@ -1,4 +1,4 @@
-"""A chip that no table knows, measured: what a product of matrices and a copy take on devices at hand."""
+"""Measures a chip that the table of chips lacks, by a product of matrices and a copy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
 
 
 def measure_chip(devices: Sequence[Device]) -> Chip:
-    """One of some equal devices, by the best of some float32 products of matrices, of some copies, and of passes.
+    """Measures one of several equal devices: the best times of float32 matrix products, of copies and of passes.
 
     A pass is one that takes an exponential of each number, as those of softmax and activations do. All devices work at
-    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. What one
-    sends is taken to go at the speed of a copy.
+    the same time, as in a pipeline: those that a host simulates have its cores in common, and its memory. A transfer
+    is taken to go at the speed of a copy.
     """
     product = _seconds(lambda x: x @ x, WIDTH, devices)
     copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))

@@ -1,4 +1,4 @@
-"""Bytes that a training step holds on a device, by part, from what is planned and traced: nothing is compiled."""
+"""Predicts the bytes that a training step holds on a device, by part, from plan and trace; compiles nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MemoryParts:
 def predict_memory(
     pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip | None = None
 ) -> MemoryParts:
-    """What a training step will hold on a device, in bytes.
+    """Predicts the bytes that a training step will hold on a device.
 
     Args:
       pipe: the pipeline; its mesh may be of devices that aren't there.
@@ -144,7 +144,7 @@ def _batch_part(step: Step) -> int:
 
 
 def compiler_for(chip: Chip | None) -> Compiler:
-    """What the compiler for a chip does; that of one that is no TPU is taken for a CPU's.
+    """The habits of a chip's compiler; that of a chip which is no TPU is taken for a CPU's.
 
     Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
     """

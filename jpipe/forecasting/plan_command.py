@@ -1,4 +1,4 @@
-"""`jpipe plan FILE.py:FACTORY`: a model that a user's function makes, and the settings that `plan` finds for it."""
+"""The command `jpipe plan FILE.py:FACTORY`: calls the user's factory, and prints the settings found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ that takes the batch size and returns ({MADE}); shapes do for a batch. Nothing i
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
+    """Adds the command's arguments."""
     parser.add_argument("model", metavar="FILE.py:FACTORY", help="the function that makes the model")
     parser.add_argument("--batch", type=int, required=True, help="examples of a step")
     parser.add_argument("--topology", help='a slice of TPUs or GPUs, as "v5e:4x4" (default: the devices at hand)')
@@ -48,7 +48,7 @@ def search_and_print(options: Namespace) -> None:
 
 
 def made(model: str, batch_size: int) -> Sequence:
-    """What a user's function returns.
+    """Calls a user's function, and returns its result.
 
     Args:
       model: "FILE.py:FACTORY".

@@ -1,4 +1,4 @@
-"""Seconds of a traced function on one device, without compiling: what its kernels compute, read and write.
+"""Predicts a traced function's seconds on one device, kernel by kernel; compiles nothing.
 
 A kernel is a product of matrices, a reduction, or what gives a result; moves and elementwise operations are fused into
 the kernels that read them, but on chips whose products are calls of a library. Kernels run one after the other:
@@ -61,7 +61,7 @@ def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
 
 
 class _Kernels:
-    """What is known of a function's values, and the seconds of its kernels so far.
+    """The state of a function's values, and the seconds of its kernels so far.
 
     Attributes:
       seconds: of them all.
@@ -203,7 +203,7 @@ def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
 
 
 def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
-    """By the shape of a convolution's images how many times larger they are with channels and examples padded."""
+    """How many times larger a convolution's images are with channels and examples padded, by their shape."""
     more = lambda n, tile: math.ceil(n / tile) * tile / n
     return {
         shape: more(shape[examples], _SUBLANES) * more(shape[channels], _LANES)

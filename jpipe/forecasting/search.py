@@ -1,4 +1,4 @@
-"""`plan`: which settings to train a model with, searched by the models of time and memory."""
+"""`jpipe.plan`: searches for the settings that train a model fastest, by the models of time and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SURE = 0.9
 BYTES = "give the bytes of a device, such as 16e9"
 SHOWN = 5
 IMPROVED = 8
-"""Of so many ways to share out the devices the settings are varied, of the best by their first settings."""
+"""The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
 
 
 def plan(
@@ -141,7 +141,7 @@ def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, o
 
 
 def _pinned(options: Mapping[str, object]) -> dict[str, object]:
-    """Those of the searched arguments that are given; a schedule of the user's own was made for its sizes."""
+    """The searched arguments that are given; a schedule of the user's own was made for its sizes."""
     schedule, found = options.get("schedule"), {name: value for name, value in options.items() if name in PINNED}
     if "shard_over" in found:
         names = cast("str | Sequence[str] | None", found["shard_over"])
@@ -210,7 +210,7 @@ class Search:
         return found
 
     def nothing_fits(self, where: str) -> str:
-        """What to say where no setting fits."""
+        """The message where no setting fits."""
         least = min((choice for choice in self._rated.values() if choice), key=lambda choice: choice.total_bytes)
         part = max(least.bytes, key=lambda part: least.bytes[part])
         with_others = 2 + least.memory.optimizer / max(1, least.memory.parameters)  # gradients, and the optimiser's
@@ -254,13 +254,13 @@ class Search:
                 best = min([best, *filter(self._rate, others)], key=self._rank)
 
     def _rank(self, setting: Setting) -> tuple[bool, float]:
-        """Less is better: what fits by its time, before what doesn't by its memory."""
+        """Less is better: settings that fit by their time, before all others by their memory."""
         choice = self._rated[setting]
         assert choice is not None
         return not choice.fits, choice.seconds if choice.fits else float(choice.total_bytes)
 
     def _rate(self, setting: Setting) -> Choice | None:
-        """What the models say of a setting; None if it isn't possible."""
+        """Rates a setting by the models; None if it isn't possible."""
         if setting not in self._rated:
             try:
                 with warnings.catch_warnings(record=True, action="always") as given:
@@ -286,12 +286,12 @@ class Search:
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:
-        """The pipeline of a setting, with what those like it have traced."""
+        """The pipeline of a setting; it takes the traces of settings like it."""
         pipe = self.pipeline(setting, balance)
         pipe.planner.trace_like(self._traced.setdefault(_alike(setting), pipe).planner)
         return pipe
 
 
 def _alike(setting: Setting) -> tuple[object, ...]:
-    """What decides how layers are traced, and how their weights lie."""
+    """The settings that decide how layers are traced, and how their weights lie."""
     return setting.axes, setting.num_microbatches, setting.remat, setting.shard_over

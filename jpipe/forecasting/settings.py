@@ -1,4 +1,4 @@
-"""What a search may change of a pipeline: the sizes of its mesh axes, M, schedule and V, remat, where weights lie."""
+"""The settings that a search may change: sizes of mesh axes, M, schedule and V, remat, where weights lie."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class Space:
         return found
 
     def instead(self, start: Setting) -> list[Setting]:
-        """What to begin with where a start isn't possible: a schedule that is pinned may need another V or remat."""
+        """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
         return list(self.moves(start))[1] if {"schedule", "num_chunks"} & self.pinned.keys() else []
 
     def moves(self, setting: Setting) -> Iterator[list[Setting]]:
-        """Others that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
+        """Settings that differ in M, by one divisor of the batch; in schedule and remat; in where parameters lie."""
         counts = self._counts(setting)
         at = counts.index(setting.num_microbatches)
         yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
@@ -143,12 +143,12 @@ class Space:
         return [value for value in values if self.pinned.get(name, value) == value]
 
     def _given(self, setting: Setting) -> Setting:
-        """With what the user gave."""
+        """Replaces the searched settings that the user gave."""
         return replace(setting, **{name: value for name, value in self.pinned.items() if name != "num_stages"})
 
 
 def word_of(value: object) -> str:
-    """What the user gave in a word: a schedule or a policy by its name."""
+    """The user's value as a word: a schedule or a policy by its name."""
     return value.name if isinstance(value, Schedule) else getattr(value, "__name__", str(value))
 
 
@@ -164,7 +164,7 @@ def shared_out(count: int, names: Sequence[str]) -> list[tuple[tuple[str, int], 
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order.
+    """The divisors in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

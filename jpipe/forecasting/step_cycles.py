@@ -1,4 +1,4 @@
-"""What a compiled step takes by its compiler's estimate, its loops taken as often as they turn.
+"""Counts the cycles of a compiled step by action: its loops are counted as often as they turn.
 
 The compiler notes cycles beside each operation, and how often loops turn follows from the step: that over ticks from
 the table, those over layers from the ranges of each virtual stage, those of a layer's own from their conditions.

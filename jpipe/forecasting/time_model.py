@@ -1,7 +1,7 @@
-"""A step's time, of a chip that need not be there, without compiling: kernels of layers, the schedule simulated.
+"""Predicts the seconds of a step, by part, on a chip that need not be there; compiles nothing.
 
-What layers take is `roofline`'s, of their traced forwards and backwards; nothing is fitted to steps. The compiled steps
-of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
+`roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
+steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StepTime:
 def predict_time(
     pipe: Pipeline, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepTime:
-    """What a step of training should take; nothing is compiled.
+    """Predicts how long a step of training takes; nothing is compiled.
 
     Args:
       pipe: the pipeline.
@@ -136,10 +136,10 @@ def _by_layer(step: Step, chip: Chip) -> np.ndarray:
 def _layer_seconds(
     on_device: DeviceLayer, sizes: tuple[tuple[str, int], ...], chip: Chip, stores_residuals: bool
 ) -> np.ndarray:
-    """`[2, 5]`: what a layer's kernels take on a device, and what it sends to the others of its stage.
+    """`[2, 5]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
 
-    Of its forward, its backward, what is computed anew before that where stages keep their inputs alone, that part of
-    the backward which only gradients of parameters need, and what a split backward writes down in between.
+    The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
+    part of the backward which only gradients of parameters need, and what a split backward writes down in between.
     """
     forward, backward = on_device.forward, on_device.transposed
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
@@ -198,7 +198,7 @@ def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
 
 
 def _state_bytes(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation | None) -> int:
-    """Of the optimiser's state, on a device."""
+    """The bytes of the optimiser's state, on a device."""
     if tx is None:
         return 0
     leaves = jax.tree.leaves(pipe.abstract_state(batch, tx).opt_state)

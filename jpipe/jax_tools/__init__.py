@@ -1,4 +1,1 @@
-"""What is not about pipelines: jaxprs, loops, indices, dtypes, random keys.
-
-Of jpipe it needs `seam`, `terminal` and `types` alone.
-"""
+"""Tools for JAX that know nothing of pipelines: jaxprs, loops, indices, dtypes, random keys."""

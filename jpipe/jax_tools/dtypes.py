@@ -1,4 +1,4 @@
-"""What dtypes mean for training: which leaves have gradients, and in which dtype values are summed."""
+"""Decides which dtypes have gradients, and in which dtype values are summed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices and rows of arrays, and entries of tables, at indices that are Python integers or traced.
+"""Reads and writes slices and rows of arrays, and reads tables, at indices that are Python integers or traced.
 
 Indices are never negative here, and JAX needn't ask whether they are: that is half of a small jaxpr.
 """

@@ -1,4 +1,4 @@
-"""Small jaxprs run in NumPy, operation by operation: compiling one takes a thousand times longer than running it.
+"""Runs small jaxprs in NumPy, operation by operation: to compile one takes a thousand times as long.
 
 And the context for that: at once and on this host, whatever is being traced and whatever the mesh.
 """
@@ -87,7 +87,7 @@ _PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
-"""By primitive, a function of the operands; which dtype it gives doesn't matter."""
+"""A function of the operands for each primitive; which dtype it gives doesn't matter."""
 
 _WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
@@ -98,4 +98,4 @@ _WITH_OPTIONS: dict[str, Callable[..., np.ndarray]] = {
     "concatenate": lambda equation, *x: np.concatenate(x, equation.params["dimension"]),
     **{name: _over_axes(getattr(np, numpy)) for name, numpy in REDUCTIONS.items()},
 }
-"""By primitive, a function of the equation and the operands."""
+"""A function of the equation and the operands for each primitive."""

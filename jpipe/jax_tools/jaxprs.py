@@ -1,7 +1,7 @@
-"""Jaxprs: what can be learnt from one, and how to change one.
+"""Finds which outputs of a jaxpr depend on which inputs, and rewrites a jaxpr's equations.
 
-A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters. Of
-some equations the parameters hold jaxprs themselves: calls (`jit`), loops, branches.
+A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters.
+The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, branches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
     """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
 
-    What a loop gives is taken to depend on all that it takes; `uses` looks into loops.
+    All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
     """
     dependent = set(inputs)
     depends = lambda v: not isinstance(v, Literal) and v in dependent
@@ -56,9 +56,9 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without what gives nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside of it too.
+    """The jaxpr without equations that give nothing (`jax.debug.print`, `jax.debug.callback`), also in jaxprs inside.
 
-    What takes out dead code keeps those, and with them whatever they show.
+    Dead code elimination keeps those, and with them whatever they show.
     """
 
     def change(equation: JaxprEqn) -> JaxprEqn | None:

@@ -1,4 +1,4 @@
-"""Control flow that never copies what it passes on.
+"""Loops in place of `lax.cond`: control flow that never copies what it passes on.
 
 A `lax.cond` or `lax.switch` copies the buffers that a branch hands through (accumulators, residuals), a loop updates
 them in place. So whatever a stage may or may not do here is a loop with as many trips as it has layers to run, none
@@ -44,8 +44,8 @@ def each(
     Args:
       start, stop: Python or traced integers.
       given: a pytree of what is the same in all trips; () for nothing.
-      body: what a trip does. What it computes with, it has to take from `values` and the carry: arrays from around the
-        loop aren't tied.
+      body: the work of a trip. It has to take all arrays from `values` and the carry: arrays from around the loop
+        aren't tied.
       carry: a pytree of arrays.
       reads: `(i, given, carry) -> values`, any pytree, where `given` is tied already; without it `values` are `given`.
         For what may be the same in all trips although it is read at `given` or out of the carry: a slice of all of an

@@ -1,4 +1,4 @@
-"""In which order of dimensions arrays lie in memory, where two loops hand them to each other.
+"""Fixes the order of dimensions in memory for arrays that one loop hands to another.
 
 A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
 disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to

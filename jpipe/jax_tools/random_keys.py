@@ -1,4 +1,4 @@
-"""Random keys: one for each layer and micro-batch, made from the user's; their types; and checks of what users pass."""
+"""Derives a random key for each layer and micro-batch from the user's key, and checks users' keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: from a function to its jaxpr, and back."""
+"""Traces a function to its jaxpr, and runs a jaxpr as a function again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from jpipe.types import PyTree, Shapes
 def trace(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJaxpr, Shapes]:
     """Traces a user's function.
 
-    A layer sees all of a micro-batch, whatever devices have it. What it reduces over a mesh axis
-    (`nn.BatchNorm(axis_name="data")`) is whole already, so such reductions are left out.
+    A layer sees all of a micro-batch, whatever devices have it. Its reductions over a mesh axis
+    (`nn.BatchNorm(axis_name="data")`) are left out, since the array is whole already.
 
     Where there is a mesh, there are two ways to trace, and neither serves all functions:
 

@@ -1,4 +1,4 @@
-"""Comparing pytrees with what they should be: an error names the first leaf that differs."""
+"""Compares pytrees with what they should be: an error names the first leaf that differs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gradients of weights as products that a CPU computes of operands as they lie.
+"""Computes gradients of weights on CPUs by products of operands as they lie, which takes less time.
 
-Of y = x @ w JAX's derivative computes the gradient of w as (dy.T @ x).T, summed over all dimensions of examples at
+For y = x @ w JAX's derivative computes the gradient of w as (dy.T @ x).T, summed over all dimensions of examples at
 once. A TPU's compiler chooses layouts so that nothing is turned. XLA's for CPUs turns dy in memory, then multiplies two
 operands that both lie the wrong way. As here, over one dimension of all examples, it takes less time
 (`benchmarks/weight_products.py`), and as much memory or less.

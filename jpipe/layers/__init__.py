@@ -1,4 +1,4 @@
-"""What a model is made of, behind one interface: Flax modules, functions, skips, shared weights.
+"""Puts all that a model is made of behind one interface: Flax modules, functions, skips, shared weights.
 
-Only `flax` and `adapt` know Flax. Knows `jax_tools`.
+Only `flax`, `adapt` and `decode_mode` know Flax.
 """

@@ -1,4 +1,4 @@
-"""From what users call a layer to `AnyLayer`: the only place that knows all that a layer may be."""
+"""Makes an `AnyLayer` of whatever users pass as a layer: the only place that knows all that this may be."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
     """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
-    what stands inside one `Shared` has. What a function encloses has other ones than a layer, if it has any.
+    what stands inside one `Shared` has. A module that a function encloses has parameters of its own, if it has any.
     """
     # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied,
     # whether it is a module.

@@ -1,8 +1,7 @@
-"""Layers: what a model is made of, each adapted to one small interface.
+"""The interface `AnyLayer`, by which all other code sees a layer, and `PlainLayer`: layers from functions.
 
 A model is a sequence of unlike layers. Everything after this module sees only `AnyLayer`: a name, `init`, `apply`, and
-the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows. Only
-`flax` and `adapt` know Flax.
+the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jpipe.layers.shared import Shared
 from jpipe.types import Batch, Leaf, PyTree
 
 Activation: TypeAlias = PyTree
-"""What a layer takes or gives: any pytree of arrays (of their shapes, where nothing is computed)."""
+"""The input or output of a layer: any pytree of arrays (of their shapes, where nothing is computed)."""
 
 Inputs = tuple[Activation, ...]
 """The positional arguments of a layer."""
@@ -32,15 +31,15 @@ Item: TypeAlias = PyTree
 """One layer's variables as the library that it comes from has them; for a `Layer` its bare parameters."""
 
 Specs = dict[str, list[PartitionSpec]]
-"""By collection, the mesh axes that each leaf is split over, in the order of `jax.tree.leaves`."""
+"""The mesh axes that each leaf is split over, by collection, in the order of `jax.tree.leaves`."""
 
 
 class LayerError(ValueError):
-    """What a layer does wrong, as the rest of a sentence that begins with its name."""
+    """A fault of a layer, as the rest of a sentence that begins with its name."""
 
 
 class Context(NamedTuple):
-    """What a layer is told besides its variables and inputs.
+    """The facts that a layer is told besides its variables and inputs.
 
     Attributes:
       key: its random key for this micro-batch; None in evaluation.
@@ -54,7 +53,7 @@ class Context(NamedTuple):
 
 
 class AnyLayer(Protocol):
-    """What the rest of the package knows of a layer."""
+    """The interface by which the rest of the package knows a layer."""
 
     @property
     def name(self) -> str:
@@ -83,7 +82,7 @@ class AnyLayer(Protocol):
 
     @property
     def made_of(self) -> Sequence[object]:
-        """What its function of (variables, inputs, context) and its variables' shapes follow from; see `is_same`."""
+        """The values that decide what it computes of (variables, inputs, context), on which shapes; see `is_same`."""
         ...
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
@@ -172,7 +171,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
-    """What all layers without connections have in common; see `AnyLayer`.
+    """A base of all layers without connections; see `AnyLayer`.
 
     Attributes:
       writes: the collections of which they give new values in evaluation too.
@@ -190,7 +189,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Around:
-    """What all layers around another one have in common; see `AnyLayer`.
+    """A base of all layers around another one; see `AnyLayer`.
 
     Attributes:
       inner: the other layer.
@@ -217,7 +216,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Passing(Around):
-    """What layers around another one have in common that have its variables as they are."""
+    """A base of layers around another one that have its variables as they are."""
 
     @property
     def ready(self) -> LayerVariables | None:

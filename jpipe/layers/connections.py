@@ -1,4 +1,4 @@
-"""Connections besides the chain: skips from one layer to a later one, and side inputs from the batch.
+"""Connections besides the chain: skips to a later layer (`stash`, `pop`), and side inputs from the batch (`reads`).
 
 A skip is what a layer stashes and a later one pops. It travels with the activations: in between, every layer takes and
 gives `WithSkips(x, skips)`, and computes with `x` alone. A skip that passes a layer is no residual of it, and is freed
@@ -51,7 +51,7 @@ _TWICE = {
     "that this layer's x is (x, kept)",
     "reads": "read both by one function, jpipe.reads(layer, lambda batch: (first(batch), second(batch)))",
 }
-"""What to do instead of applying each of the three twice."""
+"""The remedy for applying each of the three twice."""
 
 
 def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
@@ -151,7 +151,7 @@ _NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 class WithSkips(NamedTuple):
-    """What crosses from layer to layer where skips are under way: the activation, and the skips by number."""
+    """The activation and the skips under way, by number, as they cross from layer to layer."""
 
     x: Activation
     skips: dict[int, Activation]
@@ -216,7 +216,7 @@ class ConnectedLayer(Passing):
 
     @contextmanager
     def _called_with(self, own: Inputs) -> Iterator[None]:
-        """The context in which the layer is called with `own`: errors tell what that is, if no layer gave just that."""
+        """The context in which the layer is called with `own`: errors describe `own`, if no layer gave just that."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
             yield
@@ -243,7 +243,7 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
 
 
 def no_batch(batch: Batch) -> None:
-    """What a layer with a side input reads where there is no batch, as it decodes: it is called with None instead."""
+    """The side input of a layer where there is no batch, as it decodes: it is called with None instead."""
 
 
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:

@@ -1,4 +1,4 @@
-"""Layers as they decode: called with a token or a few at a time, they keep what they need of those before in a cache.
+"""Calls layers as they decode: with a token or a few at a time, and with Flax's caches.
 
 A cache is Flax's own: the collection `cache` of a Linen module with a field `decode`, or the `nnx.Cache` variables that
 `init_cache` makes. It is as long as the sequence that the layer is initialised for.

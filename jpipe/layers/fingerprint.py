@@ -1,4 +1,4 @@
-"""When two values, functions above all, are sure to be the same, so that what was compiled for one serves the other.
+"""Decides when two values, functions above all, are the same, so that what was compiled for one serves the other.
 
 A function made twice from the same values is two objects that aren't equal, as are layers and optimisers built of such
 functions. So values are taken apart, down to what Python or its library compares, in two ways. `same_value` compares
@@ -23,7 +23,7 @@ LIBRARIES = ("jpipe", "optax", "jax", "flax", "chex", "numpy", "builtins")
 
 
 class ShownByTraces(str):
-    """A part of what a layer is made of that traces of the layer show too, so that `differ_in_numbers` ignores it."""
+    """A part of a layer that its traces show too, so that `differ_in_numbers` ignores it."""
 
 
 def same_value(a: object, b: object) -> bool:

@@ -1,4 +1,4 @@
-"""Flax layers: `flax.linen` and `flax.nnx` modules behind the `AnyLayer` interface.
+"""Puts `flax.linen` and `flax.nnx` modules behind the `AnyLayer` interface; finds dropout that is turned off.
 
 Linen keeps variables outside of the module, NNX inside; both become a dict of collections here, and random number
 streams are seeded from the one key that a layer gets for a micro-batch.
@@ -125,8 +125,8 @@ def check_variable_types(layers: Sequence[AnyLayer]) -> None:
 def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
     """The context in which a layer is called in training. Gives its dropouts, as words; some are known only after it.
 
-    Of Linen modules those that are called: one made in a compact method is seen nowhere else. Of nnx modules all that
-    they hold. Those of rate 0 aren't among them, nor those that the user has turned off.
+    A Linen module's are those that are called, as one made in a compact method is seen nowhere else; an nnx module's
+    are all that it holds. Those of rate 0 aren't among them, nor those that the user has turned off.
     """
     found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Frozen parameters: those of a layer that aren't trained, in a collection of their own, which is only read.
+"""`freeze`: keeps parameters that aren't trained in a collection of their own, which is only read.
 
 They have no gradients, no place in the optimiser's state, and nothing is added up for them. The layer inside sees them
 among its parameters, as ever, and so does who asks for the layer's own variables.
@@ -97,7 +97,7 @@ class FrozenLayer(Around):
         return self._apart(self.inner.from_item(item))
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
-        """What the inner layer's metadata names, for the parameters of each collection."""
+        """The specs that the inner layer's metadata names, for the parameters of each collection."""
         whole = thawed(variables)
         specs = self.inner.partition_specs(whole)
         is_frozen = jax.tree.leaves(self._frozen(whole.get("params", {})))

@@ -1,4 +1,4 @@
-"""What a user's function asks for, by the names in its signature."""
+"""Reads the signature of a user's function: by which word (`train`, `deterministic`) it is told its mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared weights: one set of parameters in several places of the sequence, on whatever stages they lie.
+"""`Shared`: one set of parameters in several places of the sequence, on whatever stages these lie.
 
 The parameters lie on one stage, that of the first use, so that optimisers and norms see them once. At the start of a
 step they are sent to all stages. Each use adds its gradients to the accumulator of its own stage, and these are added

@@ -1,4 +1,4 @@
-"""The weights of a stage at work: what a step makes of those at rest, and gradients on their way back.
+"""Brings weights from where they lie at rest (FSDP, `ends="spread"`) to where a step uses them, and gradients back.
 
     at rest                  stage 0  1  2  3       at work             stage 0  1  2  3
     blocks                         a  b  c  d       the same                  a  b  c  d
@@ -36,7 +36,7 @@ class WorkLayout:
     Attributes:
       rest: where they lie between steps.
       gathers: the data axes that they are gathered along once a step.
-      brings: what is split over all stages is brought to the one that uses it; else all use their parts.
+      brings: leaves that are split over all stages are brought to the stage that uses them; else all use their parts.
     """
 
     rest: Layout

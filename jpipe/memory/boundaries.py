@@ -1,4 +1,4 @@
-"""What travels from layer to layer and from stage to stage: any pytree, in buffers that hold every boundary's.
+"""Lays out what travels from layer to layer and from stage to stage: any pytree, in buffers for every boundary.
 
 Boundaries have leaves of their own shapes, while one program passes them on in all stages. So the activation at any
 boundary is a record of one storage (`jpipe.memory.storage`), of which a device holds one at a time. Leaves lie

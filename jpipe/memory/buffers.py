@@ -1,4 +1,4 @@
-"""Buffers: arrays in which leaves of many layers lie one after the other.
+"""The two kinds of buffers, stacked and flat: arrays in which leaves of many layers lie one after the other.
 
 - A stacked buffer, `[size, *shape]`, holds leaves of one type (a shape, dtype and split over other mesh axes), as many
   as the fullest stage has of them: the kernels of a run of equal layers, whatever stages they are on.
@@ -34,7 +34,7 @@ def largest_first(shape: Sequence[int]) -> Order:
 
 
 class LeafType(NamedTuple):
-    """What leaves in one stacked buffer have in common.
+    """The properties that leaves in one stacked buffer have in common.
 
     Attributes:
       shape, dtype: of a whole leaf, before `spec` splits it.
@@ -92,7 +92,7 @@ class StackedBuffer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array on one stage."""
+        """The array's shape on one stage."""
         return (self.size, *self.type.shape)
 
     @property
@@ -102,7 +102,7 @@ class StackedBuffer:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its leaves."""
+        """The dtype of its leaves."""
         return jnp.dtype(self.type.dtype)
 
     def take(self, array: jax.Array, entry: Index, shape: tuple[int, ...]) -> jax.Array:
@@ -144,7 +144,7 @@ class FlatBuffer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array on one stage."""
+        """The array's shape on one stage."""
         return (self.size,)
 
     @property

@@ -1,11 +1,11 @@
-"""Each layer's own variables, out of a pipeline's buffers and back: `Pipeline.layer_variables` and its inverse.
+"""Takes each layer's own variables out of a pipeline's buffers, and puts them back (`Pipeline.layer_variables`).
 
     buffers [K, ...]  --to_layers-->    trees by layer and collection  --to_items-->    each library's own (linen, nnx)
                       <--from_layers--                                 <--from_items--  checked
 
-The model is never put on one device: what comes out is split over `stage` (`jpipe.memory.records`), and what goes in is
-given to each device part by part. An *item* is one layer's variables as its own library has them (linen, nnx, or bare
-parameters).
+The model is never put on one device: trees that come out are split over `stage` (`jpipe.memory.records`), and each
+device is given its part of trees that go in. An *item* is one layer's variables as its own library has them (linen,
+nnx, or bare parameters).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> A
 
 
 def _remedy(model: Model, index: int) -> str:
-    """What helps if a layer's variables are missing, where that isn't plain: it shares those of an earlier layer."""
+    """The remedy for missing variables of a layer that shares those of an earlier layer; else empty."""
     first = next((users[0] for known in model.variable_sets for users in known.users if index in users), index)
     if first == index:
         return ""

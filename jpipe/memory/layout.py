@@ -1,11 +1,11 @@
-"""The layout of variables: which buffers hold them, as global arrays split over the stages.
+"""`Layout` and `StageTree`: which buffers hold the variables, as global arrays split over the stages.
 
 A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
 its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
 
 *At rest*, between steps, arrays are split over all mesh axes that their specs name. Weights that only the first or only
 the last stage holds may be split over `stage` too: then an array `[1, ...]` holds them, each stage has a part, and no
-other stage has room for them. What a step makes of that is said in `jpipe.memory.at_work`.
+other stage has room for them. `jpipe.memory.at_work` says what a step makes of that.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def make_layouts(
 def _spread(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh, ends: str) -> PartitionSpec:
     """A leaf's spec at rest, split over all stages too unless it is small, or has no dimension that K divides.
 
-    What all stages use together they take in runs, each of which other axes split: else their parts of a vocabulary
-    would be in many pieces once those axes are gathered.
+    Leaves that all stages use together are split into runs over stages first, and each run over other axes: else a
+    stage's part of a vocabulary would be in many pieces once those axes are gathered.
     """
     if leaf.size < SMALLEST:
         return spec

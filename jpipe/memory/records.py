@@ -1,4 +1,4 @@
-"""One record at a time, out of the buffers of all stages (`Records.take`) and into them (`Records.put`).
+"""Takes one layer's record out of the buffers of all stages, puts one in, or makes all anew.
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part of the model
 and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). Or all are made anew where they lie
@@ -36,7 +36,7 @@ Leaves = dict[str, list[jax.Array]]
 class Records:
     """The records of some trees of variables, each with the leaves that all of these trees have for it.
 
-    What works on one record is compiled once for a record type: which one, and so who has it, is an argument.
+    A function of one record is compiled once for a record type: which one, and so who has it, is an argument.
 
     Attributes:
       layouts: the layout of each tree by name, of one pipeline: the same record types, with other leaves.
@@ -141,7 +141,7 @@ class Records:
         return arrays
 
     def lying(self, record_type: int) -> tuple[tuple[Axis, ...], dict[str, list[Sharding]]]:
-        """What arrays are split over where `updated` makes a record of this type, and how its leaves lie by tree."""
+        """The axes that split arrays while `updated` makes a record of this type, and how its leaves lie by tree."""
         mesh, together = self.layout.mesh, self._is_spread(record_type)
         axes = stage_axes(mesh, ()) + (Axis((AXIS,), (mesh.shape[AXIS],)),) * together
         spec = lambda leaf, spec: ScatteredLeaf(leaf, spec, mesh).sharding.spec if together else spec

@@ -1,4 +1,4 @@
-"""A leaf that one stage has, *scattered*: split over `stage` along the largest dimension that K divides.
+"""Splits a leaf that one stage has over all stages, along the largest dimension that K divides.
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part, and so leaves
 of the first and the last stage may lie at rest (`jpipe.memory.layout`). A leaf without such a dimension is on all
@@ -50,7 +50,7 @@ class ScatteredLeaf:
 
     @property
     def sharding(self) -> NamedSharding:
-        """How what is shared out lies."""
+        """The sharding of the leaf once it is shared out."""
         entries = [list(names_in(entry)) for entry in self.spec] + [[] for _ in self.leaf.shape[len(self.spec) :]]
         if self.dimension is not None:
             entries[self.dimension].append(AXIS)

@@ -1,4 +1,4 @@
-"""Where every layer's arrays lie on its stage's device.
+"""`Storage`: says where each leaf of each layer lies in the buffers of its stage, and reads and writes it.
 
 One program runs on all stages, so an array has the same shape on all of them, while layers differ: their leaves lie in
 buffers (`jpipe.memory.buffers`) that are as large as the fullest stage needs.
@@ -157,7 +157,7 @@ class Storage:
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(self._turn(known, leaf)))}
 
     def add(self, arrays: Buffers, record_type: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
-        """As `write`, but floating-point `leaves` are added to the record's, in the arrays' dtype. None adds none."""
+        """Adds floating-point `leaves` to the record's, in the arrays' dtype; writes others. None adds none."""
         known, arrays = self.record_types[record_type], dict(arrays)
         for i, (name, leaf) in enumerate(zip(known.buffers, leaves, strict=True)):
             if leaf is not None:
@@ -325,7 +325,7 @@ def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class _Needs:
-    """What every owner has to store, from which follows how large a buffer is.
+    """The leaves that every owner has to store, which decide how large a buffer is.
 
     A row holds one owner's leaves at a time, and any of the device's owners may come; one shape has to do for all
     devices. With four owners, virtual stages 0 and 2 on device 0 and 1 and 3 on device 1, for one type of leaf:
@@ -347,7 +347,7 @@ class _Needs:
     rows: Sequence[int]
 
     def elements(self, stacked: Collection[LeafType]) -> dict[str, np.ndarray]:
-        """By dtype, `[owners]`: the elements of all leaves that lie flat."""
+        """The elements of all leaves that lie flat, by dtype, `[owners]`."""
         total: dict[str, np.ndarray] = {}
         for leaf_type, counts in self.counts.items():
             if leaf_type not in stacked:
@@ -361,11 +361,11 @@ class _Needs:
         return tuple(most.tolist())
 
     def size(self, counts: np.ndarray) -> int:
-        """What the device with the most needs for all of its rows."""
+        """The size that the device with the most leaves needs for all of its rows."""
         return max(n * r for n, r in zip(self.strides(counts), self.rows, strict=True))
 
     def num_bytes(self, stacked: Collection[LeafType]) -> int:
-        """What all buffers take, if leaves of these types are stacked and others flat."""
+        """The bytes of all buffers, if leaves of these types are stacked and others flat."""
         flat = sum(jnp.dtype(dtype).itemsize * self.size(count) for dtype, count in self.elements(stacked).items())
         return flat + sum(self.size(self.counts[leaf_type]) * leaf_type.num_bytes for leaf_type in stacked)
 

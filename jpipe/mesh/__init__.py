@@ -1,1 +1,1 @@
-"""The mesh: what its axes mean, which device goes where, what weights and examples split. Knows `partitioner`."""
+"""The mesh: what its axes mean, which device goes where, what weights and examples are split over."""

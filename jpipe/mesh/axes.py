@@ -1,4 +1,4 @@
-"""What the axes of a mesh are for.
+"""Names the mesh axes: `stage`, those that split a batch (`batch_axes=`, checked here), and all others.
 
 At each index along the axis `stage` are the layers of one stage. The other axes split the arrays of a stage: the data
 axes (`replica`, `data` and `fsdp`, unless the user names others) split the examples of a micro-batch, and any of them

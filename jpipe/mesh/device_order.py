@@ -1,4 +1,4 @@
-"""Which device goes where in a mesh, so that what communicates most has the fastest links: `jpipe.make_mesh`.
+"""`jpipe.make_mesh`: places devices in a mesh so that the axes that send most have the fastest links.
 
 Stages hand on one activation a micro-batch, so their neighbours may be far apart; data axes reduce gradients once a
 step; the other axes communicate in every layer.

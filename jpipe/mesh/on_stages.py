@@ -1,4 +1,4 @@
-"""How a function of one device becomes a program of all of them, and where layers are traced for it.
+"""Makes a program of all devices from a function of one device (`shard_map` over every axis).
 
 Programs are manual over every axis, so that no compiler adds a collective to them.
 """

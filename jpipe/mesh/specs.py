@@ -1,4 +1,4 @@
-"""PartitionSpecs of arrays at rest: parts of them, and gathering along some axes."""
+"""Takes PartitionSpecs apart into `stage` and other axes, and gathers and scatters arrays along axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arrays of one stage are split over: weights at rest and at work, and the examples of a micro-batch.
+"""`Splits`: which mesh axes split weights, at rest and at work (`shard_over=`, `gather=`), and examples.
 
 At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
 that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, as its layer is given it, it
@@ -28,7 +28,7 @@ SMALLEST = 1024
 
 @dataclass(frozen=True)
 class Splits:
-    """What the arrays of one stage are split over.
+    """The mesh and data axes that split the arrays of one stage.
 
     Attributes:
       mesh: all devices; one without axes stands for one device a stage, where nothing is split.
@@ -68,11 +68,11 @@ class Splits:
         return of_spec(PartitionSpec(self.batch_axes if size % self.num_shards == 0 else None), self.axes)
 
     def at_work(self, spec: PartitionSpec) -> Sharding:
-        """How a weight lies at work that is split by `spec` (of `at_rest`) at rest."""
+        """The sharding at work of a weight that is split by `spec` (of `at_rest`) at rest."""
         return of_spec(spec, self.axes) if self.gather == "use" else self.gathered(spec)
 
     def gathered(self, spec: PartitionSpec) -> Sharding:
-        """How a weight lies that is split by `spec` (of `at_rest`) at rest, once it is gathered along the data axes.
+        """The sharding of a weight that is split by `spec` (of `at_rest`) at rest, gathered along the data axes.
 
         Split by `("fsdp", "model")` at rest, one dimension is in two runs then: `Shard(0, outer=2)` along `model`.
         """
@@ -87,7 +87,7 @@ class Splits:
         specs: Mapping[str, Sequence[PartitionSpec]],
         weights: Collection[str],
     ) -> dict[str, list[PartitionSpec]]:
-        """What each leaf of a layer's variables is split over at rest.
+        """The specs that split each leaf of a layer's variables at rest.
 
         Args:
           name: the layer's name, for errors.
@@ -191,7 +191,7 @@ def check_when(name: str, value: str) -> None:
 
 
 def make_splits(mesh: Mesh, batch_axes: object, shard_over: str | Sequence[str] | None, gather: str = "step") -> Splits:
-    """What the user asks for, checked.
+    """Checks the splits that the user asks for.
 
     Args:
       mesh: all devices.

@@ -1,4 +1,4 @@
-"""The mesh that a user passes, or sets by `jax.set_mesh`, checked. It may have Auto or Explicit axes."""
+"""Checks the mesh that a user passes, or sets by `jax.set_mesh`; its axes may be Auto or Explicit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""The traced model: groups of equal layers, one layer's forward and vjp, what remat keeps, state, the loss.
-
-Knows `layers`, `mesh`, `partitioner` and `jax_tools`.
-"""
+"""Traces the model: groups of equal layers, a layer's forward and backward, what remat keeps, state, the loss."""

@@ -1,4 +1,4 @@
-"""Which layers differ in numbers alone, so that they are one group: their traces tell.
+"""Decides which layers differ in numbers alone, and so are one group, by comparing their traces.
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
@@ -38,7 +38,7 @@ from jpipe.types import Shapes
 
 @dataclass(frozen=True, eq=False)
 class LayerTraces:
-    """What a layer computes, and with which scalars.
+    """The traces of a layer, and the scalars in them.
 
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.

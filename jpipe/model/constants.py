@@ -1,4 +1,4 @@
-"""Constants: the numbers in which the functions of one group's layers differ, as data.
+"""Takes the numbers in which a group's layers differ out of their trace, and hands them in as data.
 
 A layer's numbers (a rate of stochastic depth, a residual scale) are literals of its trace. Where layers differ in
 nothing else, the literals are taken out of the trace of the first of them, and the group's function reads them as
@@ -42,11 +42,11 @@ class Constants:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of what differs."""
+        """The shapes of the numbers that differ."""
         return [jax.ShapeDtypeStruct((), self.scalars[place].dtype) for place in self.places]
 
     def of(self, layer: Index) -> list[Leaf]:
-        """What a layer, given by its index in the model, has in the places: scalars."""
+        """The scalars that a layer, given by its index in the model, has in the places."""
         if not self.places:
             return []
         if isinstance(layer, int):

@@ -1,4 +1,4 @@
-"""The traced model: groups of equal layers in sequence, and the sets of variables that they use.
+"""`Model`, `LayerGroup`, `VariableSet`: equal layers in groups, and the sets of variables that they use.
 
 Layers that are the same function of the same shapes form a *group*, which is traced and compiled once. A layer is known
 by its index in the user's sequence, or by its group and its position among the layers of that group.
@@ -25,11 +25,11 @@ KEEP, GRADIENT = "keep", "gradient"
 """Rules of collections that a layer's forward only reads: nothing becomes of one, the other's gradient is its new
 value."""
 DEFAULT_RULES: Mapping[str, str] = {"batch_stats": "moments", "frozen": KEEP, "_overwrite_with_gradient": GRADIENT}
-"""What becomes of collections other than parameters (`jpipe.model.merging`), by their names in Flax and here."""
+"""The rules for collections other than parameters (`jpipe.model.merging`), by their names in Flax and here."""
 
 
 def role_of(collection: str, rules: Mapping[str, str]) -> str:
-    """What a collection is to a step: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
+    """The role of a collection: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
 
     Args:
       collection: its name.

@@ -1,4 +1,4 @@
-"""One layer as a function of arrays, and how what it works on lies on the devices of a stage.
+"""One layer as a function of arrays, and how its arrays lie on the devices of a stage.
 
 A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
 depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves
@@ -30,7 +30,7 @@ from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
 class Arguments(NamedTuple):
-    """What a layer is called with besides its activation, in forward and backward alike.
+    """The arguments of a layer besides its activation, in forward and backward alike.
 
     Attributes:
       params: the leaves of its parameters.
@@ -49,12 +49,12 @@ class Arguments(NamedTuple):
 
     @property
     def variables(self) -> list[Leaf]:
-        """Those that are the same for all micro-batches, which come first: variables as they were before the step."""
+        """The arguments that are the same for all micro-batches, which come first: variables as before the step."""
         return [*self.params, *self.state, *self.fixed]
 
 
 class Results(NamedTuple):
-    """What a layer's forward returns.
+    """The results of a layer's forward.
 
     Attributes:
       outputs: the leaves of its activation; where the loss follows it, scalars: a sum and a weight for each term of the
@@ -68,7 +68,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerFunction:
-    """What the layers of one group compute.
+    """The function that the layers of one group compute.
 
     Attributes:
       group: the layers.
@@ -162,7 +162,7 @@ class LayerFunction:
         return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
-        """How all that the layer works on lies on the devices of a stage, where arrays are split so."""
+        """The shardings of all that the layer works on, where the axes of a stage split arrays so."""
         group, axes = self.group, splits.axes
         # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
         # Along `stage`, where all stages compute it together, activations are whole.
@@ -194,7 +194,7 @@ class LayerFunction:
         )
 
     def caches_at(self, splits: Splits) -> list[Sharding]:
-        """How the leaves of a decoding layer's cache lie, which are of examples; none of other layers."""
+        """The shardings of the leaves of a decoding layer's cache, which are of examples; none of other layers."""
         group, size = self.group, jax.tree.leaves(self.batch)[0].shape[0]
         if group.rules.get(CACHE) != CACHE or CACHE not in group.variables:
             return []
@@ -206,7 +206,7 @@ class LayerFunction:
 
 @dataclass(frozen=True)
 class LayerShardings:
-    """How what a layer works on lies on the devices of its stage, leaf by leaf.
+    """The shardings of all that a layer works on, on the devices of its stage, leaf by leaf.
 
     Attributes:
       variables: the leaves of its variables at work (`Arguments.variables`).
@@ -274,7 +274,7 @@ def trace_group_init(
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
-    """How the gradient of a parameter lies that lies so: as it, but partial where the sum can be taken once a step.
+    """The sharding of a parameter's gradient: the parameter's, but partial where the sum can be taken once a step.
 
     That is over axes that don't split it: always over data axes, over others if devices don't have all of it anyway,
     but never over `stage`, where only one stage holds it.

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, as sums over its examples that can be added up and divided once."""
+"""Traces the loss function, and makes its result sums over examples that can be added up and divided once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONLY = ""
 
 
 def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-    """What a loss function returned: (its terms by name, each a mean or a pair (sum, weight); its metrics)."""
+    """Takes a loss function's result apart: (its terms by name, each a mean or a pair (sum, weight); its metrics)."""
     if isinstance(returned, dict):
         return returned, {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], dict):
@@ -42,7 +42,7 @@ def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def loss_sums(returned: PyTree) -> list[jax.Array]:
-    """What a loss function returned as sums over examples: of each term a sum and its weight, and so of each metric.
+    """The sums over examples in a loss function's result: of each term a sum and its weight, and so of each metric.
 
     A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
     narrow loss.
@@ -58,7 +58,7 @@ def loss_sums(returned: PyTree) -> list[jax.Array]:
 
 @dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """What a loss function returns for a micro-batch.
+    """The result of a loss function for a micro-batch, traced.
 
     Attributes:
       function: the user's.
@@ -118,7 +118,7 @@ def loss_name(function: LossFn) -> str:
 
 
 def _called(function: LossFn, outputs: PyTree, batch: Batch, key: Leaf | None) -> PyTree:
-    """What a loss function returns; it gets the key if its signature has a parameter `key`."""
+    """Calls a loss function; it gets the key if its signature has a parameter `key`."""
     return function(outputs, batch, **({"key": key} if "key" in signature_of(function) else {}))
 
 

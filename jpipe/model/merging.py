@@ -1,9 +1,9 @@
-"""State: what layers keep besides parameters, merged over micro-batches as if over the whole mini-batch.
+"""Merges state (collections besides parameters) over micro-batches, by a rule for each collection (`merge=`).
 
 Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
 collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or
 *moments*, for running averages of a mean and a variance, as BatchNorm keeps them (`jpipe.model.running_averages`). A
-micro-batch's new state is that of all its examples already, on whatever devices they are. By default it is "moments"
+micro-batch's new state is that of all its examples already, on whatever devices they are. The default is "moments"
 for "batch_stats", and for others the mean of floating-point leaves and the last value of the rest.
 
 Two rules are for collections that a forward only reads. *Keep* is that nothing becomes of them: weights that aren't
@@ -45,7 +45,7 @@ class MergeRule(NamedTuple):
 
 
 MERGE_RULES = {
-    # Of what a leaf gains, so that one that doesn't move stays the same; of its new value if the old isn't finite.
+    # The mean of a leaf's changes, so that one that doesn't move stays the same; of new values if the old isn't finite.
     "mean": MergeRule(
         lambda total, old, new, is_last: total + jnp.where(jnp.isfinite(old), new - old, new),
         lambda total, old, count: jnp.where(jnp.isfinite(old), old + total / count, total / count),
@@ -61,8 +61,8 @@ CHOICES = {
     KEEP: "any values",
     GRADIENT: "floating-point values",
 }
-"""What users may choose, and what it merges; "moments" is "mean", but with the variance of the micro-batches' means in
-variances."""
+"""The rules that users may choose, and what each merges; "moments" is "mean", but with the variance of the
+micro-batches' means in variances."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Rematerialisation: what a forward action keeps for its backward action (GPipe, section 2.3).
+"""Decides what a forward action keeps for its backward action (`remat=`; GPipe, section 2.3).
 
 Two choices make up every mode. What waits between forward and backward: the layers' residuals, or the stage's input
 alone (the residuals are then made in the backward action, for one micro-batch). And which residuals a layer has: those

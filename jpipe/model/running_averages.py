@@ -1,4 +1,4 @@
-"""Running averages of a mean and a variance, as BatchNorm keeps them, over micro-batches as if over the mini-batch.
+"""Merges BatchNorm's running averages of micro-batches as if over the whole mini-batch.
 
 The moments of a mini-batch of micro-batches with means m_i and variances v_i are mean(m_i) and mean(v_i) + var(m_i)
 (GPipe, section 2.3). A running average a moves towards them at a rate r (Flax: 1 - momentum), and shows only its new
@@ -31,7 +31,7 @@ from jpipe.seam.inside import needed_part
 from jpipe.types import Leaf
 
 PathsAndLeaves = Sequence[tuple[tuple[Hashable, ...], Leaf]]
-"""What `jax.tree_util.tree_leaves_with_path` gives."""
+"""The result of `jax.tree_util.tree_leaves_with_path`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class RunningAverages:
     def spread(self, old: Sequence[Leaf], new: Sequence[Leaf], sign: int) -> list[Leaf]:
         """The new state with more or less in its variances; `old` is the state before the step.
 
-        Of a micro-batch u_i^2 / r is added (`sign` 1), from the mean over micro-batches mean(u_i)^2 / r taken (-1),
-        which gives the mini-batch's new state.
+        u_i^2 / r is added for a micro-batch (`sign` 1), and mean(u_i)^2 / r is subtracted from the mean over
+        micro-batches (-1), which gives the mini-batch's new state.
         """
         changed = list(new)
         for i, (mean, variance) in enumerate(self.pairs):
@@ -93,7 +93,7 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
         return ()
     shapes, activation = function.arguments, jax.tree.leaves(function.group.takes)
     new_state = trace(lambda arguments, x: function.forward(arguments, x).state, shapes, activation)[0]
-    # First without what the layer computes besides, which may have no derivative; nnx stops gradients of what it keeps.
+    # First all other results are dropped: they may have no derivative. And nnx stops gradients of what it keeps.
     wanted = [i in leaves for i in range(len(new_state.jaxpr.outvars))]
     moved = needed_part(new_state, wanted, keep=True)[0]
     run = jaxpr_as_fun(without_stops(moved))

@@ -1,4 +1,4 @@
-"""A layer's backward in two: gradients of its inputs, for which another stage waits, and those of its weights.
+"""Splits a layer's backward in two: gradients of its inputs (I), and those of its weights (W).
 
 The equations of the backward are dealt out to two programs (arXiv 2401.10241 has the idea). The first, I, computes the
 cotangents of the layer's inputs, and the gradients that then cost next to nothing: of biases, of scales, sums by
@@ -9,8 +9,8 @@ equation is in both. For y = gelu(x @ w + b) @ v:
     W   dv = gelu(h).T @ dy, dw = x.T @ dh
 
 What W needs of the layer's residuals waits for it a little longer (`kept`: x and h), what it needs of I is stored a
-second time, between I and W (the *stash*: dy and dh). What an elementwise operation makes of that is made again, as
-gelu(h), for it takes less time than to write it down and read it back.
+second time, between I and W (the *stash*: dy and dh). The results of elementwise operations, such as
+gelu(h), are made again, which takes less time than to write them down and read them back.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def split_in_two(
 def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:
     """Equations that have the values in `again` made before products read them, not within these.
 
-    Of a product whose operand is a cheap expression, a TPU's compiler may compute that once for each tile.
+    If a product's operand is a cheap expression, a TPU's compiler may compute it once for each tile of the product.
     """
     found: list[JaxprEqn] = []
     made: dict[Var, Var] = {}
@@ -122,7 +122,7 @@ def _is_heavy(equation: JaxprEqn) -> bool:
 
 
 class _Cut:
-    """What W needs: found from its results backwards.
+    """The equations and values that W needs, found from its results backwards.
 
     Args:
       equations: of the whole backward.

@@ -1,4 +1,4 @@
-"""Tracing a model: the shapes of one micro-batch followed through its layers, and equal layers found.
+"""Traces a model: follows a micro-batch's shapes through its layers, groups equal ones, explains layers' errors.
 
 Nothing is computed and nothing compiled: what doesn't fit is reported before. Layers that are the same function of the
 same shapes are traced once and form a group (`jpipe.model.groups`).
@@ -127,8 +127,8 @@ def _trace_layer(
     """The group of a layer that is the first of its group.
 
     Args:
-      place: its index, the layer, and for errors what tells how its inputs came about.
-      takes, takes_at: what it is called with, and how that lies.
+      place: its index, the layer, and for errors the words on how its inputs came about.
+      takes, takes_at: its inputs, and their shardings.
       batch: the shapes of the micro-batch.
       shared: its variables, if another layer made them.
       splits: what arrays are split over.
@@ -278,7 +278,7 @@ def _category(dtype: jnp.dtype) -> object:
 
 
 def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[LayerGroup]) -> str:
-    """What the next layer is called with: as the layer before it gives it, and the last one that changed its shapes.
+    """The shapes that the next layer is called with, and the layers that gave and last changed them, in words.
 
     Args:
       layers: all of them.
@@ -294,7 +294,7 @@ def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[Layer
 
 
 def _fault(error: Exception) -> str:
-    """What is to be said of an error that a layer raised."""
+    """The words for an error that a layer raised."""
     if is_of_a_constraint(error):
         return (
             f"constrains an array to be split as it can't be. It raised {raised(error)}. Name as many axes as the "

@@ -1,4 +1,4 @@
-"""A layer's forward and backward as two jaxprs, traced once, with the residuals between them in plain sight.
+"""Traces a layer's forward and backward as two jaxprs, once, and finds the residuals between them.
 
 `jax.vjp` returns a pytree: its leaves are what the backward needs. Some are at hand in the backward anyway (arguments
 of the layer), some follow from the variables alone (a cast kernel) and are made again, the rest are the *residuals*,
@@ -39,7 +39,7 @@ Computed = Callable[[ClosedJaxpr], ClosedJaxpr]
 class _Source(NamedTuple):
     """Where the backward finds a leaf of the vjp, and its index there.
 
-    That is among the leaves of the layer's arguments, among those made again, or among the residuals.
+    It is among the leaves of the layer's arguments, those made again, or the residuals.
     """
 
     where: OneOf["argument", "made again", "residual"]
@@ -140,7 +140,8 @@ def _sources(
     firsts: dict[str, list[int]] = {"made again": [], "residual": []}
     for i, (key, depends_on_more) in enumerate(zip(keys, depends, strict=True)):
         if key not in found:
-            # An operation may take an input of which it uses the shape alone: that can't be taken away from each.
+            # An operation may use only the shape of an input. The value doesn't depend on that input, but making it
+            # again needs it.
             alone = [j == num_results + i for j in range(len(forward.jaxpr.outvars))]
             from_variables = not depends_on_more and not any(uses(forward, alone)[num_variables:])
             where = "made again" if from_variables else "residual"
@@ -179,7 +180,7 @@ class DeviceForward:
 
 
 class Gradients(NamedTuple):
-    """What a layer's backward gives.
+    """The results of a layer's backward.
 
     Attributes:
       params: the gradients of the parameters; in one part of a split backward, None for those of the other part.

@@ -1,6 +1,6 @@
 """Carries out a function of whole arrays on the parts that one device has, operation by operation.
 
-Knows nothing of pipelines. `per_device` is its way in.
+It knows nothing of pipelines. `per_device` is its entry; `docs/partitioner.md` is its page.
 """
 
 from jpipe.partitioner.per_device import per_device as per_device

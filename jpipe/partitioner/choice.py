@@ -1,21 +1,21 @@
-"""Which way each equation of a jaxpr is carried out: the one by which the fewest bytes are sent.
+"""Chooses how to carry out each equation of a jaxpr: the way for which devices send the fewest bytes.
 
-A rule (`jpipe.partitioner.rules`) says how an equation follows how its operands lie. Followed from the first equation
-to the last, that is a plan already, but one that doesn't look ahead. So wherever an equation wants an operand otherwise
-than it lies, the alternatives are tried too: what the rule says if that operand lay otherwise. Each is followed for
-some equations more, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas, Reinforcement
-Learning and Optimal Control, 2019, section 2.4). A sum y over devices, of which a norm and a residual connection take
-their parts of the sequence:
+A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone,
+from the first equation to the last, make a plan, but one that doesn't look ahead. So where an equation would convert an
+operand, other shardings of that operand are tried too, and the rule says what follows from each. Each alternative is
+followed for some more equations, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas,
+Reinforcement Learning and Optimal Control, 2019, section 2.4). An example is a sum y over devices, of which a norm and
+a residual connection take their parts of the sequence:
 
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-At last, where one reader takes a sum and another works on with what is still partial, and has to sum that later, it is
-tried to sum once, before both; and where entries are added to a whole constant, as to the zeros of a table's gradient,
-it is tried to split that. Costs are in bytes that a device sends; what it computes and writes counts too, as the bytes
-that could be sent meanwhile, or it would be cheapest to compute everything on every device. As rollouts see neither to
-the end nor what is chosen on the way, two plans are made, by other prices and other ways to look ahead, and the cheaper
-one is taken.
+Two changes to a plan are tried at last. Where one reader takes a sum, and another goes on with the partial values and
+has to sum them later: one sum before both. And where entries are added to a whole constant, such as the zeros of a
+table's gradient: a split constant. Costs are in bytes that a device sends. Computing and writing count too, as the
+bytes that could be sent meanwhile; otherwise it would be cheapest to compute everything on every device. Rollouts see
+neither to the end nor what is chosen on the way. So two plans are made, by other prices and other ways to look ahead,
+and the cheaper one is taken.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 SENT, SCATTERED, FLOPS, WRITTEN = np.eye(4)
-"""What is counted: bytes that a device sends, those of reduce-scatters apart, operations of products, bytes written."""
+"""The quantities counted: bytes sent, bytes of reduce-scatters, operations of products, bytes written; of a device."""
 PRICES = SENT + 1.2 * SCATTERED + FLOPS / 1000 + WRITTEN / 128
-"""What each is worth in bytes sent; the cheapest plan is taken. In the time of a byte 765 operations are done on a TPU
+"""The worth of each in bytes sent; the cheapest plan is taken. In the time of a byte 765 operations are done on a TPU
 v5p (459 TFLOP/s, 600 GB/s), 985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s), and 4.6 bytes written on a v5p
 (2,765 GB/s), but few of them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 144 more."""
 TRIED = (PRICES, 200), (SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8, 50)
-"""Prices by which plans are made, and for how many equations an alternative is followed. By the second a sum is rather
-split than whole, as it is cheaper if it stays so; and where rules do badly, a shorter look ahead is less misled."""
+"""The prices by which plans are made, and for how many equations an alternative is followed. The second prices prefer a
+split sum, because a later reader can use it split. Where rules do badly, a shorter look ahead is misled less."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
 Handler = Callable[["Chooser", JaxprEqn, Sequence[Sharding]], Way]
 """(chooser, equation of whole arrays, how its operands lie) -> how it is carried out."""
 Forms = dict[int, tuple[Sharding, ...]]
-"""By number of a value the shardings in which a device has it; the rules go by the first."""
+"""The shardings in which a device has each value, by its number; the rules go by the first."""
 
 
 def always(sharding: Sharding) -> Wanted:
@@ -72,7 +72,7 @@ def always(sharding: Sharding) -> Wanted:
 
 
 def price(prices: Cost, cost: Cost) -> float:
-    """What a cost is worth; the same to the last bit on all hosts, or they would choose other plans."""
+    """The worth of a cost; the same to the last bit on all hosts, or they would choose other plans."""
     a, b, c, d = (prices * cost).tolist()
     return a + b + c + d
 
@@ -86,7 +86,7 @@ def cheapest_plan(
 ) -> DevicePlan:
     """The cheapest of the plans that are made by all of `TRIED`, and for axes `taken_apart` too.
 
-    Arguments are those of `Chooser` and `Chooser.plan`. What the plan says is of its own axes.
+    Arguments are those of `Chooser` and `Chooser.plan`. The plan speaks of its own axes.
     """
 
     def along(parts: Axes) -> list[DevicePlan]:
@@ -160,7 +160,7 @@ class Chooser:
         return self.by_rule(equation, lying, is_last=not flat.read.intersection(flat.equations[at].makes))
 
     def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding], *, is_last: bool = False) -> Way:
-        """How an equation is carried out by its operation's rule, whose operands lie so.
+        """The way of an equation by its operation's rule, where its operands lie so.
 
         Args:
           equation: of whole arrays.
@@ -211,7 +211,7 @@ def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array)
 
 
 def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> Cost:
-    """What a device computes and writes."""
+    """The cost of what a device computes and writes."""
     pairs = zip(equation.outvars, results, strict=True)
     written = sum(math.prod(shape) * _itemsize(aval_of(v).dtype) for v, shape in pairs)
     flops = 0.0
@@ -225,7 +225,7 @@ def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequen
 
 
 def _itemsize(dtype: np.dtype) -> int:
-    return getattr(dtype, "itemsize", 8)  # of random keys that of their two words
+    return getattr(dtype, "itemsize", 8)  # a random key has two words
 
 
 def _summed_twice(plan: DevicePlan) -> list[dict[int, Sharding]]:
@@ -239,7 +239,7 @@ def _summed_twice(plan: DevicePlan) -> list[dict[int, Sharding]]:
 def _summed_wide(plan: DevicePlan) -> list[dict[int, Sharding]]:
     """The partial values that are cast to a wider type and summed as the jaxpr's results; and how the sums lie then.
 
-    As gradients of parameters that a layer casts to what it computes in: all of them at once.
+    Such values are gradients of parameters that a layer casts to another dtype to compute; all of them at once.
     """
     is_sum = lambda c: any(a == PARTIAL and b != PARTIAL for a, b in zip(c.now, c.wanted, strict=True))
     sums = {c.value: c.wanted for c in plan.conversions if is_sum(c)}
@@ -287,9 +287,9 @@ class _Choosing:
         return self.chooser.way(self.flat, at, tuple(self.forms[value][0] for value in self.flat.equations[at].reads))
 
     def _at_hand(self, at: int, forms: Forms) -> Way:
-        """The way that the rules say for an equation; of operands that are at hand in several forms, for the best.
+        """The way that the rules say for an equation; operands at hand in several forms are taken in the best.
 
-        What was gathered for one reader is there for the next.
+        A value that was gathered for one reader is there for the next.
         """
         reads, by_rule = self.flat.equations[at].reads, partial(self.chooser.way, self.flat, at)
         lying = tuple(forms[value][0] for value in reads)
@@ -302,7 +302,7 @@ class _Choosing:
         return min(ways, key=lambda way: price(self.chooser.prices, taken(way)))
 
     def _is_handled(self, at: int) -> bool:
-        """Whether it is what users say, or a loop or a branch, which plans anew."""
+        """Whether the equation is a user's constraint, a loop or a branch, which has a handler of its own."""
         return self.flat.equations[at].equation.primitive.name in self.chooser.handlers
 
     def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
@@ -335,7 +335,7 @@ class _Choosing:
         return conversions, cost
 
     def _cost_of(self, conversion: Conversion) -> Cost:
-        """What a device sends in a conversion."""
+        """The cost of what a device sends in a conversion."""
         value, now, wanted = conversion
         aval = self.flat.avals[value]
         key = aval.shape, _itemsize(aval.dtype), now, wanted
@@ -346,7 +346,7 @@ class _Choosing:
         return self._sent[key]
 
     def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
-        """Of the ways of an equation the cheapest, with what comes after it."""
+        """The way of an equation that is cheapest together with the equations after it."""
         first, flat = self._at_hand(at, self.forms), self.flat.equations[at]
         if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
             return first
@@ -381,7 +381,7 @@ class _Choosing:
                         yield (*lying[:k], own, *lying[k + 1 :])
 
     def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
-        """What a way costs, and after it the equations up to the horizon, by the rules and with what is at hand."""
+        """The cost of a way, and of the equations after it up to the horizon, by the rules and with what is at hand."""
         forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):

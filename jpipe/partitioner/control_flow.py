@@ -1,4 +1,4 @@
-"""Loops and branches on the parts of arrays that a device has; the handlers of equations that hold jaxprs.
+"""Carries out loops and branches on the parts of arrays that a device has.
 
 A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
@@ -37,7 +37,7 @@ def _loop_shardings(
 ) -> tuple[list[Sharding], list[Sharding]]:
     """How a loop's carry lies before and after every iteration, and how all results of its body lie by themselves.
 
-    Found by trying: what an iteration leaves split, or partial, has to lie so from the start. For the body
+    They are found by trying: whatever an iteration leaves split, or partial, has to lie so from the start. For the body
     (a, b, c) -> (b, c, c @ w) with w split along its second dimension, and all replicated before the loop:
 
         a           b           c           an iteration leaves
@@ -47,8 +47,8 @@ def _loop_shardings(
         Shard(1)    Shard(1)    Shard(1)    Shard(1)    Shard(1)    Shard(1)    as it was: found
 
     Each part of the carry changes at most once for each axis, from replicated to something else, so that this ends.
-    What it doesn't leave so in the end (a Shard(0) where it lies as Shard(1)) is converted in each iteration. Constants
-    and slices are never partial: a body may use them often.
+    A part that an iteration leaves otherwise in the end (a Shard(0) where it lies as Shard(1)) is converted in each
+    iteration. Constants and slices are never partial: a body may use them often.
 
     Args:
       chooser: of the equation around it.

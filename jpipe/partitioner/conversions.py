@@ -1,4 +1,4 @@
-"""How a device's part of an array becomes its part under another sharding; in a program that all devices run.
+"""Converts a device's part of an array to its part under another sharding, by collectives.
 
 Collectives join devices along the axes of the sharding alone: others may be elsewhere in their program meanwhile.
 """
@@ -43,7 +43,7 @@ class Hop(NamedTuple):
 
     @property
     def then(self) -> Sharding:
-        """How the array lies after it."""
+        """The sharding after this step."""
         return tuple(self.wanted if i in self.over else s for i, s in enumerate(self.now))
 
 
@@ -99,7 +99,7 @@ Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
-    """What a step sends; None if each device makes its part of what it has."""
+    """The collective that a step sends; None if each device makes its part of what it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
     one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, i) == 1
@@ -169,7 +169,7 @@ def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
 
 
 def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
-    """From a shard of `dim` to the whole dimension."""
+    """Joins the shards of `dim` to the whole dimension."""
     if outer == 1:
         return lax.all_gather(part, axis.names, axis_index_groups=axis.groups, axis=dim, tiled=True)
     split = _split_dim(part, dim, outer)
@@ -178,14 +178,14 @@ def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
 
 
 def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
-    """From the whole dimension to this device's shard of it."""
+    """Cuts this device's shard out of the whole dimension."""
     blocks, device = _split_dim(x, dim, outer, axis.size), axis.index()
     own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
     return lax.collapse(own, dim, dim + 2)
 
 
 def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
-    """From a shard of `dim` to a partial sum: this device's blocks in their place, zeros elsewhere."""
+    """Makes a partial sum of a shard of `dim`: this device's blocks in their place, zeros elsewhere."""
     blocks = jnp.expand_dims(_split_dim(part, dim, outer), dim + 1)  # [..., outer, 1, block, ...]
     device = lax.broadcasted_iota(jnp.int32, (axis.size,) + (1,) * (blocks.ndim - dim - 2), 0)
     own = device == axis.index()

@@ -1,4 +1,4 @@
-"""The rule of elementwise operations: shards stay, and what is linear in partial sums leaves them partial."""
+"""The rule of elementwise operations: shards stay, and linear operations leave partial sums partial."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
 
 
 def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """Where sums are late: a cast of floating-point numbers to a type that has as large numbers as float32.
+    """The rule of casts: sums stay partial in a cast of floating-point numbers to a type as wide in range as float32.
 
-    Over data axes to narrower ones too.
+    Over data axes they do in a cast to narrower types too.
 
     A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
     of them. Otherwise the sum is taken first: what is cast is often used besides, as by a norm and the residual

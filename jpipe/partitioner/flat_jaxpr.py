@@ -1,4 +1,4 @@
-"""A jaxpr as one list of equations: what is only called stands in its caller's place, and values are numbers.
+"""Flattens a jaxpr to one list of equations: calls are replaced by what they call, and values have numbers.
 
 So what is known of a value, such as how it lies, is known wherever it is read.
 """

@@ -100,8 +100,8 @@ def write_entries(
 ) -> RuleResult | None:
     """The rule of writes at indices, or of additions; operands: target, indices, updates.
 
-    By split updates if there are some, else by windows that are as large as the target. Where the split dimension of a
-    target is one that indices choose from, each device adds what belongs to its own part.
+    It goes by split updates if there are any, else by windows that are as large as the target. Where the split
+    dimension of a target is one that indices choose from, each device adds what belongs to its own part.
 
     Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
     """

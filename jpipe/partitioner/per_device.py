@@ -1,4 +1,4 @@
-"""The function that one device runs in place of a function of whole arrays, its collectives in plain sight.
+"""`per_device`, the entry: makes the function that one device runs from a function of whole arrays.
 
 A function is traced once, on whole arrays. Its equations are then carried out one by one on the parts of arrays that a
 device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and values are converted to
@@ -112,7 +112,7 @@ def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
 
 
 class PerDeviceJaxpr(NamedTuple):
-    """What one device runs.
+    """The jaxpr that one device runs.
 
     Attributes:
       jaxpr: from the device's parts of the arguments to its parts of the results.
@@ -131,7 +131,7 @@ def jaxpr_per_device(
     shardings: Sequence[Sharding],
     wanted: Sequence[Wanted],
 ) -> PerDeviceJaxpr:
-    """What one device runs of a jaxpr of whole arrays.
+    """Makes the jaxpr that one device runs from a jaxpr of whole arrays.
 
     Args:
       jaxpr: of whole arrays.

@@ -1,4 +1,4 @@
-"""The rules of matrix products and convolutions: what is summed over gives partial sums, the rest stays split."""
+"""The rules of matrix products and convolutions: a split sum gives partial sums, the rest stays split."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], 
 def _of_larger(
     equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
 ) -> RuleResult | None:
-    """What keeps the larger of two operands as it lies, or the only one that can be kept."""
+    """The result that keeps the larger of two operands as it lies, or the only one that can be kept."""
     order = (0, 1) if operand_size(equation, 0) >= operand_size(equation, 1) else (1, 0)
     return by_labels([left, right], [result], shardings, order)

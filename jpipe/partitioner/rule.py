@@ -1,4 +1,4 @@
-"""What a rule is: what it is told of one operation, and what it answers. The rules themselves are in `rules`.
+"""The interface of a rule: what it is told of one operation, and what it answers.
 
 Most rules follow from labels, as those of an einsum: dimensions that are split together have the same label. For the
 product "bd,df->bf" there are three ways to split it along an axis:
@@ -58,7 +58,7 @@ def by_labels(
     shardings: Sequence[AxisSharding],
     order: Sequence[int] | None = None,
 ) -> RuleResult | None:
-    """What keeps an operand as it lies: the first that is a shard of a dimension with a label.
+    """The result that keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
     Where others have that label, they are split too. Operands without it are replicated; results without it, in which
     it was summed over, are partial.

@@ -1,6 +1,6 @@
-"""What each operation does to shards: the table `RULES`, by the name of the primitive.
+"""The table `RULES` of what each operation does to shards, and the rules of operations on dimensions.
 
-What a rule is, is in `rule`. An operation without one has to see whole arrays. Rules of elementwise operations,
+The interface of a rule is in `rule`. An operation without one has to see whole arrays. Rules of elementwise operations,
 products and look-ups have files of their own; here are those of operations on dimensions, most of which leave some
 dimensions alone and may be carried out on shards of these.
 """
@@ -152,16 +152,16 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
     first = shardings[0]
     if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
         return _reduce(equation, shardings, axis)
-    # By a gather, since collectives that compare may lose what is not a number.
+    # A gather is used, since collectives that compare may lose NaN.
     of_all = lambda x: lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
     combine = lambda x: getattr(lax, equation.primitive.name)(of_all(x), (0,))
     return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
 
 
 def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """Where the largest or the smallest is: over a dimension in one run of elements a device, each finds that of its.
+    """The rule of `argmax` and `argmin`: along a split dimension each device finds the place in its run of elements.
 
-    Then it is the first of those that are the largest of all; the device that has it says where it is.
+    The result is the first of the largest of all; the device that has it says where it is.
     """
     first, (dim,) = shardings[0], equation.params["axes"]
     if first != Shard(dim):

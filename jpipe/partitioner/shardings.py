@@ -1,4 +1,4 @@
-"""How an array lies on several devices (its sharding), and how PartitionSpecs say that.
+"""Types for how an array lies on several devices (its sharding), and how PartitionSpecs say that.
 
 The *whole* array is what a function is traced on; a device has a *part* of it. Along each axis of the mesh an array is
 a *shard* of one dimension, *replicated*, or *partial*: the whole array is the sum of the parts. (PyTorch's DTensor has
@@ -59,12 +59,12 @@ class Axis:
 
     @property
     def groups(self) -> list[list[int]] | None:
-        """Of a part of a mesh axis, which of that axis' devices a collective joins; None for all."""
+        """The groups of devices that collectives along a part of a mesh axis join; None for a whole axis."""
         devices = np.arange(self.outer * self.size * self.inner).reshape(self.outer, self.size, self.inner)
         return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.is_part else None
 
     def index(self) -> jax.Array:
-        """Which of the devices along it a device is; in a program that all devices run."""
+        """The index of a device along the axis; in a program that all devices run."""
         along = lax.axis_index(self.names)
         return along // self.inner % self.size if self.is_part else along
 
@@ -159,7 +159,7 @@ def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape
 
 
 def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
-    """Of each dimension, how many devices share it."""
+    """How many devices share each dimension."""
     shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
     return [math.prod(size for dim, size in shards if dim == own) for own in range(ndim)]
 
@@ -221,7 +221,7 @@ def names_in(entry: object) -> tuple[str, ...]:
 def to_spec(sharding: Sharding, axes: Sequence[Axis], ndim: int) -> PartitionSpec:
     """The PartitionSpec of an array of `ndim` dimensions with this sharding.
 
-    Axes along which it isn't a shard are named nowhere. Of each dimension a device has to have one run of elements; if
+    Axes along which it isn't a shard are named nowhere. A device has to have one run of elements of each dimension; if
     several axes split it, the one with the smaller `outer` is named first.
     """
     entries: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in range(ndim)]

@@ -1,4 +1,4 @@
-"""Mesh axes taken apart: what sixteen devices can't split evenly, eight pairs of them may.
+"""Takes a mesh axis apart: sixteen devices can't split eight heads evenly, eight pairs of devices can.
 
 Along a mesh axis of sixteen, the columns of a projection are a shard of each device; the eight heads that a reshape
 makes of them can't be. But seen as `[8, 2]` the devices are two axes, along each of which there is a shard:
@@ -26,20 +26,20 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
-    """The axes, those in parts along which reshapes would have to gather what the parts can split."""
+    """The axes, taken apart where reshapes would have to gather arrays that the parts can split."""
     shapes = {(operand_shape(e), result_shape(e)) for e in _reshapes(e.equation for e in flat.equations)}
     return tuple(part for axis in axes for part in _parts(axis, shapes))
 
 
 def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """How an array lies along the parts of axes, along which it lies so."""
+    """The sharding along the parts of axes that says the same as one along the axes."""
     along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
     of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
     return tuple(of_part(along[part.names], part) for part in parts)
 
 
 def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """How an array may lie along axes, along whose parts it lies so; to be converted to that.
+    """The sharding along axes to which one along their parts is to be converted.
 
     Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
     """
@@ -53,7 +53,7 @@ def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
 
 
 def _reshapes(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Those among equations, and in the jaxprs that they hold."""
+    """The reshapes among equations, and in the jaxprs that they hold."""
     for equation in equations:
         if equation.primitive.name == "reshape":
             yield equation

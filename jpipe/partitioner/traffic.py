@@ -1,4 +1,4 @@
-"""What devices send each other in a program of single devices: its collectives, read from its jaxpr."""
+"""Lists what devices send each other in a program: its collectives, read from its jaxpr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' functions say of devices themselves: sharding constraints, and functions of single devices (`shard_map`).
+"""Carries out users' sharding constraints, and their functions of single devices (`shard_map`).
 
 A handler takes the chooser, an equation of whole arrays and how its operands lie, and returns how it is carried out.
 """
@@ -152,7 +152,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
         return run_on_each(list(map(settled, lying)), lambda x: compare(x, others(names)) if others(names) else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """What tells devices apart, or gives something of each, can't be had along axes where all are alike."""
+        """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
         names = equation.params["axis_name"]
         names = names if isinstance(names, tuple) else (names,)
         others(names)
@@ -171,7 +171,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
 
 
 def _unlike(names: tuple[str, ...], alike: Mapping[str, int], known: Collection[str]) -> tuple[str, ...]:
-    """Those of a collective's axes along which devices don't have the same.
+    """The axes of a collective along which devices have different values.
 
     Raises:
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.

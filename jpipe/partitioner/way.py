@@ -1,4 +1,4 @@
-"""Ways to carry out an equation on parts of arrays, and a plan: a way for each equation of a jaxpr.
+"""`Way` and `DevicePlan`: how one equation is carried out on parts of arrays, and a plan for a whole jaxpr.
 
 A plan is made before anything is traced (`jpipe.partitioner.choice`), and says all that devices send to each other:
 
@@ -86,7 +86,7 @@ class PlannedEquation(NamedTuple):
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
         """The mesh axes along which all devices do the same, though an operand was split and had to be gathered.
 
-        What has no rule counts also where an operand was a sum over devices.
+        An operation without a rule counts also where an operand was a sum over devices.
         """
         has_rule = self.flat.equation.primitive.name in RULES
         was_apart = lambda now: isinstance(now, Shard) or (now == PARTIAL and not has_rule)

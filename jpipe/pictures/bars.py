@@ -1,15 +1,15 @@
-"""What of a timeline has a colour, or a track, of its own."""
+"""Divides a timeline into bars: one for each thing that has a colour, or a track, of its own."""
 
 from collections.abc import Iterator
 
 from jpipe.schedules.simulate import Span, Timeline
 
 HEIGHT = 0.86
-"""Of a stage's bars; stages are 1 apart."""
+"""The height of a stage's bars; stages are 1 apart."""
 
 
 def bars(timeline: Timeline) -> Iterator[Span]:
-    """In the order of the spans; a backward with recomputation is two bars, first of the kind "R", then of "B"."""
+    """The bars in the order of the spans; a backward with recomputation is two, first of the kind "R", then of "B"."""
     for stage, action, start, end, recompute in timeline.spans:
         if recompute:
             yield Span(stage, action._replace(kind="R"), start, start + recompute)

@@ -1,4 +1,4 @@
-"""Whole figures: a timeline over its memory (`Timeline.plot`), and schedules below each other on one time axis.
+"""Draws whole figures: a timeline over its memory (`Timeline.plot`), several schedules (`jpipe.compare`).
 
 matplotlib is imported when something is drawn.
 """
@@ -48,7 +48,7 @@ def plot(
 
 
 def to_html(what: Schedule | Timeline) -> str:
-    """What a notebook shows: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
+    """The HTML for a notebook: the timeline's picture; its text without matplotlib, or if it takes long to draw."""
     timeline, why_not = simulate(what) if isinstance(what, Schedule) else what, ""
     if len(timeline.spans) > MOST_SPANS:
         why_not = f"{len(timeline.spans):,} actions take long to draw; Timeline.plot() does"
@@ -194,7 +194,7 @@ def _height(draw: str, timeline: Timeline, num_timelines: int) -> float:
 
 
 def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
-    """What the axis of time says: the user's unit, or a forward where all take 1, or nothing but that it is time."""
+    """The label of the axis of time: the user's unit, or a forward where all take 1, or just "time"."""
     if unit is not None:
         return f"time ({unit})"
     forwards = {

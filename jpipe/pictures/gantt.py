@@ -1,4 +1,4 @@
-"""Who does what when: a line of bars for each stage, in a colour for each kind of action; and what stages hold."""
+"""Draws the parts of a figure: a row of bars for each stage, what stages hold, and the legend."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,8 @@ They differ in lightness too, so that they also do in print.
 RGB = tuple[float, float, float]
 
 NAMES = {"F": "forward", "R": "recomputation", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-"""What is drawn in a colour of its own: kinds of action, "R" for what a backward computes anew, "W" for what is done to
-weights."""
+"""The names of all that has a colour of its own: kinds of action, "R" for what a backward computes anew, "W" for what
+is done to weights."""
 
 COLOURS: dict[str, RGB] = {
     "F": (0.000, 0.447, 0.698),  # blue
@@ -27,7 +27,7 @@ TITLE, TEXT, NUMBER = 10.0, 8.5, 6.0
 telephone."""
 
 DARKEST = 0.45
-"""By how much the last of many chunks is darker than the first."""
+"""The part by which the last of many chunks is darker than the first."""
 
 
 def shade(kind: str, chunk: int, num_chunks: int) -> RGB:

@@ -1,4 +1,4 @@
-"""Timelines as traces of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
+"""Writes timelines as traces of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
 
 A process for each stage, in it a track for each kind of action, and a counter of the micro-batches in flight. The
 format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
 
 
 def _names(stage: int, tracks: list[str]) -> list[Json]:
-    """What the viewer calls a stage and its tracks, in which order."""
+    """The names of a stage and its tracks in the viewer, and their order."""
     named = [("process_name", 0, {"name": f"stage {stage}"}), ("process_sort_index", 0, {"sort_index": stage})]
     for thread, kind in enumerate(tracks):
         named += [("thread_name", thread, {"name": NAMES[kind]}), ("thread_sort_index", thread, {"sort_index": thread})]

@@ -1,4 +1,4 @@
-"""A pipeline at a glance: which layers, how many parameters and which devices each stage has."""
+"""`print(pipe)`: a pipeline as a table, with the layers, parameters, memory and devices of each stage."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _parameters(plan: Plan, found: Holdings) -> list[str]:
 
 
 def _held(found: Holdings) -> list[str]:
-    """What a device holds, whatever its stage has."""
+    """Lines on what each device holds, whatever its stage has."""
     notes = []
     for name, device in found.device.items():
         what = "parameters" if name == "params" else f"elements of {name}"
@@ -97,7 +97,7 @@ def _held(found: Holdings) -> list[str]:
 
 
 def _memory(planner: Planner, plan: Plan) -> list[str]:
-    """What the model of memory says of a step, its parts by size; nothing of a pipeline that doesn't train."""
+    """Lines on a step's memory by its model, the parts by size; none for a pipeline that doesn't train."""
     from jpipe.forecasting.memory_model import memory_parts
 
     if plan.loss is None:
@@ -112,7 +112,7 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
 
 
 def _shared(plan: Plan, found: Holdings) -> list[str]:
-    """Which layers stages share, and which of them share what lies where."""
+    """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
     placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
     last, notes = plan.model.num_layers - 1, []
     if plan.request.shares_ends:
@@ -129,7 +129,7 @@ def _shared(plan: Plan, found: Holdings) -> list[str]:
 
 
 def _costs_in_words(request: Request) -> str:
-    """What the times of stages come from."""
+    """The source of the stages' times, in words."""
     measure = measure_of(request.balance)
     if measure is None:
         return "if layers take equally long" if isinstance(request.balance, str) else "by the costs given"

@@ -1,4 +1,4 @@
-"""Tables of text and of HTML, for terminals and notebooks, from the same rows."""
+"""Prints tables as text and as HTML, for terminals and notebooks, from the same rows."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from textwrap import fill
 WIDTH = 120
 """Columns of a terminal that texts fit."""
 DOTS = "..."
-"""What stands for a text's middle."""
+"""The sign for a text's middle that is left out."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Balances: what is to be equal on all stages, and the cuts that follow from it."""
+"""Checks `balance=`, decides what is to be equal on all stages, and cuts the layers by it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Balance = str | tuple[int, ...] | tuple[float, ...]
 
 
 class Measure(NamedTuple):
-    """What a balance that is measured makes equal.
+    """A quantity that a measured balance makes equal on all stages.
 
     Attributes:
       of: a layer's cost -> the number to be shared out evenly.
       unit: what `layer_costs` measures forward and backward in: "flops" or "time".
       counts: whether the number follows from FLOPs, so that users are warned of layers whose can't be counted.
-      negligible: what a whole model may take for a micro-batch without a warning that no cut balances it.
+      negligible: the cost of a whole model for a micro-batch up to which nobody is warned that no cut balances it.
     """
 
     of: Callable[[Cost], float]
@@ -99,7 +99,7 @@ def _counts(balance: Balance) -> tuple[int, ...] | None:
 
 
 def measure_of(balance: Balance) -> Measure | None:
-    """What is measured of the layers; None if nothing is. Of layers that the user counted out FLOPs are shown."""
+    """The quantity measured of the layers; None if none is. If the user counted layers out, FLOPs are shown."""
     name = balance if isinstance(balance, str) else "flops" if _counts(balance) else ""
     return MEASURES.get(name)
 

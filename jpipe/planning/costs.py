@@ -1,4 +1,4 @@
-"""Costs: what each layer takes in a training step, so that the partition can make the stages equal.
+"""Measures what each layer takes in a training step, counted or timed, to make stages equal by.
 
 A cost is for one micro-batch, forward and backward, what remat computes again included. Layers of one group have one
 cost and are looked at once; nothing here touches the model's variables.
@@ -34,7 +34,7 @@ PARAMETER_COPIES = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer takes in a training step, for one micro-batch.
+    """The cost of a layer in a training step, for one micro-batch.
 
     Attributes:
       forward: its part of a forward action, in FLOPs or seconds.
@@ -115,7 +115,7 @@ def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
 
 
 def _counted(layer: TracedLayer) -> Cost:
-    """What a layer takes in FLOPs."""
+    """The cost of a layer in FLOPs."""
     # `remake` is what follows from the variables alone (casts), made again in the backward.
     kept = count_flops(layer.forward)
     forward, again = kept, count_flops(layer.remake)
@@ -148,8 +148,8 @@ def _device_like(mesh: Mesh) -> Device:
 
 
 def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float]]:
-    """Of each variant of a layer: of the forward, and of the backward."""
-    # On one device, whatever the mesh, and for real even if the caller is being traced; of random numbers NaN may come.
+    """The seconds of each variant of a layer: of the forward, and of the backward."""
+    # On one device, whatever the mesh, and for real even if the caller is being traced; random numbers may give NaN.
     with (
         no_mesh(),
         jax.ensure_compile_time_eval(),
@@ -184,7 +184,7 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:
-    """Of each run, all of them by turns."""
+    """The median seconds of each run; all of them run by turns."""
     for function, arguments in runs:
         jax.block_until_ready(function(*arguments))
     times: list[list[float]] = [[] for _ in runs]
@@ -209,7 +209,7 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
-    """Of parameters, other variables and residuals."""
+    """The bytes of parameters, other variables and residuals."""
     variables = layer.function.group.variables
     size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in variables.items() if name != "params"}

@@ -1,8 +1,9 @@
-"""FLOPs: what a traced function takes, counted on its jaxpr, so that no compiler and no device is needed.
+"""Counts the FLOPs of a traced function on its jaxpr, so that no compiler and no device is needed.
 
-What decides a cut is counted as XLA counts it (`HloCostAnalysis`): a product of matrices takes 2*M*N*K, a convolution
-what its window meets outside of the padding. Moving elements takes nothing, and anything else one an element, be it a
-sum or a Bessel function. Where the compiler takes the body of a loop once, here a `scan` takes it as often as it runs.
+The operations that decide a cut are counted as XLA counts them (`HloCostAnalysis`): a product of matrices takes
+2*M*N*K, a convolution what its window meets outside of the padding. Moving elements takes nothing, and anything else
+one an element, be it a sum or a Bessel function. Where the compiler takes the body of a loop once, here a `scan` takes
+it as often as it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jpipe.seam.primitives import FREE, is_by_element
 
 @dataclass(frozen=True)
 class Flops:
-    """What a jaxpr, or a part of one, takes.
+    """The FLOPs of a jaxpr, or of a part of one.
 
     Attributes:
       flops: floating-point operations; those on integers count too, as they do for the compiler.
@@ -39,7 +40,7 @@ class Flops:
 
 
 def count_flops(closed: ClosedJaxpr) -> Flops:
-    """What a jaxpr takes, without the equations that its outputs don't need.
+    """Counts the FLOPs of a jaxpr, without the equations that its outputs don't need.
 
     `scan` takes its body times its length, `cond` the larger branch, a `while` loop one trip (and is named as unknown),
     a Pallas kernel its `cost_estimate` or, without one, its jaxpr at every point of its grid (named as unknown), an
@@ -58,7 +59,7 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr) -> Flops:
 
 
 def flops_of(equation: JaxprEqn) -> Flops:
-    """What an equation takes."""
+    """The FLOPs of an equation."""
     name = equation.primitive.name
     if name in FREE:
         return Flops()

@@ -1,4 +1,4 @@
-"""What stages have of a model's variables, and what their devices hold, as plain data: for tables, pages and tools."""
+"""Counts what stages have of a model's variables, and what their devices hold: for tables, pages and tools."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Holdings:
 
 
 def holdings(plan: Plan) -> Holdings:
-    """What the stages of a plan have, and what their devices hold."""
+    """Counts the variables that the stages of a plan have, and that their devices hold."""
     layouts = plan.layouts
     return Holdings(
         own={name: _own(plan, layout) for name, layout in layouts.items()},

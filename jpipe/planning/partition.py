@@ -1,4 +1,4 @@
-"""Where to cut the sequence of layers into stages: the exact best contiguous partition for given layer costs.
+"""Cuts the sequence of layers into stages: the exact best contiguous partition for given layer costs.
 
 A pipeline advances at the pace of its slowest stage, so the default objective is the largest stage cost; the GPipe
 paper (section 2.2) minimises the variance of the stage costs instead. The two can differ, and both are exact here.
@@ -172,7 +172,8 @@ def partition(
 
 
 Limits = list[tuple[np.ndarray, float]]
-"""What no virtual stage may exceed: pairs of `[N + 1]`, a size summed over the first layers, and the most of it."""
+"""Limits that no virtual stage may exceed: pairs of `[N + 1]`, a size summed over the first layers, and the most of
+it."""
 
 
 def _limits(sizes: Sequence[SupportsFloat] | None, limit: float | None, num_layers: int, num_parts: int) -> Limits:
@@ -240,7 +241,7 @@ def _checked_sizes(num_stages: int, num_chunks: int, num_layers: int) -> tuple[i
 # --- the search: here a stage is any virtual stage, and K the number of all of them -----------------------------------
 
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""What stages come to together: of those before the last one, and the cost of the last one; by choices, all at once."""
+"""(result of the stages before the last one, cost of the last one) -> result of all; for many choices at once."""
 
 
 def _smallest_cap(sums: np.ndarray, num_stages: int, limits: Limits) -> float:

@@ -1,4 +1,4 @@
-"""The plan: what a pipeline decides once, from the shapes of the first batch that it sees.
+"""`Plan`: the cuts and layouts that a pipeline decides once, from its first batch, with warnings of uneven cuts.
 
 Cuts and layout follow from the layers' costs and stay as they are, so that variables keep their meaning; batches of
 other sizes are only compiled anew.
@@ -30,7 +30,7 @@ from jpipe.terminal.notices import warn_user
 from jpipe.types import Shapes
 
 TOLERATED_SHARE = 1.1
-"""By how much a single layer may exceed the mean cost of a stage without a warning."""
+"""How many times the mean cost of a stage a single layer may have without a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def stage_times(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What a micro-batch's forward and backward take on each stage, `[K]` each, all its chunks together.
+        """The times of a micro-batch's forward and backward on each stage, `[K]` each, all its chunks together.
 
         In FLOPs or measured seconds. Where no layer was looked at, because `balance` is "even" or gives costs, in the
         unit of these, a third of it forward. A stage takes at least a millionth of all, since the simulator's times

@@ -1,4 +1,4 @@
-"""The request: what a user asked of a pipeline, checked. With a batch's shapes everything else follows from it."""
+"""`Request`: all that a user asked of a pipeline, checked: its arguments and their defaults."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def rules(self) -> dict[str, str]:
-        """What becomes of collections other than parameters, by name."""
+        """The rules for collections other than parameters, by name."""
         return {**DEFAULT_RULES, **self.merge}
 
 

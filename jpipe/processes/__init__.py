@@ -1,1 +1,1 @@
-"""Several processes that are one program: how they meet, and that they want the same. Knows nothing of pipelines."""
+"""Makes several processes one program: they meet, compare what they want, and end together."""

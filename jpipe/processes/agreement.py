@@ -1,4 +1,4 @@
-"""That all processes want the same, before they compute together: otherwise they would wait for one another for ever.
+"""Checks that all processes want the same before they compute, or they would wait for one another for ever.
 
 They exchange words through the key-value store of `jax.distributed`, which runs beside the devices, so that waiting
 has an end and nothing is compiled.
@@ -51,7 +51,7 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int]) -> None:
 
 
 def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str]) -> list[str]:
-    """What the first process finds: "differ" or "late", and a message; an empty one if all agree."""
+    """The first process' verdict: "differ" or "late", and a message; an empty one if all agree."""
     first, *others = sorted(processes)
     deadline = time.monotonic() + SECONDS
     answers = {p: wait_for(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
@@ -65,7 +65,7 @@ def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str]) 
 
 
 def differences(told: Mapping[int, Mapping[str, str]]) -> str:
-    """What the facts of some processes differ in, as a message; empty if they don't.
+    """The differences between the facts of some processes, as a message; empty if there are none.
 
     >>> print(differences({0: {"num_stages": "2", "remat": "layer"}, 1: {"num_stages": "4", "remat": "layer"}}))
     the processes disagree on num_stages: 2 in process 0, 4 in process 1; give all processes the same arguments

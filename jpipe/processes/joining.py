@@ -1,4 +1,4 @@
-"""`jpipe.initialize`: processes become one program, or each raises an error that says why not."""
+"""`jpipe.initialize`: makes processes one program, or raises in each an error that says why not."""
 
 from __future__ import annotations
 

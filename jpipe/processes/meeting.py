@@ -1,4 +1,4 @@
-"""How processes find one another, before JAX's service begins at the same address.
+"""Lets processes find one another before JAX's service begins at the same address.
 
 Where processes don't come in time, or come twice, JAX ends them from C++, in its client's `Connect`, so that nobody can
 say why (jax 0.10 and 0.12; a taken port even is a segmentation fault in the latter). So they first meet here, by plain
@@ -27,7 +27,7 @@ LONGEST = 1024
 
 
 def gather(port: int, num_processes: int, timeout: float) -> None:
-    """What process 0 does: waits for the others, and tells them to go on, or why not.
+    """Process 0's part: waits for the others, and tells them to go on, or why not.
 
     Raises:
       ValueError: two processes came with one index, or one that was given another number of processes.
@@ -107,7 +107,7 @@ def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket,
 
 
 def come(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
-    """What the other processes do: go to process 0, and wait for its word.
+    """The other processes' part: go to process 0, and wait for its word.
 
     Raises:
       RuntimeError: nobody listens there within the timeout, or somebody else does; or process 0 gave up, and why.
@@ -137,7 +137,7 @@ def come(host: str, port: int, num_processes: int, process_id: int, timeout: flo
 
 
 def _ask(host: str, port: int, greeting: bytes, deadline: float) -> bytes:
-    """What process 0 answers to a greeting; empty if it hangs up."""
+    """Process 0's answer to a greeting; empty if it hangs up."""
     left = lambda: max(0.01, deadline - time.monotonic())
     with socket.create_connection((host, port), timeout=min(5.0, left())) as first:
         first.sendall(greeting)

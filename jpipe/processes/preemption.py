@@ -1,4 +1,4 @@
-"""Preemption: a job is told to end by SIGTERM, and has some seconds left to save what it has."""
+"""Notices that the job is told to end (SIGTERM), while some seconds are left to save its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 
 class Preemption:
-    """Within it, SIGTERM doesn't end the process but is noted.
+    """A context in which SIGTERM doesn't end the process but is noted.
 
     In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
     signal handler does, if this is the main thread; one that was there before is called too.

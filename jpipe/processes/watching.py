@@ -1,4 +1,4 @@
-"""`jpipe.watch`: a program whose steps stop ending says where it stands, and ends.
+"""`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
 A process that hangs holds up all others, and seen from outside they are alike: each waits in a collective (JAX issue
 38503). The main thread can say nothing, as it waits in native code. So two threads of their own look on. One has a
@@ -103,7 +103,7 @@ class Standing:
 
 
 class Watch:
-    """What `jpipe.watch` gives: a context for one block."""
+    """The result of `jpipe.watch`: a context for one block."""
 
     def __init__(self, seconds: float):
         self._seconds, self._pause = seconds, min(seconds / 20, LONGEST_PAUSE)
@@ -241,7 +241,7 @@ class Watch:
             self._store.key_value_delete(own)
 
     def _read(self, what: str) -> dict[int, str]:
-        """What processes have put under this word, by their indices."""
+        """The values that processes have put under this word, by their indices."""
         if self._count == 1:
             return {}
         found = self._store.key_value_dir_get(f"{self._folder}/{what}/")
@@ -249,7 +249,7 @@ class Watch:
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:
-    """What a process says before its stacks: who had not entered the step that doesn't end.
+    """The words of a process before its stacks: who had not entered the step that doesn't end.
 
     Args:
       process: which one says it, of `count`.
@@ -297,7 +297,7 @@ def _has_ended(call: Call) -> bool:
 
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result | None:
-    """What a function gives; None if it takes longer, or fails. It runs in a thread, which is left behind then."""
+    """The result of a function that runs in a thread; None if it fails, or takes longer, and is left behind."""
     found: list[Result] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What other settings would make of a step: another cut, another number of micro-batches, no recomputation.
+"""Predicts what other settings would make of a step: another cut, other numbers of micro-batches, another remat.
 
 Each is predicted from what was measured: stages' times are shared among their layers as those take alone, and put
 together anew.
@@ -54,7 +54,7 @@ def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured)
 
 
 def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
-    """What the stages would take if residuals were kept, which takes time too."""
+    """Predicts the stages' times if residuals were kept, which takes time too."""
     return stages.scaled(_factors(planner, times.kept, times.here))
 
 
@@ -80,7 +80,7 @@ def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> Sta
 
 
 def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
-    """The best cut for what layers take alone, and what the stages would take with it.
+    """The best cut for the times of single layers, and the times of stages that it would have.
 
     Equal layers take the same alone. In stages they don't quite, by noise, and cutting after that would follow it.
 
@@ -97,7 +97,7 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
 
 
 def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
-    """By numbers of micro-batches that batch and schedule allow besides the one at hand: the schedule with them."""
+    """The schedule at other numbers of micro-batches, by number: those that batch and schedule allow."""
     given, shards = planner.request.schedule, planner.request.splits.num_shards
     counts = [int(given.num_microbatches * factor) for factor in FACTORS if given.num_microbatches * factor % 1 == 0]
     with suppress(ValueError):  # a custom schedule may be called anything, what it isn't too

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline send each other in a step, by loop, layer, axis and the user's line that made it."""
+"""`pipe.communication`: lists what devices send in a step, by loop, layer, axis and the user's line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TURNS = {"enter", "leave", "back"}
 
 @dataclass(frozen=True)
 class Transfer:
-    """What is sent at one place.
+    """A transfer at one place of the program.
 
     Attributes:
       loop: "forward", "backward", "between stages", "shared ends" or "step": in each turn of which loop.
@@ -63,7 +63,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Communication:
-    """What is sent in a step of training; `print` it, or show it in a notebook.
+    """All transfers in a step of training; `print` it, or show it in a notebook.
 
     Attributes:
       title: of which pipeline.
@@ -102,7 +102,7 @@ class Communication:
 
 
 def communication(planner: Planner, batch: Batch, title: str) -> Communication:
-    """What the devices of a pipeline send in a step of training, read from its traced program.
+    """Reads from the traced program what the devices of a pipeline send in a step of training.
 
     Args:
       planner: the pipeline's.
@@ -141,7 +141,7 @@ def words_of(group: LayerGroup) -> str:
 
 
 def _loop_of(sent: Sent) -> str:
-    """In each turn of which loop a collective is."""
+    """The loop that runs a collective in each of its turns."""
     if "ticks" not in sent.scope:
         return STEP
     if not TURNS.isdisjoint(sent.scope[sent.scope.index("ticks") + 1 :][:1]):  # a user may call a scope so too

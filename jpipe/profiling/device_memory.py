@@ -1,4 +1,4 @@
-"""What a step holds on one device, in bytes."""
+"""Reads the bytes that a compiled step holds on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Memory:
 
 
 def memory_of(program: Program, state: TrainState) -> Memory:
-    """What a step of this program with this state holds."""
+    """The bytes that a step of this program holds with this state."""
     params = state.variables["params"]
     rest = {name: tree for name, tree in state.variables.items() if name != "params"}
     return Memory(

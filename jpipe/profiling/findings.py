@@ -1,4 +1,4 @@
-"""What a profile means, in plain words, and which settings to try, each with what it promises."""
+"""Says in plain words what a profile means, and which settings to try, with the gain that each promises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 1.4
 CONTENDED = 1.25
 """How many times as long all stages together have to take as each alone for a word about it."""
 NOISY = 0.1
-"""By how much rounds of the step have to differ for a word about it."""
+"""The relative difference between rounds of the step from which on it is worth a word."""
 SLOW = 1.2
 """How many times the median a process has to take for the same layers for a word about it."""
 LARGE = 0.2
@@ -91,7 +91,7 @@ def _percent(promise: float) -> str:
 
 
 def _balance(planner: Planner, model: StepModel, times: LayerTimes, worth: float) -> Iterator[Finding]:
-    """What stages that take equally long would gain, if that is worth a word: another cut, or other layers."""
+    """Advises another cut, or other layers, if stages that take equally long would gain enough."""
     total = np.asarray(model.stages.total)
     slowest = int(total.argmax())
     if model.step(model.stages.even) / model.step() > 1 - worth:

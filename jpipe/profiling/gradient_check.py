@@ -1,9 +1,9 @@
-"""Loss and gradients beside those of the plain model: which leaves differ, and which differ by rounding alone.
+"""`pipe.check_gradients`: compares loss and gradients with the plain model's, and tells rounding from errors.
 
 A leaf whose true gradient is zero, such as the bias of an attention's keys, holds nothing but rounding: there two right
 computations differ by 100%. So the plain model tells how much its gradients round: it is computed some more times, from
-parameters that are off by the last bit of the narrowest type that it computes in. By what it differs from itself then,
-a pipeline may differ from it.
+parameters that are off by the last bit of the narrowest type that it computes in. A pipeline
+may differ from it by as much as it then differs from itself.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GradientCheck:
 
     @property
     def differing(self) -> tuple[CheckedLeaf, ...]:
-        """What differs by more than rounding; what is furthest off comes first."""
+        """The leaves that differ by more than rounding; the furthest off come first."""
         return tuple(leaf for leaf in sorted((self.loss, *self.leaves), key=_how_far, reverse=True) if not leaf.agrees)
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ def check_gradients(
 
 
 def _makers(model: Model) -> dict[int, int]:
-    """Of each layer with variables, the layer that makes its parameters: another one, if it shares them."""
+    """The layer that makes the parameters of each layer with variables: another one, if it shares them."""
     return {user: users[0] for known in model.variable_sets for users in known.users for user in users}
 
 
@@ -228,7 +228,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
     terms = range(0, 2 * len(loss.terms), 2)
 
     def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: jax.Array, weights: list) -> PyTree:
-        """Of micro-batch m: the gradients of its sums of loss, each divided by its weight; all sums."""
+        """The gradients of micro-batch m's sums of loss, each divided by its weight; and all sums."""
 
         def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
             x, variables = (), _whole(model, params, trees)
@@ -308,7 +308,7 @@ def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[P
 
 
 def _checked(found: PyTree, wanted: PyTree, others: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
-    """Of the loss and of each leaf: its size, by how much it is off, and how much of that may be rounding.
+    """The size of the loss and of each leaf, the distance from the right value, and how much of it may be rounding.
 
     Args:
       found, wanted: loss and gradients of the pipeline, and of the plain model.

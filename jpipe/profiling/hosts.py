@@ -1,4 +1,4 @@
-"""Which process is slow: each times the same layers on a device of its own, with no other to wait for.
+"""Finds the slow process: each times the same layers on a device of its own, and waits for no other.
 
 The times of stages can't tell that. A step ends in all processes at once, and a stage may lie on several hosts.
 """
@@ -22,7 +22,7 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class ProcessTime:
-    """What one process of several takes for the layers of the whole model.
+    """The time that one process of several takes for the layers of the whole model.
 
     Attributes:
       process: its index.
@@ -43,7 +43,7 @@ class ProcessTime:
 
 
 def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) -> tuple[ProcessTime, ...]:
-    """What each process takes; empty if there is one.
+    """The time of each process; empty if there is one process.
 
     Args:
       seconds: of each process, `[P]`.

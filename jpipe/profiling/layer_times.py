@@ -1,4 +1,4 @@
-"""What single layers take, at the micro-batch at hand and at others, and how much of it is recomputation."""
+"""Times single layers at several micro-batch sizes, and the share of it that is recomputation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Mode
 
 
 def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
-    """Of each stage's backward the share that computes anew what a forward computed before, `[K]`."""
+    """The share of each stage's backward that computes anew what a forward computed before, `[K]`."""
     backward = lambda costs: by_stage(planner, [cost.backward for cost in costs])
     return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 

@@ -1,8 +1,9 @@
-"""What a step takes, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
+"""Measures a step, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
 
 The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
-its backwards. What such a run takes longer than the one without actions is those actions' time, inside of the real
-loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of them.
+its backwards. The time of the actions that run is the time of such a run minus that of the run without any, inside of
+the real loops, with the real buffers. Runs follow each other in rounds, so that a machine that gets slower slows all of
+them.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class Program:
 
     @property
     def temporary_bytes(self) -> int:
-        """What it holds on a device, all actions run and nothing updated, besides arguments and results.
+        """The bytes on a device besides arguments and results, all actions run and nothing updated.
 
-        By its compiler; 0 if that doesn't say.
+        The compiler says it; 0 if it doesn't.
         """
         found = self._compiled.memory_analysis()
         return int(found.temp_size_in_bytes) if found else 0
@@ -144,7 +145,7 @@ def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _in_rounds(runs: Mapping[str, Callable[[], PyTree]], rounds: int) -> dict[str, np.ndarray]:
-    """What each run takes in each round, `[rounds]`; the first round isn't counted."""
+    """The seconds of each run in each round, `[rounds]`; the first round isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with task("timing the step and its parts", total=1 + rounds, unit="rounds") as advance:
         for _ in range(1 + rounds):

@@ -1,4 +1,4 @@
-"""A profile as a picture: what the step goes into, what each stage takes, and the timeline that these make."""
+"""Draws a profile: what the step's time goes into, what each stage takes, and the timeline that follows."""
 
 from __future__ import annotations
 

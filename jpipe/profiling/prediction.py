@@ -1,7 +1,7 @@
-"""What a step should take, from what its stages take: the simulator's time, and what is measured around it.
+"""Predicts a step from its stages' times, by the simulator, and divides it into its six slices.
 
-K is the number of stages, M of micro-batches. A step is what stages do, one after the other as the schedule has it,
-what is done without any of them (transfers, set-up), and the optimiser's update:
+K is the number of stages, M of micro-batches. A step is the work of the stages in the order of the schedule, what is
+done without any of them (transfers, set-up), and the optimiser's update:
 
     step = contention * makespan + idle + update
 
@@ -61,7 +61,7 @@ class StageTimes:
         return self.each(lambda times: [float(np.mean(times))] * len(times))
 
     def each(self, function: Callable[[tuple[float, ...]], Sequence[float]]) -> StageTimes:
-        """What a function makes of the times of forwards, of backwards, of recomputation and of W."""
+        """Applies a function to the times of forwards, of backwards, of recomputation and of W."""
         parts = (self.forward, self.backward, self.recompute, self.weight)
         return StageTimes(*(tuple(function(times)) if times else () for times in parts))
 
@@ -82,13 +82,13 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step takes, by its parts; see the module.
+    """The time of a step by its parts; see the module.
 
     Attributes:
       schedule: the schedule it was measured under.
       stages: what the stages take alone.
       idle: seconds of a step without actions and without update.
-      setup: those of them that it takes without ticks too.
+      setup: the seconds of `idle` that remain without ticks.
       update: seconds of the optimiser's update.
       contention: how many times as long stages take when all run at once.
     """
@@ -113,7 +113,8 @@ class StepModel:
     def slices(self) -> dict[str, float]:
         """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
 
-        The bubble is what stages wait where all take equally long, imbalance what they wait more, as they don't.
+        The bubble is the time that stages would wait if all took equally long; imbalance is the time that they wait
+        beyond it.
         """
         num_microbatches, stages = self.schedule.num_microbatches, self.stages
         even = stages.even

@@ -1,4 +1,4 @@
-"""`profile`: a training step measured, taken apart, and compared with what it should take."""
+"""`jpipe.profile`: measures a training step, takes it apart, and compares it with what it should take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `jpipe.profile` found. Printed, or shown in a notebook, it is tables; `plot` draws it, `as_dict` is data.
+    """The result of `jpipe.profile`. Printed, or shown in a notebook, it is tables; `plot` draws it, `as_dict` is data.
 
     Attributes:
       schedule: the schedule.

@@ -1,4 +1,4 @@
-"""The tables of a profile."""
+"""Prints the tables of a profile: stages, processes, slices, sizes of micro-batches."""
 
 from __future__ import annotations
 

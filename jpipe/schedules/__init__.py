@@ -1,4 +1,4 @@
-"""Schedules as plain data: which stage does which action in which tick, how long that takes, and a picture of it.
+"""Schedules as plain data: which stage does which action in which tick, and how long that takes.
 
 Files in order of their imports: placement, actions, timing, ticks, csv_format, schedule, zero_bubble, published,
 orders, simulate.

@@ -1,4 +1,4 @@
-"""What stages do: actions, their kinds, and the order in which each stage does its own, as plain data.
+"""Defines actions and their kinds: what each kind depends on, and where it sends its result.
 
 K is the number of stages, M of micro-batches, V of chunks a stage.
 """
@@ -12,7 +12,7 @@ from jpipe.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class ActionKind:
-    """What an action of this kind depends on, and where it sends its result.
+    """A kind of action: which actions it depends on, and where it sends its result.
 
     Attributes:
       flow: the direction in which results of this kind cross boundaries. +1: from each virtual stage to the one after
@@ -37,7 +37,7 @@ stage before waits, and W, the gradients of the weights, for which nobody does (
 ahead of the cotangent (torchgpipe's early recomputation), which B otherwise does itself where remat needs it."""
 
 FLOWS = {+1: "F", -1: "BI"}
-"""By direction the kinds that send that way."""
+"""The kinds that send in each direction."""
 
 
 def admitted(slot: str) -> str:

@@ -1,4 +1,4 @@
-"""Orders as PyTorch writes them (`torch.distributed.pipelining`, format "compute_only"): a row of cells for each stage.
+"""Reads and writes orders of actions as PyTorch's CSV files (`torch.distributed.pipelining`, "compute_only").
 
 A cell is a virtual stage, a kind and a micro-batch, as "5F0", or empty where the stage idles; kinds are those of
 `jpipe.schedules.actions`, of which PyTorch hasn't R. Two that it runs together, "(0F7;7B3)OVERLAP_F_B", are one after

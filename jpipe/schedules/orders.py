@@ -1,4 +1,4 @@
-"""The orders of actions that have names: naive, GPipe, 1F1B, interleaved, V-shaped, zero-bubble and forward-only.
+"""The schedules that have names: naive, GPipe, 1F1B, interleaved, V-shaped, zero-bubble and forward-only.
 
 Each is a function of (K, M, V) that returns a `Schedule`, of one chunk if it knows no others. A new one is a function
 here and an entry in `SCHEDULES`, and touches nothing else; those of papers are in `jpipe.schedules.published`. K is the

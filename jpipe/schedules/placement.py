@@ -1,4 +1,4 @@
-"""Where virtual stages lie: which stage and chunk each of them is, and between which stages values travel.
+"""Decides where virtual stages lie: on which stage, as which chunk, and who sends to whom.
 
 A model is cut into a chain of K*V virtual stages, and each of K stages runs V of them, its chunks. How the chain is
 dealt out to the stages decides who sends to whom. It is known here and nowhere else.
@@ -72,7 +72,7 @@ class Placement:
 
     @cached_property
     def sources(self) -> dict[tuple[int, int, int], tuple[int, int]]:
-        """By flow, stage and chunk the stage and the chunk from which values come; none at the end of the chain."""
+        """The stage and the chunk from which values come, by flow, stage and chunk; none at the end of the chain."""
         chain = [(s, flow, self.neighbour(s, -flow)) for flow in (+1, -1) for s in range(self.num_virtual_stages)]
         at = lambda virtual_stage: (self.stage_of(virtual_stage), self.chunk_of(virtual_stage))
         return {(flow, *at(s)): at(source) for s, flow, source in chain if source is not None}

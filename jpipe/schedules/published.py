@@ -1,4 +1,4 @@
-"""Orders with weight gradients apart, action for action as papers give them; `jpipe.zero_bubble` is for lockstep.
+"""The zero-bubble schedules of papers, action for action (`zb-h1`, `zb-v`, `dualpipe-v` and others).
 
 They are made for stages that are programs of their own, each going on as soon as it can, and for F, I and W that take
 the same time. In lockstep, where stages do different kinds in the one slot that there is, that slot takes as long as
@@ -28,7 +28,7 @@ def zb_h1(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
 
 
 def zb_h2(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Twice as far ahead as that, 2K-1 in flight (arXiv 2401.10241): no bubble, if steps need not end together.
+    """Forwards twice as far ahead, 2K-1 in flight (arXiv 2401.10241): no bubble, if steps need not end together.
 
     >>> print(zb_h2(2, 3))
     zb-h2: K=2 stages, M=3 micro-batches, V=1 chunks; slots of a tick: FBW

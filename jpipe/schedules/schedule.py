@@ -1,4 +1,4 @@
-"""A schedule: which stage does what, in which order; checked when it is made, and printed as a grid.
+"""`Schedule`: an order of actions for each stage; it is checked when it is made, and printed as a grid.
 
 A pipeline's schedule decides its bubble and its memory, and nothing else about the result. So it is kept apart from
 the code that executes it: a `Schedule` is one ordered list of actions for each stage, and a new schedule is a new order

@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it holds, without running it: bubble and memory; pictures are `jpipe.pictures`'.
+"""`simulate`: computes how long a schedule takes, its bubble and its memory, without running it.
 
 It reads the same tick table as the executor, so it times what will run, and not an idealised pipeline.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
-"""What an action of a stage computes anew, and what it takes without that."""
+"""(stage, action) -> (its time to compute things anew, its time without that)."""
 
 
 class Span(NamedTuple):
@@ -112,7 +112,7 @@ class Timeline:
         return tuple(max(n for _, n in self.in_flight(stage)) for stage in range(self.schedule.num_stages))
 
     def in_flight(self, stage: int, start: str = "F", end: str = "BW") -> list[tuple[float, int]]:
-        """What a stage holds over time: each time from which it is another number, and the number, from (0.0, n) on.
+        """The micro-batches that a stage holds: (time from which it is another number, the number), from (0.0, n) on.
 
         It counts the (micro-batch, chunk) pairs between the start of their F and the end of their B, or of their W
         where the backward is split; none in a forward-only schedule, which keeps nothing for a backward. With `start`
@@ -221,7 +221,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """What the actions of a schedule take.
+    """The times of a schedule's actions.
 
     Attributes:
       times: by kind, for each virtual stage, without what B and I compute anew; W may take nothing, and I as long as B.
@@ -239,7 +239,7 @@ class Work:
         weight: float | Sequence[float] | None,
         recompute: float | Sequence[float],
     ) -> "Work":
-        """From the times of whole stages, as `simulate` is given them."""
+        """Makes it from the times of whole stages, as `simulate` is given them."""
         place = schedule.placement
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
@@ -260,7 +260,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool 
     ahead = {placed for placed in schedule.placed if placed[1].kind == "R"}
 
     def takes(stage: int, action: Action) -> tuple[float, float]:
-        """What an action computes anew, and what it takes without that."""
+        """The time in which an action computes things anew, and its time without that."""
         s = schedule.placement.virtual_stage(stage, action.chunk)
         recomputes = action.kind in "BI" and (stage, action._replace(kind="R")) not in ahead
         return work.anew[s] if recomputes else 0.0, work.times[action.kind][s]
@@ -294,7 +294,7 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
 
 
 def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the dependencies alone, in the order of the slots, in which what an action needs comes before it."""
+    """Follows the dependencies alone, in the order of the slots, in which an action comes after those it needs."""
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages
@@ -317,7 +317,7 @@ def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
 
 
 class _Crossing(NamedTuple):
-    """What crosses boundaries after a slot, along one route: from stages to others, beside the next slot or before."""
+    """The values that cross after a slot along one route: from stages to others, beside the next slot or before."""
 
     senders: np.ndarray
     receivers: np.ndarray
@@ -325,7 +325,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossings(schedule: Schedule, index: int) -> list[_Crossing]:
-    """What is sent after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
+    """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     return [
         _Crossing(*np.array(route).T, beside=crosses_beside(schedule.slots, flow, index))

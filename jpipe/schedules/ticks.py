@@ -1,4 +1,4 @@
-"""Lowers orders of actions to lockstep ticks: the table that the executor runs and the simulator times.
+"""Lowers orders of actions to a table of ticks and buffer rows, which the executor runs and the simulator times.
 
 All devices run the same code, so what a device does in a slot, and where its inputs lie, must be data. `lower` makes
 the orders that data. It looks up when each action runs (`timing.slot_times`). And it gives every value that waits for
@@ -20,8 +20,9 @@ from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Orders, admitted
 from jpipe.schedules.timing import slot_times
 
 KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
-"""What actions keep in rows for later ones of their own stage: by the column that names the rows, the kind of action
-that writes one, and the kinds that read it, of which the last to run frees it. "kept" only if a backward is split."""
+"""Values that actions keep in rows for later ones of their own stage: by the column that names the rows, the kind of
+action that writes one, and the kinds that read it, of which the last to run frees it. "kept" only if a backward is
+split."""
 
 ROWS = (*KEEPS,)
 """The columns."""
@@ -29,7 +30,7 @@ ROWS = (*KEEPS,)
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """What every stage does in one slot of each tick. Arrays are read-only int32 `[T, K]`.
+    """The actions of all stages in one slot of each tick. Arrays are read-only int32 `[T, K]`.
 
     Attributes:
       kinds: the kinds that ever run in this slot.
@@ -192,7 +193,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
 
 
 def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
-    """By kind the slot times of stages' actions on micro-batches and chunks, `[K, M, V]`; -1 where there is none."""
+    """The slot times of stages' actions, by kind, `[K, M, V]` (micro-batches, chunks); -1 where there is none."""
     at = {kind: np.full(tuple(orders.sizes.values()), -1) for kind in ACTION_KINDS}
     for (stage, (kind, microbatch, chunk)), tau in slot_times(orders).items():
         at[kind][stage, microbatch, chunk] = tau
@@ -233,7 +234,7 @@ def crosses_beside(slots: Sequence[str], flow: int, slot: int) -> bool:
 
 
 def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
-    """What actions keep for later ones of their stage, by their times: live until the last of `readers` has read it."""
+    """The values that actions keep for later ones of their stage: live until the last of `readers` has read them."""
     uses = np.stack([written, *readers], axis=-1)
     read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
     stages = np.nonzero(read)[0]
@@ -243,7 +244,7 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
 def _arrivals(
     values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int
 ) -> list[np.ndarray]:
-    """By route the row into which each stage writes what arrives, at each slot time: `[T * width, K]`.
+    """The rows into which each stage writes what arrives, by route, at each slot time: `[T * width, K]`.
 
     Where nothing arrives, it is the lowest row that holds nothing live, nor gets what arrives by another route; or -1
     in a slot in which nothing ever arrives, or things by two routes.

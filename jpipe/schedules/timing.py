@@ -1,4 +1,4 @@
-"""When each action runs: as soon as its stage's order, the slots and the actions that it needs allow.
+"""Computes when each action runs, as soon as its order, the slots and the actions it needs allow; finds deadlocks.
 
 Stages work in lockstep ticks. A tick is a sequence of slots, and in each slot a stage does one action or idles. What
 is sent at the end of a slot can be used from the next slot on. With the slots ("F", "B") a forward's hop to the next
@@ -78,7 +78,7 @@ def _slot_times(orders: Orders) -> dict[Placed, int]:
 
 @functools.cache
 def _wait(slots: tuple[str, ...], kind: str, slot: int) -> int:
-    """How many slots after this one of a tick the next one is that admits a kind."""
+    """The number of slots from this one to the next one that admits a kind."""
     return next(wait for wait in itertools.count(1) if kind in admitted(slots[(slot + wait) % len(slots)]))
 
 

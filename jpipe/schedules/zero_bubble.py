@@ -1,4 +1,4 @@
-"""Weight gradients in the bubble: a schedule whose backwards are whole, with some of them in two parts.
+"""`zero_bubble`: fills the bubble of any schedule with weight gradients, by backwards in two parts.
 
 The orders that papers print for this (`jpipe.schedules.published`) are grids of unit times for stages that are programs
 of their own. In lockstep, where neighbours wait for one another after each slot, a rule for any schedule does better.
@@ -23,7 +23,7 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     A backward B can be I, the gradients of the inputs, at the same time, and later W, those of the weights, for which
     no other stage waits (arXiv 2401.10241). In each tick a stage does as many W as it lacks actions that another stage
     has, and one more if all stages can: its own B stays whole, and those that have waited longest run in idle slots.
-    What is left over runs at the end.
+    All W that are left over run at the end.
 
     With several chunks in a loop each stage waits for the one before it in every slot, even the first for the last. So
     W has a slot of its own there, the last of a tick, and every B is split.
@@ -101,12 +101,12 @@ class _StageTick(NamedTuple):
 
     @property
     def own(self) -> list[Action]:
-        """What it does."""
+        """The actions that it does."""
         return [action for action in self.actions if action is not None]
 
     @property
     def lacks(self) -> int:
-        """In how many slots it idles while another stage works."""
+        """The number of slots in which it idles while another stage works."""
         return self.used - len(self.own)
 
     @property
@@ -116,7 +116,7 @@ class _StageTick(NamedTuple):
         return backwards + min(self.actions.count(None), len(self.waiting))
 
     def filled(self, due: int) -> list[Action]:
-        """What it does with so many W, if there are: those of its own B first, which stay whole, then in idle slots."""
+        """The actions with up to so many W: first those of its own B, which stay whole, then others in idle slots."""
         whole = min(due, sum(action.kind == "B" for action in self.own))
         due -= whole
         done: list[Action] = []
@@ -133,7 +133,7 @@ class _StageTick(NamedTuple):
         return done
 
     def split(self, full: bool) -> list[Action]:
-        """What it does with every B split, and one W at the end if that is due."""
+        """The actions with every B split, and one W at the end if that is due."""
         done = [self._first_part(action) if action.kind == "B" else action for action in self.own]
         over = self.limit is not None and len(self.waiting) > self.limit
         if self.waiting and (full or self.lacks or over):

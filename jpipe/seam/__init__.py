@@ -1,4 +1,1 @@
-"""What of JAX, Flax and orbax isn't public, or isn't the same in every version.
-
-Of jpipe it needs `terminal` and `types` alone.
-"""
+"""Holds all that isn't public in JAX, Flax or Python, or isn't the same in every version."""

@@ -1,4 +1,4 @@
-"""What isn't documented API of Flax, as in `jpipe.seam.inside`."""
+"""Uses what isn't documented API of Flax, as `jpipe.seam.inside` does for JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(flax.__file__).parent
 def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
     """The name of the collection that variables of a type are in, as in Linen: `batch_stats` of `nnx.BatchStat`.
 
-    By `nnx.variable_name_from_type`, which `nnx.bridge` uses; types that it doesn't know are called as their class.
+    Uses `nnx.variable_name_from_type`, which `nnx.bridge` uses; types that it doesn't know are called as their class.
     The reference has no page for it. Without it collections have other names, in checkpoints and in `merge` too.
     """
     try:
@@ -30,7 +30,7 @@ def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
 def unsharded_creation() -> AbstractContextManager[object]:
     """A context in which nnx doesn't put new variables onto a mesh: where they lie is the layout's to say.
 
-    By `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
+    Uses `nnx.use_eager_sharding`, which only a proposal describes. Without it modules with sharding metadata can't be
     made where a mesh is set. The public flag `flax_always_shard_variable` is one for the whole program.
     """
     if not hasattr(nnx, "use_eager_sharding"):

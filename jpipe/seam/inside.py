@@ -1,4 +1,4 @@
-"""What isn't public, documented API of JAX, each with its reason, what losing it would cost, and the way around.
+"""Uses what isn't public, documented API of JAX, each with its reason, what its loss would cost, and the way around.
 
 Public are the modules that JAX's page on API compatibility lists, and what its reference documents of others:
 `jax.core.Tracer` and `ShapedArray`, `jax.extend.core` (jaxprs, no promise between versions), `multihost_utils`,
@@ -48,9 +48,9 @@ def needed_part(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """(a jaxpr of only some outputs and what these need, which inputs it still takes); it looks into loops and calls.
 
-    By `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, or
-    what follows from parameters alone. `jax.jit` removes dead code only as it compiles, and no public function gives
-    the jaxpr. One's own would be 60 lines, most of them for loops.
+    Uses `jax.interpreters.partial_eval.dce_jaxpr`. Without it: no telling whether a loop draws random numbers, or what
+    follows from parameters alone. `jax.jit` removes dead code only as it compiles, and no public function gives the
+    jaxpr. One's own would be 60 lines, most of them for loops.
 
     Args:
       closed: the jaxpr.
@@ -64,7 +64,7 @@ def needed_part(
 def replaced(part: Part, **changes: Any) -> Part:
     """A jaxpr or an equation with some of its fields replaced.
 
-    By their methods `replace`, which no page describes. Without them no jaxpr can be changed, only interpreted anew,
+    Uses their methods `replace`, which no page describes. Without them no jaxpr can be changed, only interpreted anew,
     which loses the names of scopes. Constructors take the same fields, and change them more often.
     """
     return part.replace(**changes)
@@ -119,7 +119,7 @@ def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
 def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
     """The context in which all that is traced comes from the user's line that an equation, or else its caller, has.
 
-    By `jax.extend.source_info_util`, which has no page. Without it profiles and reports say of a collective that it
+    Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports say of a collective that it
     comes from jpipe, and not by which of the user's lines.
     """
     if source_info_util is None:
@@ -132,7 +132,7 @@ def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> Abstract
 def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
     """The user's line that an equation, or else its caller, comes from, as "model.py:12"; empty if unknown.
 
-    By `source_info.traceback`, as `at_line_of`.
+    Uses `source_info.traceback`, as `at_line_of`.
     """
     equations = (equation, *reversed(callers))
     frames = (frame for e in equations for frame in getattr(e.source_info.traceback, "frames", ()))  # innermost first
@@ -175,7 +175,7 @@ def _users_frames(error: BaseException) -> list[TracebackType]:
 
 _FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]
 _LIBRARIES = tuple(str(folder) + os.sep for folder in _FOLDERS)
-"""What of a traceback isn't the user's: the folders of JAX, of Flax and of this package."""
+"""The files of a traceback that aren't the user's: the folders of JAX, of Flax and of this package."""
 
 
 def carry_out(
@@ -183,9 +183,10 @@ def carry_out(
 ) -> list[jax.Array]:
     """The results of an equation for operands that may have other shapes than when it was traced, under another mesh.
 
-    By a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came from
-    stay; its context `ctx` is made anew for the mesh at hand. `Primitive.bind`, which is public, takes other parameters
-    than an equation has for some primitives, and loses all of these. Without it nothing could be partitioned.
+    Makes a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came
+    from stay; its context `ctx` is made anew for the mesh at hand. `Primitive.bind`, which is public, takes other
+    parameters than an equation has for some primitives, and loses all of these. Without it nothing could be
+    partitioned.
 
     Args:
       equation: whose variables may be of any shape.
@@ -208,7 +209,7 @@ def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Litera
 
 
 def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
-    """What a function does with an equation's operands, as equations that give its results, in its context."""
+    """The equations of a function that takes an equation's operands and gives its results, in its context."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         made = traced_apart(function, equation.invars)
     names = dict(zip((*made.invars, *made.outvars), (*equation.invars, *equation.outvars), strict=True))
@@ -229,7 +230,7 @@ _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
 
 @cache
 def _variables(count: int) -> list[Var | Literal]:
-    """Variables of a jaxpr. What they are called doesn't matter, nor of which shape they once were."""
+    """Variables of a jaxpr. Their names don't matter, nor the shape that they once had."""
     return list(jax.make_jaxpr(lambda *x: x)(*[0.0] * count).jaxpr.invars)
 
 
@@ -241,7 +242,7 @@ def with_named_axes(
 ) -> Callable[..., tuple[ClosedJaxpr, Shapes]]:
     """`jax.make_jaxpr` that also gives the shapes of the results, of a function that may name some axes.
 
-    By the argument `axis_env`, which is documented, but for `jax.pmap`, which goes. Without it a layer with
+    Uses the argument `axis_env`, which is documented, but for `jax.pmap`, which goes. Without it a layer with
     `nn.BatchNorm(axis_name="data")` can't be traced on whole micro-batches: `jax.vmap`, the other way to name an axis,
     would add a dimension to everything.
     """
@@ -251,7 +252,7 @@ def with_named_axes(
 def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> AbstractMesh:
     """A mesh whose axes are of other types, as far as they are named.
 
-    By its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
+    Uses its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
     kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
     """
     if hasattr(mesh, "update_axis_types"):
@@ -276,8 +277,8 @@ _EXPORTED = (
 def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
     """The array, with its dimensions in this order in memory, the outermost first.
 
-    By `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it two
-    loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
+    Uses `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it
+    two loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
 
     A program that `jax.export` makes leaves it out: JAX refuses to export an operation of which it promises nothing. A
     primitive with a rule by `jax.interpreters.mlir` sees that. Without the rule no pipeline could be exported.

@@ -1,4 +1,4 @@
-"""The types of jaxprs, under one name in every version of JAX.
+"""Names the types of jaxprs alike for every version of JAX.
 
 From JAX 0.12 on `ClosedJaxpr` is another name of `Jaxpr`, where it was a class around it. Both have `.jaxpr` and
 `.consts`, so code that unpacks a `ClosedJaxpr` runs on either. Type checkers take the newer name for private to JAX,

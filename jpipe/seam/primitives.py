@@ -1,4 +1,4 @@
-"""The names of JAX's primitives, by what they do: the one table from which all others derive.
+"""Sorts the names of JAX's primitives by what they do: the one table from which all others derive.
 
 JAX documents functions, not the primitives that they become, and each version renames some. So whoever treats some
 operations differently asks for one of the sets below, and has to be safe for a name in none of them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def _read(text: str) -> dict[str, str]:
-    """By primitive the NumPy function that does the same, "" if none does.
+    """The NumPy function that does the same as each primitive, "" if none does.
 
     >>> _read("abs erf= sub=subtract")
     {'abs': 'abs', 'erf': '', 'sub': 'subtract'}
@@ -46,7 +46,7 @@ MOVES = frozenset(
 """They put elements elsewhere, wherever these come from, and compute nothing."""
 
 CHEAP = frozenset(_ARITHMETIC) | MOVES
-"""What they give takes less time to make again than to write down and read back; a comparison gives single bytes."""
+"""Their results take less time to make again than to write down and read back; a comparison gives single bytes."""
 
 CALLS = frozenset(_read("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"))
 """They only call the jaxpr in their parameters."""
@@ -61,18 +61,18 @@ REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any r
 """Reductions over the dimensions `axes` -> the NumPy functions that do the same."""
 
 SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pvary"))
-"""Over mesh axes: of one device they give what it has."""
+"""Operations over mesh axes that give a single device its own value."""
 
 OVER_DEVICES = frozenset(
     _read("all_gather all_gather_invariant all_to_all axis_index ppermute ragged_all_to_all reduce_scatter")
 )
-"""Over mesh axes: what they give says which device of how many it is, or has the shape of several."""
+"""Operations over mesh axes whose result tells a device's place and their number, or has the shape of several."""
 
 COLLECTIVES = _read("""
 all_gather all_gather_invariant=all_gather all_to_all pmax=all_reduce pmin=all_reduce ppermute=permute
 psum=all_reduce psum_invariant=all_reduce ragged_all_to_all=all_to_all reduce_scatter
 """)
-"""Over mesh axes: what devices send each other -> what that is called."""
+"""Operations over mesh axes in which devices send -> the name of that transfer."""
 
 _WITHOUT_FLOATS = _read("""
 bitcast_convert_type copy copy_p create_token debug_callback debug_print device_put dynamic_slice dynamic_update_slice

@@ -1,4 +1,4 @@
-"""What isn't public, or only a text, of programs as they run: processes that meet, threads that end, words of errors.
+"""Uses what isn't public of running programs: processes that meet, threads that end, the words of errors.
 
 As in `jpipe.seam.inside`, each has its reason, what losing it would cost, and what public way was looked for.
 """
@@ -40,7 +40,7 @@ def shared_store() -> Any:
 
 
 def wait_for(store: Any, key: str, seconds: float) -> str | None:
-    """What lies under a key of the shared store once it does; None if that takes too long.
+    """Waits for the value under a key of the shared store; None if that takes too long.
 
     That it took too long is a word in the message of JAX's only kind of error. Without it, a process that is late is
     told as one that is lost.
@@ -59,9 +59,9 @@ def wait_for(store: Any, key: str, seconds: float) -> str | None:
 def is_computed(array: jax.Array) -> bool:
     """Whether the devices have computed an array, or failed to; without waiting. Of a donated one it isn't asked: yes.
 
-    By `is_ready`, which JAX's arrays have though no page lists it. What is public (`jax.block_until_ready`) waits, in a
-    thread that can't be ended. Without it `jpipe.watch` notices a device that is stuck only where the main thread
-    is stuck, too.
+    Uses `is_ready`, which JAX's arrays have though no page lists it. What is public (`jax.block_until_ready`) waits, in
+    a thread that can't be ended. Without it `jpipe.watch` notices a device that is stuck only where the main thread is
+    stuck, too.
     """
     try:
         return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,7 +72,7 @@ def is_computed(array: jax.Array) -> bool:
 def finds_no_cluster(error: ValueError) -> bool:
     """Whether `jax.distributed.initialize` without arguments raised this because it found no cluster.
 
-    By its message. Without it a program that calls `jpipe.initialize()` everywhere fails where it runs alone. What
+    Reads its message. Without this a program that calls `jpipe.initialize()` everywhere fails where it runs alone. What
     JAX looks for (`ClusterEnv`) isn't public.
     """
     return "coordinator_address should be defined" in str(error)
@@ -84,7 +84,7 @@ def finds_no_cluster(error: ValueError) -> bool:
 def before_threads_end(function: Callable[[], object]) -> None:
     """Has the program's end call a function while threads can still be started.
 
-    By `threading._register_atexit`, as `concurrent.futures` of the standard library does. `atexit`, which is public,
+    Uses `threading._register_atexit`, as `concurrent.futures` of the standard library does. `atexit`, which is public,
     comes after Python has stopped the threads that orbax writes with: a checkpoint that nobody waited for is lost.
     """
     register = getattr(threading, "_register_atexit", None)
@@ -103,8 +103,8 @@ def before_threads_end(function: Callable[[], object]) -> None:
 def lacks_an_argument(error: Exception) -> bool:
     """Whether Python or Flax raised this because a function was called with too few arguments.
 
-    By its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error of
-    a layer that takes more than the one before it gives lacks a hint.
+    Reads its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error
+    of a layer that takes more than the one before it gives lacks a hint.
     """
     return _says(
         error,
@@ -115,7 +115,7 @@ def lacks_an_argument(error: Exception) -> bool:
 def lacks_rngs(error: Exception) -> bool:
     """Whether Flax raised this because a module of nnx got an activation for its random numbers.
 
-    By its message; the function that makes the module is one like any other. Without it the error of a factory whose
+    Reads its message; the function that makes the module is one like any other. Without it the error of a factory whose
     argument has another name than `rngs` lacks a hint.
     """
     return _says(error, {AttributeError: "Tracer has no attribute params", TypeError: "rngs must be a Rngs"})
@@ -124,7 +124,7 @@ def lacks_rngs(error: Exception) -> bool:
 def found_no_room(error: Exception) -> bool:
     """Whether a compiler raised this because a device has too little memory for a program.
 
-    By its message; JAX has one kind of error for all that compilers refuse. Without it a forecast of a step that
+    Reads its message; JAX has one kind of error for all that compilers refuse. Without it a forecast of a step that
     doesn't fit is the compiler's error.
     """
     return _says(error, {jax.errors.JaxRuntimeError: "RESOURCE_EXHAUSTED"})
@@ -138,7 +138,7 @@ def _says(error: Exception, words: Mapping[type[Exception], str]) -> bool:
 def is_of_a_constraint(error: Exception) -> bool:
     """Whether JAX raised this because an array can't be split as a sharding constraint says.
 
-    By its message. Without it the error of such a layer says what it was called with, which isn't the fault.
+    Reads its message. Without this the error of such a layer says what it was called with, which isn't the fault.
     """
     words = ("sharding annotation", "with_sharding_constraint", "can only refer to Auto axes")
     return isinstance(error, ValueError) and any(word in str(error) for word in words)
@@ -150,7 +150,7 @@ _PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXH
 def may_pass(words: str) -> bool:
     """Whether an error, as a text, is of a storage that is out of reach for now, and not of a damaged file.
 
-    By the names of gRPC's status codes: tensorstore raises ValueErrors for everything. Without it a checkpoint that
+    Reads the names of gRPC's status codes: tensorstore raises ValueErrors for everything. Without it a checkpoint that
     can't be reached counts as damaged, and an older one is restored.
     """
     return any(word in words for word in _PASSING)

@@ -1,1 +1,1 @@
-"""What speaks to the person at the terminal: progress of long work, warnings. Knows nothing of the rest."""
+"""Speaks to the person at the terminal: progress of long work, warnings."""

@@ -1,4 +1,4 @@
-"""Calls of jitted functions, of which the first one compiles: that is shown as progress.
+"""Finds the calls of jitted functions that compile, and shows them as progress.
 
     with first_call("the training step", state) as done:
         state, metrics = done(step(state, batch))
@@ -26,7 +26,7 @@ from jpipe.types import PyTree
 Result = TypeVar("Result")
 
 _begin: ContextVar[Callable[[str], None] | None] = ContextVar("_begin", default=None)
-"""What `compiles` does in the call that this thread is in."""
+"""The function that `compiles` calls in the call that this thread is in."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own code, however deep in the package they are given."""
+"""Warns at the line of the user's own code, from however deep in the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def warn_user(message: str) -> None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """As `warn_user`, but each message is given once in a program."""
+    """Warns as `warn_user` does, but gives each message once in a program."""
     warn_user(message)
 
 

@@ -1,12 +1,12 @@
-"""Progress of long work on the terminal, drawn by rich: what is being done, for how long, how much of how much.
+"""Draws the progress of long work on the terminal, by rich: what is done, for how long, how much of how much.
 
     with task("measuring costs", total=len(layers), unit="kinds of layers") as advance:
         for layer in layers:
             measure(layer)
             advance()
 
-It is drawn once it has taken `SHOWN_AFTER`, so that what is quick doesn't flicker. Of what took `KEPT_AFTER` one dim
-line stays, with the time: so a user sees afterwards where a run's first minutes went, and which save was slow.
+It is drawn once it has taken `SHOWN_AFTER`, so that what is quick doesn't flicker. A task that took `KEPT_AFTER` leaves
+one dim line, with the time: so a user sees afterwards where a run's first minutes went, and which save was slow.
 
 Only the first process draws, on stderr, and only where that is a terminal. A notebook's is none, so there it is quiet;
 so it is in other threads than the main one, whose lines would mix, and while a display of rich that is the user's own
@@ -41,10 +41,10 @@ KEPT_AFTER = 1.0
 """Seconds after which a line stays of a task."""
 
 _chosen: bool | None = None
-"""What the user said; None: what the environment says."""
+"""The user's choice; None leaves it to the environment."""
 
 _display: _Display | None = None
-"""What draws, while there is a task."""
+"""The display that draws, while there is a task."""
 
 
 def show_progress(shown: bool) -> None:
@@ -118,14 +118,14 @@ def in_units(amount: float, unit: str) -> str:
 
 
 class _Bar(ProgressColumn):
-    """Of tasks of which it is known how much is to be done."""
+    """A column for tasks with a known total: their bar."""
 
     def render(self, task: Task) -> RenderableType:
         return "" if task.total is None else ProgressBar(max(task.total, 1), task.completed, width=20)
 
 
 class _Amount(ProgressColumn):
-    """How much of how much, if that is known."""
+    """A column for how much is done of how much, if that is known."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:

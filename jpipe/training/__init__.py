@@ -1,1 +1,1 @@
-"""Optimisers: the training state, `per_layer`, and what may see many layers in one array. Knows `memory`."""
+"""Trains: the training state, one step, optimisers and `per_layer`."""

@@ -1,6 +1,6 @@
-"""Optimisers: checks, before anything is compiled, that one may work on a pipeline's variables; and its update.
+"""Checks that an optimiser may work on a pipeline's variables, computes its update, and sees whether it was skipped.
 
-That gives the loss to an optimiser that asks for it, and tells whether it was skipped.
+The update hands the loss to an optimiser that asks for it, and tells whether it was skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 
 
 def wrap_it(example: str) -> str:
-    """What to do with a transformation that tells parameters apart."""
+    """The advice on a transformation that tells parameters apart."""
     return (
         "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
         f"jpipe.per_layer({example}))"
@@ -38,7 +38,7 @@ def check_is_optimizer(tx: object) -> None:
 
 
 def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Shapes, loss: Shapes) -> None:
-    """Checks that a transformation can be updated with what `train_step` gives it.
+    """Checks that a transformation takes the arguments that `train_step` gives its update.
 
     Args:
       tx: an optax transformation.

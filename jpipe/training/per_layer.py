@@ -1,4 +1,4 @@
-"""`per_layer`, for transformations that look at one parameter at a time.
+"""`per_layer`: shows an optax transformation one layer's parameters at a time.
 
 Under a layout, leaves of many layers lie together in buffers. Elementwise transformations and global norms don't
 notice. Those that look at shapes, paths or norms of single parameters do, so `per_layer` shows them each layer's own
@@ -108,7 +108,7 @@ def _for_each_layer(
 
 
 def _on_device(function: OnTrees, v: int, own: Leaves, records: Records, extra: PyTree) -> Leaves:
-    """What a device does of `function` for one layer.
+    """A device's part of `function` for one layer.
 
     The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the
     partitioner carries out its equations on parts: given the leaves split as their layouts say, with its results split

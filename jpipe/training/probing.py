@@ -1,4 +1,4 @@
-"""Whether an optax transformation may see many layers' parameters in one array, as a pipeline keeps them.
+"""Tries an optax transformation on small arrays: may it see many layers' parameters in one array?
 
 Elementwise ones may, and those that sum over all parameters (a global norm). One that takes a norm, a mean or the shape
 of a single parameter would silently compute something else: the trust ratio of lamb, adaptive gradient clipping. So a
@@ -50,7 +50,7 @@ Probes = tuple[Probe, Probe]
 """Each array alone; those of one shape together."""
 
 TOLERANCE = 1e-4
-"""By how much updates may be off, relative to a parameter's largest: sums in another order are off by 1e-7."""
+"""The tolerance of updates, relative to a parameter's largest: sums in another order are off by 1e-7."""
 
 _SHAPES = {"bias": (3,), "kernel": (4, 3), "heads": (2, 3, 2)}
 _UPDATES, _MOST_STEPS = 3, 32
@@ -74,7 +74,7 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
 
 @lru_cache(maxsize=32)
 def deviation(tx: optax.GradientTransformation) -> float | None:
-    """By how much the updates of parameters in one array differ from those of each alone.
+    """The difference between updates of parameters in one array and those of each parameter alone.
 
     Returns:
       The largest difference, relative to the largest update of its parameter; None if `tx` can't be tried.
@@ -133,7 +133,7 @@ def _off(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndarray]]:
-    """By name, two arrays of each shape: small numbers and large ones."""
+    """Two arrays of each shape, by name: small numbers and large ones."""
     make = lambda shape, size: (scale * size * random.standard_normal(shape)).astype(np.float32)
     return {name: [make(shape, 0.1), make(shape, 3.0)] for name, shape in _SHAPES.items()}
 

@@ -1,4 +1,4 @@
-"""The state of training: what a step reads and returns, and how an optimiser's state lies on the devices."""
+"""`TrainState`: what a step of training reads and returns, and how an optimiser's state lies on the devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What a training step reads and returns.
+    """The state that a training step reads and returns.
 
     Attributes:
       step: int32 scalar, the number of steps done.

@@ -1,4 +1,4 @@
-"""One step of training: loss and gradients, the optimiser's update, metrics; and the compiled steps of a pipeline."""
+"""Does one step of training (loss, gradients, update, metrics), and keeps a pipeline's compiled steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_TRAIN_STEPS = 8
 """How many compiled training steps are kept, one for each optimiser; the oldest goes first."""
 
 Variables = dict[str, StageTree]
-"""By collection."""
+"""All variables, by collection."""
 Metrics = dict[str, jax.Array]
 ValueAndGrad = Callable[[Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
 """`(variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""

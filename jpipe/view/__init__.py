@@ -1,5 +1,5 @@
-"""A page that shows where a pipeline's time and memory go: any pipeline's (`jpipe view`), or one's own (`pipe.view()`).
+"""The page `page.html` of a pipeline's times and memory: any pipeline's (`jpipe view`), or one's own (`pipe.view()`).
 
-`page.html` is all that it shows: one file without a network, whose JavaScript follows `jpipe.schedules` line by line; a
+The page is one file that needs no network. Its JavaScript follows `jpipe.schedules` line by line; a
 test holds its numbers equal to `jpipe.simulate`'s.
 """

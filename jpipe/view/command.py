@@ -1,4 +1,4 @@
-"""The command `jpipe`: what it takes, and what it tells whoever runs it."""
+"""The command line `jpipe`: its arguments, and what it prints."""
 
 import argparse
 import shutil

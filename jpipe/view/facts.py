@@ -1,4 +1,4 @@
-"""What the page needs to know of a pipeline, as plain data: its stages, what they take, and what their devices hold.
+"""Collects what the page needs of a pipeline, as plain data: stages, their times, what their devices hold.
 
 All of it follows from the plan and the planned step: nothing runs, and nothing is compiled but, for TPUs, what planning
 a step compiles.
@@ -191,7 +191,7 @@ def _is_known(schedule: Schedule) -> bool:
 
 
 def _variables(step: Step, memory: MemoryParts) -> tuple[Held, Held, Held]:
-    """What devices hold of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
+    """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
     found, placement = holdings(step.plan), step.schedule.placement
 
     def held(name: str) -> Held:

@@ -1,4 +1,4 @@
-"""A page with a pipeline's own numbers: one HTML file that needs no network, which notebooks show in place."""
+"""`pipe.view()`: puts a pipeline's own numbers into the page, as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """What a browser on this machine opens."""
+        """The address that a browser on this machine opens."""
         return self.path.resolve().as_uri()
 
     def __str__(self) -> str:
