@@ -12,7 +12,7 @@ PUBLIC = {
     "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
     "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
     "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress", "simulate", "stash",
-    "zero_bubble",
+    "watch", "zero_bubble",
 }  # fmt: skip
 
 
