@@ -232,7 +232,7 @@ def _add_kept(x: Any, kept: Any) -> Any:
 def _ending(turn: Callable, leave: bool) -> Callable:
     def end(x, *others):
         total = sum(jnp.mean(leaf) for leaf in others) if others else 0
-        return (turn(x), total) if leave and others else turn(x) + total
+        return (turn(x), total[None]) if leave and others else turn(x) + total
 
     return end
 
@@ -277,7 +277,7 @@ def random_loss(kind: str) -> Callable:
     """A loss function: "mean", "weighted", "contrastive" or "balance"."""
 
     def loss_fn(outputs, batch):
-        y, aux = outputs if isinstance(outputs, tuple) else (outputs, jnp.zeros((), outputs.dtype))
+        y, (aux,) = outputs if isinstance(outputs, tuple) else (outputs, jnp.zeros(1, outputs.dtype))
         z = jnp.tanh(y).reshape(y.shape[0], -1)
         errors = jnp.square(z - batch["target"][:, None]).mean(1)
         if kind == "weighted":

@@ -229,7 +229,7 @@ def evaluation(layers: list, items: list, loss_fn: Any, batch: Any) -> tuple[Any
 def evaluation_by_microbatch(layers: list, items: list, loss_fn: Any, batch: Any, m: int) -> tuple[Any, Any]:
     """(outputs, loss) in evaluation mode, each micro-batch by itself: for layers that look across examples.
 
-    Outputs are those of all examples; of a scalar there is one a micro-batch.
+    Outputs are those of all examples, along their first axis.
     """
 
     def forward(items: list, part: Any) -> tuple[Any, Any, Any]:
@@ -239,8 +239,9 @@ def evaluation_by_microbatch(layers: list, items: list, loss_fn: Any, batch: Any
 
     compiled = jax.jit(forward)
     found = [compiled(items, take_microbatch(batch, i, m)) for i in range(m)]
-    join = lambda *leaves: np.concatenate(leaves) if leaves[0].ndim else np.stack(leaves)
-    outputs = jax.tree.map(join, *[jax.device_get(outputs) for outputs, _, _ in found])
+    outputs = jax.tree.map(
+        lambda *leaves: np.concatenate(leaves), *[jax.device_get(outputs) for outputs, _, _ in found]
+    )
     return outputs, sum(loss for _, loss, _ in found) / sum(weight for _, _, weight in found)
 
 
