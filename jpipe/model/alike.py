@@ -9,7 +9,9 @@ are the same but for scalars, the layers are one function, and the scalars its `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -29,11 +31,11 @@ from jpipe.model.constants import (
     without_plain_calls,
 )
 from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
-from jpipe.model.layer_function import LayerFunction, trace_init
+from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.types import Shapes
+from jpipe.types import PyTree, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,39 +72,32 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
     """
     jaxprs: dict[str, ClosedJaxpr] = {}
-    made, gives, structures = layer.ready, dict[str, list[str]](), list[object]()
+    made, results = layer.ready, dict[str, PyTree]()
     if made is None:
         jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
-        gives[INIT] = _collections(made)
+        results[INIT] = (), made
     variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
-    group = replace(group, layer=layer, variables=variables, constants={})
-    function = LayerFunction(group, key_shape(), MODES["none"], batch)
-    for mode, own in ((TRAIN, function), (EVALUATION, replace(function, key=None))):
-        try:
-            jaxprs[mode], (outputs, updates) = own.trace_call()
-        except Exception:
-            if mode == TRAIN:
-                raise
-            continue
-        gives[mode] = [""] * len(jax.tree.leaves(outputs)) + _collections(updates)
-        if mode == TRAIN:
-            function = replace(function, group=replace(group, gives=strong(outputs)))
-        structures.append(jax.tree.structure((outputs, updates)))
+    call = partial(trace_call, layer, variables, group.takes, batch)
+    jaxprs[TRAIN], results[TRAIN] = call(key_shape())
+    with suppress(Exception):
+        jaxprs[EVALUATION], results[EVALUATION] = call(None)
     jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
-        every = Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))
-        traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
+        every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
+        own = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
+        traced = trace_layer(LayerFunction(own, key_shape(), MODES["none"], batch))
         computed += [whole(traced.forward), whole(traced.backward)]
-    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
-    lying = jax.tree.structure(variables), shapes, layer.partition_specs(variables)
-    return LayerTraces(jaxprs, scalars, gives, (list(jaxprs), computed, structures, lying))
+    structures = jax.tree.structure(variables), {mode: jax.tree.structure(own) for mode, own in results.items()}
+    gives = {mode: _collections(*result) for mode, result in results.items()}
+    return LayerTraces(jaxprs, scalars, gives, (computed, structures, layer.partition_specs(variables)))
 
 
-def _collections(variables: LayerVariables) -> list[str]:
-    """The collection of each leaf."""
-    return [name for name in sorted(variables) for _ in jax.tree.leaves(variables[name])]
+def _collections(outputs: Shapes, updates: LayerVariables) -> list[str]:
+    """The collection of each leaf, "" for an output's."""
+    collections = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
+    return [""] * len(jax.tree.leaves(outputs)) + collections
 
 
 class Alike:
