@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import jax
 
 from jpipe.checkpoints.containers import Json, containers_from_json, name_of
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path, PathLeaf
 
 PARAMS = "params"
 
@@ -88,18 +88,11 @@ def _renamed_parameters(saved: Json, own: Json) -> dict[Path, Path]:
     """By path in the pipeline, the path in the checkpoint of what is frozen in one of them alone."""
     found = {}
     for mine, theirs in zip(own["layers"], saved["layers"], strict=False):  # other counts are a difference
-        trees = [containers_from_json(layer["item"], lambda path: _Leaf(tuple(path))) for layer in (mine, theirs)]
+        trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in (mine, theirs)]
         if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
             pairs = zip(*map(jax.tree.leaves, trees), strict=True)
             found |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
     return found
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A path as a leaf of a pytree."""
-
-    path: Path
 
 
 def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
