@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
 import flax.errors
 import flax.linen as nn
@@ -133,41 +133,33 @@ def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
     def note(
         called: Callable, arguments: tuple, options: dict[str, object], where: nn.module.InterceptorContext
     ) -> object:
-        if _drops(where.module):
-            found.append(_described(where.module))
+        found.extend(_dropout(where.module))
         return called(*arguments, **options)
 
     while isinstance(layer, Around):
         layer = layer.inner
     if isinstance(layer, NnxLayer) and layer.method is None:
-        nodes = nnx.iter_graph(nnx.merge(layer.graphdef, layer.template))
-        found = [_described(node) for _, node in nodes if _drops(node)]
+        for _, node in nnx.iter_graph(nnx.merge(layer.graphdef, layer.template)):
+            found.extend(_dropout(node))
     watches = isinstance(layer, LinenLayer) and not _is_turned_off(layer.module)
     with nn.intercept_methods(note) if watches else nullcontext():
         yield found
 
 
-Dropping = nn.Dropout | nnx.Dropout | nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention
-
-
-def _rate(part: Dropping) -> float:
-    return part.rate if isinstance(part, nn.Dropout | nnx.Dropout) else part.dropout_rate
-
-
-def _drops(part: object) -> TypeGuard[Dropping]:
-    """Whether a module draws what it drops; at a rate of 1 that is everything."""
-    return isinstance(part, Dropping) and 0 < _rate(part) < 1
-
-
-def _described(part: Dropping) -> str:
-    return f"{type(part).__name__} of rate {_rate(part)}"
+def _dropout(part: object) -> list[str]:
+    """A module that draws what it drops, in words; nothing of others. At a rate of 1 it drops everything."""
+    if isinstance(part, nn.Dropout | nnx.Dropout):
+        rate = part.rate
+    else:
+        attention = isinstance(part, nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention)
+        rate = part.dropout_rate if attention else 0
+    return [f"{type(part).__name__} of rate {rate}"] if 0 < rate < 1 else []
 
 
 def _is_turned_off(module: nn.Module) -> bool:
     """Whether the user gave a module, or one in its fields, the mode of evaluation: by a field, not by its default."""
     off = modes(train=False)
-    parts = [part for part in parts_of(module) if isinstance(part, nn.Module)]
-    fields = ((part, f) for part in parts for f in dataclasses.fields(part) if f.name in off)
+    fields = ((part, f) for part in parts_of(module) for f in dataclasses.fields(part) if f.name in off)
     return any(getattr(part, f.name, None) == off[f.name] != f.default for part, f in fields)
 
 
