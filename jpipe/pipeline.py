@@ -301,11 +301,12 @@ class Pipeline:
         temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone. Of a model
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
-        checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
+        numbers = checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
+        num_tokens, temperature, prefill = numbers
         fed = {"num_tokens": num_tokens, "prefill": prefill, "logits": logits}
         programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
         self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
-        drawn = (as_key(key), jnp.asarray(float(temperature))) if temperature else (None, None)
+        drawn = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
         return self._run("generation", self._jit_generate, variables, prompts, *drawn, **fed)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:

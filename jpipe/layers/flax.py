@@ -159,7 +159,8 @@ def _dropout(part: object) -> list[str]:
 def _is_turned_off(module: nn.Module) -> bool:
     """Whether the user gave a module, or one in its fields, the mode of evaluation: by a field, not by its default."""
     off = modes(train=False)
-    fields = ((part, f) for part in parts_of(module) for f in dataclasses.fields(part) if f.name in off)
+    parts = [part for part in parts_of(module) if isinstance(part, nn.Module)]
+    fields = ((part, f) for part in parts for f in dataclasses.fields(part) if f.name in off)
     return any(getattr(part, f.name, None) == off[f.name] != f.default for part, f in fields)
 
 

@@ -19,8 +19,6 @@ import faulthandler
 import functools
 import itertools
 import json
-import math
-import numbers
 import os
 import socket
 import sys
@@ -36,6 +34,7 @@ import jax
 from jpipe.seam.runtime import is_computed, shared_store
 from jpipe.terminal.first_calls import Call, followed, followers
 from jpipe.types import PyTree
+from jpipe.users_numbers import as_number
 
 EXIT_CODE = 75
 """With which a process ends whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
@@ -76,11 +75,7 @@ def watch(seconds: float) -> Watch:
       TypeError: `seconds` is no number.
       ValueError: it isn't positive and finite.
     """
-    if not isinstance(seconds, numbers.Real) or isinstance(seconds, bool):
-        raise TypeError(f"seconds={seconds!r} is no number; give the seconds that no step may take, such as 600")
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds={seconds!r} is not positive and finite; give the seconds that no step may take")
-    return Watch(float(seconds))
+    return Watch(as_number("seconds", seconds, "give the seconds that no step may take, such as 600", positive=True))
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,8 @@ class Watch:
             self._progress = time.monotonic()
             return
         _within(GRACE, lambda: self._tell(standings))
-        _within(2 * self._pause + GRACE, self._wait_for_others)
+        if self._count > 1:
+            _within(2 * self._pause + GRACE, self._wait_for_others)
         os._exit(EXIT_CODE)
 
     def _standings(self) -> dict[int, Standing]:
@@ -215,8 +211,6 @@ class Watch:
 
     def _wait_for_others(self) -> None:
         """Waits until all processes of this block have told, too."""
-        if self._count == 1:
-            return
         with suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_set(f"{self._folder}/told/{self._process}", "", True)
             while not self._read("steps").keys() <= self._read("told").keys():
@@ -228,15 +222,15 @@ class Watch:
 
     def _exchange(self) -> None:
         own, said = f"{self._folder}/steps/{self._process}", None
-        while True:
+        is_over = False
+        while not is_over:
             with suppress(jax.errors.JaxRuntimeError):
                 if (standing := self._standing()) != said:
                     self._store.key_value_set(own, json.dumps(asdict(standing)), True)
                     said = standing
                 if self._read("told"):
                     self._told.set()
-            if self._over.wait(self._pause):
-                break
+            is_over = self._over.wait(self._pause)
         with suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_delete(own)
 
@@ -267,21 +261,17 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
     <BLANKLINE>
     """
     step = 1 + max(standing.ended for standing in standings.values())
-    missing = [p for p, standing in standings.items() if standing.entered < step]
-    elsewhere = sorted(set(range(count)) - set(standings))
     ends = f"process {process} of {count} ends with exit code {EXIT_CODE}"
     lines = [f"jpipe.watch: no step has ended for {seconds:g} s; {ends}."]
-    if missing:
+    if missing := [p for p, standing in standings.items() if standing.entered < step]:
         lines.append(f"Process {_listed(missing)} had not entered step {step}.")
     if not any(standing.entered for standing in standings.values()):
         lines.append("A step of one's own under jax.jit is seen only if the loop calls watched.steps_of(step).")
     for p, at in sorted(standings.items(), key=lambda item: (item[1].entered, item[0]))[:_SHOWN]:
-        last = f" (the last: {at.last})" if at.last else ""
-        compiles = ", it compiles" * at.is_compiling
-        lines.append(
-            f"  process {p} ({at.host}) had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
-        )
-    if elsewhere:
+        last, compiles = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
+        own = f"had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
+        lines.append(f"  process {p} ({at.host}) {own}")
+    if elsewhere := sorted(set(range(count)) - set(standings)):
         lines.append(f"Not in this block, or not reached: process {_listed(elsewhere)}.")
     return "\n".join([*lines, f"The stacks of process {process}:", ""])
 
