@@ -18,15 +18,7 @@ from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import (
-    Axis,
-    Shard,
-    Sharding,
-    is_possible,
-    names_in,
-    of_spec,
-    settled,
-)
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, settled
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
