@@ -29,6 +29,7 @@ from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
+from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 saving.register()
 
 
-class Pipeline:
+class Pipeline(Tabular):
     """A sequence of layers in K stages, trained with M micro-batches a step (GPipe, arXiv 1811.06965).
 
     The step equals the sequential model's: same loss, same gradients, same random numbers, whatever the number of
@@ -150,11 +151,8 @@ class Pipeline:
         of = f"{len(self.planner.request.layers)} layers, {sizes}, schedule={self.schedule.name!r}"
         return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
 
-    def __str__(self) -> str:
-        return summarize(repr(self), self.planner).described()
-
-    def _repr_html_(self) -> str:
-        return summarize(repr(self), self.planner).html()
+    def _table(self) -> Table:
+        return summarize(repr(self), self.planner)
 
     def __reduce__(self) -> tuple[Callable[[], Pipeline], tuple[()]]:
         """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""

@@ -65,7 +65,11 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
         layer = next((name for name in path if name in changed), None)
         if path[0] != OPTIMIZER or layer is None:
             continue
-        owner = _owner(path, {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape})
+        # What is kept for a parameter is called as it: the longest name that the path ends in. A parameter that is all
+        # of its layer has an empty name: what has its shape is called so.
+        named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
+        ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
+        owner = named[max(ends, key=len)] if ends else None
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
             # By a name of its own, such as a count: it is of no parameter, unless it is as long as all together.
@@ -112,12 +116,3 @@ def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Pat
                 keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
                 own |= dict(zip(keys, shapes, strict=True))
     return found
-
-
-def _owner(path: Path, parameters: dict[Path, Path]) -> Path | None:
-    """The parameter that an array of the optimiser is called as: the one with the longest name that `path` ends in.
-
-    One that is all of its layer has an empty name: those of its shape are called so.
-    """
-    ends = [keys for keys in parameters if path[len(path) - len(keys) :] == keys]
-    return parameters[max(ends, key=len)] if ends else None

@@ -22,7 +22,7 @@ from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.device_order import make_mesh
-from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
@@ -38,7 +38,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Tabular):
     """What `jpipe.forecast` found. Printed, or shown in a notebook, it is a table.
 
     Attributes:
@@ -66,12 +66,6 @@ class Forecast:
     timeline: Timeline | None = field(repr=False)
     message: str = ""
     advice: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     @property
     def total_bytes(self) -> int:

@@ -34,7 +34,6 @@ from jpipe.users_numbers import as_integer, as_number
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
-BYTES = "give the bytes of a device, such as 16e9"
 SHOWN = 5
 IMPROVED = 8
 """Of so many ways to share out the devices the settings are varied, of the best by their first settings."""
@@ -83,7 +82,7 @@ def plan(
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
-    room = None if memory is None else int(as_number("memory", memory, BYTES, positive=True))
+    room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
     found = _slice_of(topology, devices, compiled, options.get("balance"))

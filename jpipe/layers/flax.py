@@ -27,18 +27,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    Around,
-    Context,
-    Inputs,
-    Item,
-    LayerError,
-    LayerVariables,
-    Single,
-    Specs,
-)
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Single, Specs
 from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.functions import MODE_NAMES, ModeArguments, mode_arguments, modes
 from jpipe.layers.shared import Method
@@ -136,8 +125,6 @@ def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
         found.extend(_dropout(where.module))
         return called(*arguments, **options)
 
-    while isinstance(layer, Around):
-        layer = layer.inner
     if isinstance(layer, NnxLayer) and layer.method is None:
         for _, node in nnx.iter_graph(nnx.merge(layer.graphdef, layer.template)):
             found.extend(_dropout(node))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.layers.base import AnyLayer, LayerVariables, is_same, may_differ_in_numbers
+from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import (
@@ -35,7 +35,7 @@ from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.types import PyTree, Shapes
+from jpipe.types import Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,19 +45,21 @@ class LayerTraces:
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
       scalars: by mode, those of the trace.
-      gives: by mode, the collection of each output of the trace, "" for its activation's.
+      results: by mode, the shapes of what it gives: (outputs, new variables by collection).
       rest: all that has to be the same where layers differ in scalars alone.
     """
 
     jaxprs: Mapping[str, ClosedJaxpr]
     scalars: Mapping[str, list[np.ndarray]]
-    gives: Mapping[str, Sequence[str]]
+    results: Mapping[str, tuple[Shapes, dict[str, Shapes]]]
     rest: object
 
     def dependent(self, mode: str, constants: Constants) -> set[str]:
         """The collections whose new values depend on constants."""
-        depend = outputs_that_depend(self.jaxprs[mode], constants.places)
-        return {name for name, is_dependent in zip(self.gives[mode], depend, strict=True) if is_dependent}
+        outputs, new = self.results[mode]
+        names = [name for name in sorted(new) for _ in jax.tree.leaves(new[name])]
+        depend = outputs_that_depend(self.jaxprs[mode], constants.places)[len(jax.tree.leaves(outputs)) :]
+        return {name for name, is_dependent in zip(names, depend, strict=True) if is_dependent}
 
 
 def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTraces:
@@ -72,7 +74,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
     """
     jaxprs: dict[str, ClosedJaxpr] = {}
-    made, results = layer.ready, dict[str, PyTree]()
+    made, results = layer.ready, dict[str, tuple[Shapes, dict[str, Shapes]]]()
     if made is None:
         jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
         results[INIT] = (), made
@@ -90,14 +92,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
         traced = trace_layer(LayerFunction(own, key_shape(), MODES["none"], batch))
         computed += [whole(traced.forward), whole(traced.backward)]
     structures = jax.tree.structure(variables), {mode: jax.tree.structure(own) for mode, own in results.items()}
-    gives = {mode: _collections(*result) for mode, result in results.items()}
-    return LayerTraces(jaxprs, scalars, gives, (computed, structures, layer.partition_specs(variables)))
-
-
-def _collections(outputs: Shapes, updates: LayerVariables) -> list[str]:
-    """The collection of each leaf, "" for an output's."""
-    collections = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
-    return [""] * len(jax.tree.leaves(outputs)) + collections
+    return LayerTraces(jaxprs, scalars, results, (computed, structures, layer.partition_specs(variables)))
 
 
 class Alike:
@@ -128,8 +123,8 @@ class Alike:
         traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        by_mode = {mode: {i: own.scalars[mode] for i, own in traces.items()} for mode in traces[first].scalars}
-        constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
+        scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
+        constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):
@@ -141,9 +136,8 @@ class Alike:
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
-            try:
-                found = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
-            except Exception:
-                found = None
-            self._traces[index] = found
+            self._traces[index] = None if twin is None else self._traces[twin]
+            if twin is None:
+                with suppress(Exception):
+                    self._traces[index] = trace_modes(layer, group, self._batch)
         return self._traces[index]

@@ -56,13 +56,6 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
     return primitive.name not in CHEAP
 
 
-_PRODUCT = {"dimension_numbers": (((1,), (0,)), ((), ()))}
-_Offloaded = type(
-    jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(jax.lax.dot_general_p, **_PRODUCT)
-)
-"""The type of the answer of a policy that offloads; no public name of JAX has it."""
-
-
 def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
     """The answer of a policy about an operation.
 
@@ -70,7 +63,7 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
       ValueError: to offload what it gives.
     """
     answer = policy(primitive, *types, **parameters)
-    if isinstance(answer, _Offloaded):
+    if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
         name = f" {parameters['name']!r}" if "name" in parameters else ""
         raise ValueError(
             f"remat={getattr(policy, '__qualname__', policy)} moves what the operation {primitive.name}{name} gives to "

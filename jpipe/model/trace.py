@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
-from jpipe.layers.base import AnyLayer, LayerError, describe
+from jpipe.layers.base import AnyLayer, LayerError, describe, innermost
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.flax import dropouts_of
@@ -148,7 +148,7 @@ def _trace_layer(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        with dropouts_of(layer) as dropouts:
+        with dropouts_of(innermost(layer)) as dropouts:
             jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
         _check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)

@@ -113,9 +113,8 @@ class Watch:
             raise RuntimeError("this watch was entered before; call jpipe.watch again for another block")
         self._store, self._folder = shared_store(), f"jpipe/watch/{next(_blocks)}"
         self._process, self._count = (0, 1) if self._store is None else (jax.process_index(), jax.process_count())
-        self._threads = [threading.Thread(target=self._look, daemon=True)]
-        if self._count > 1:
-            self._threads.append(threading.Thread(target=self._exchange, daemon=True))
+        work = [self._look, self._exchange] if self._count > 1 else [self._look]
+        self._threads = [threading.Thread(target=function, daemon=True) for function in work]
         self._progress = time.monotonic()
         followers.append(self._follow)
         for thread in self._threads:

@@ -28,7 +28,7 @@ from jpipe.memory.layer_trees import LayerTrees, to_items
 from jpipe.model.groups import Model
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import settled
-from jpipe.pictures.tables import Table
+from jpipe.pictures.tables import Table, Tabular
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, PyTree
 
@@ -74,7 +74,7 @@ class CheckedLeaf:
 
 
 @dataclass(frozen=True)
-class GradientCheck:
+class GradientCheck(Tabular):
     """Loss and gradients of a pipeline beside the plain model's; `print` it, or show it in a notebook.
 
     Attributes:
@@ -101,12 +101,6 @@ class GradientCheck:
 
     def __repr__(self) -> str:
         return f"<GradientCheck of {self.title}: {self._verdict()}>"
-
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     def _verdict(self) -> str:
         if self.agrees:

@@ -49,9 +49,8 @@ class Call:
         """Notes what the devices are computing from now on."""
         # The last of the smallest: of a state and its metrics a metric, since the state is donated to the next step.
         arrays = [leaf for leaf in reversed(jax.tree.leaves(result)) if isinstance(leaf, jax.Array)]
-        by_size = sorted(arrays, key=lambda array: array.size)
-        keys = jax.dtypes.prng_key
-        self.result = next((array for array in by_size if not jnp.issubdtype(array.dtype, keys)), None)
+        plain = [array for array in arrays if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
+        self.result = min(plain, key=lambda array: array.size, default=None)
         self.is_compiling = False
 
 
