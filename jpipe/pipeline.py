@@ -391,11 +391,9 @@ class Pipeline(Tabular):
           batch, tx: a batch `[B, ...]`, or its ShapeDtypeStructs; any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        self.planner.check_loss()
         plan = self.planner.plan_for(batch)
-        assert plan.loss is not None
         variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch)
+        return abstract_state(variables, tx, key_shape(key), plan.known_loss().of_batch)
 
     def place_state(self, state: PyTree, tx: optax.GradientTransformation | None) -> PyTree:
         """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
@@ -409,12 +407,9 @@ class Pipeline(Tabular):
           tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
         """
         checks.check_loop_state(state)
-        plan = self.plan
-        params = plan.layouts["params"].shapes
+        params = self.plan.layouts["params"].shapes
         if tx is not None:
-            self.planner.check_loss()
-            assert plan.loss is not None
-            checked_opt_state(tx, params, plan.loss.of_batch)
+            checked_opt_state(tx, params, self.plan.known_loss().of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
         return batches.placed(state, shardings, self.mesh)
 

@@ -66,7 +66,8 @@ def is_bare(
         )
     if said is not None:
         return said
-    if like_batch and like_inputs and not _gives_all(read_inputs, expected):
+    reads = trace(read_inputs, expected)[0].jaxpr if like_batch and like_inputs else None
+    if reads is not None and reads.outvars != reads.invars:  # the inputs aren't the whole batch
         features = lambda tree: [leaf.shape[1:] for leaf in jax.tree.leaves(tree)]
         fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))
         if fits_batch == fits_inputs:
@@ -85,12 +86,6 @@ def is_bare(
         f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
         f"inputs, {outline('inputs', inputs)}"
     )
-
-
-def _gives_all(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> bool:
-    """Whether the inputs are the whole batch, so that there is nothing to tell apart."""
-    jaxpr = trace(read_inputs, batch)[0].jaxpr
-    return jaxpr.outvars == jaxpr.invars
 
 
 def batch_size(batch: Batch) -> int:

@@ -94,11 +94,8 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
     _check_model(plan, model, length)
     last, of_examples = model.groups[-1], request.splits.of_examples(tokens.shape[0])
-    whole_at = [
-        of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
-        for leaf in jax.tree.leaves(last.gives)
-    ]
-    whole = replace(last, gives_at=whole_at)  # logits among them, to choose by
+    at = lambda leaf: of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
+    whole = replace(last, gives_at=list(map(at, jax.tree.leaves(last.gives))))  # logits among them, to choose by
     model = replace(model, groups=(*model.groups[:-1], whole))
     placement = request.schedule.placement
     schedule = forward_only(

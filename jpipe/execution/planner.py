@@ -92,14 +92,6 @@ class Planner:
         num_microbatches, shards = self.request.schedule.num_microbatches, self.request.splits.num_shards
         return cut_for_evaluation(batch, num_microbatches, shards, bare=bare)
 
-    def check_loss(self) -> None:
-        """Raises a ValueError if there is no loss."""
-        if self.request.loss_fn is None:
-            raise ValueError(
-                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
-                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
-            )
-
     # --- micro-batch -> model ---
 
     def _model(self, micro: MicroBatch) -> Model:
@@ -206,7 +198,7 @@ class Planner:
         Raises:
           ValueError: there is no loss to train with.
         """
-        self.check_loss()
+        self.known_plan().known_loss()
         micro = self.for_training(batch)
         return self.step(micro, self.layers(micro, key_shape(key)))
 

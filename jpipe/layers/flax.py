@@ -119,11 +119,9 @@ def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
     """
     found: list[str] = []
 
-    def note(
-        called: Callable, arguments: tuple, options: dict[str, object], where: nn.module.InterceptorContext
-    ) -> object:
+    def note(called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext) -> object:
         found.extend(_dropout(where.module))
-        return called(*arguments, **options)
+        return called(*args, **kwargs)
 
     if isinstance(layer, NnxLayer) and layer.method is None:
         for _, node in nnx.iter_graph(nnx.merge(layer.graphdef, layer.template)):

@@ -74,7 +74,7 @@ def trace_model(
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     alike, apart = Alike(layers, batch), None if like is None else like.group_of
-    takes, takes_at, path = (), [], []  # the group of each layer so far
+    takes, takes_at = (), []
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
         for g, group in enumerate(() if last else groups):
@@ -85,7 +85,7 @@ def trace_model(
                 break
         else:
             g = len(groups)
-            way_here = partial(_way_here, layers, inputs, [groups[at] for at in path])
+            way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
             group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules)
@@ -93,7 +93,6 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-        path.append(g)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -244,18 +243,19 @@ def _category(dtype: jnp.dtype) -> object:
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[LayerGroup]) -> str:
+def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:
     """What the next layer is called with: as the layer before it gives it, and the last one that changed its shapes.
 
     Args:
-      layers: all of them.
+      before: the layers before it.
       inputs: what the first one takes.
-      before: the groups of those before.
+      groups: theirs.
     """
     lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
-    for index, group in enumerate(before):
+    for index, layer in enumerate(before):
+        group = next(group for group in groups if index in group.indices)
         changed = not same_type(takes, group.gives)
-        line = f"layer {index} ({layers[index].name}) takes {describe(takes)}, gives {describe(group.gives)}"
+        line = f"layer {index} ({layer.name}) takes {describe(takes)}, gives {describe(group.gives)}"
         lines, takes = [*([] if changed else lines[:1]), line], group.gives
     return "\n  ".join(lines)
 

@@ -152,12 +152,10 @@ class Watch:
         @functools.wraps(function)
         def step(*arguments: PyTree, **options: PyTree) -> PyTree:
             with followed(name, (arguments, options)) as call:
-                if call:
-                    call.is_compiling = next(calls) == 0
-                result = function(*arguments, **options)
-                if call:
-                    call.gives(result)
-                return result
+                if call is None:
+                    return function(*arguments, **options)
+                call.is_compiling = next(calls) == 0
+                return call.gives(function(*arguments, **options))
 
         return step
 
@@ -172,7 +170,8 @@ class Watch:
     def _standing(self) -> Standing:
         """How far this process has come; notes when a step has ended since the last look."""
         with self._lock:
-            running = [call for call in self._running if not _has_ended(call)]
+            has_ended = lambda call: call.has_returned and (call.result is None or is_computed(call.result))
+            running = [call for call in self._running if not has_ended(call)]
             is_compiling = any(call.is_compiling for call in running)
             if is_compiling or len(running) < len(self._running):
                 self._progress = time.monotonic()
@@ -278,11 +277,6 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
 def _listed(processes: list[int]) -> str:
     more = f" and {len(processes) - _SHOWN} more" if len(processes) > _SHOWN else ""
     return ", ".join(map(str, processes[:_SHOWN])) + more
-
-
-def _has_ended(call: Call) -> bool:
-    """Whether a call has returned, and the devices have computed what it gave."""
-    return call.has_returned and (call.result is None or is_computed(call.result))
 
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result | None:

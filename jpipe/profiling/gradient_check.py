@@ -19,11 +19,11 @@ from jpipe.execution.batches import split_microbatches
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.jax_tools.random_keys import as_key, key_shape, layer_key
+from jpipe.jax_tools.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.jax_tools.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
-from jpipe.layers.frozen import path_as_text
+from jpipe.layers.frozen import parameter_paths
 from jpipe.memory.layer_trees import LayerTrees, to_items
 from jpipe.model.groups import Model
 from jpipe.partitioner.per_device import jaxpr_per_device
@@ -162,15 +162,9 @@ def check_gradients(
     typed = jax.random.key(0) if key is None else as_key(key)
     with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
         typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
-        plain = (
-            _of_layers(planner, model, trees, batch, typed) if reference is None else _of_reference(reference, model)
-        )
+        plain = _of_reference(reference, model) if reference else _of_layers(planner, model, trees, batch, typed)
         results, narrowest = _with_rounding(plain, params, trees, batch, typed)
-    names = [
-        (f"{i} ({model.group_at(i).layer.name})", path_as_text(path))
-        for i in sorted(own)
-        for path, _ in jax.tree_util.tree_leaves_with_path(own[i])
-    ]
+    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i in sorted(own) for path in parameter_paths(own[i])]
     sizes = _compared((loss, own), results, float(jnp.finfo(narrowest).eps))
     of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip([("", "loss"), *names], sizes, strict=True)]
     return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)
@@ -215,9 +209,7 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
     assert loss is not None, "without one there are no gradients"
     num_terms = len(loss.terms)
 
-    def of_part(
-        params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: jax.Array, weights: jax.Array
-    ) -> PyTree:
+    def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key, weights: jax.Array) -> PyTree:
         """Of micro-batch m: the gradients of its sums of loss, each divided by its weight; all sums."""
 
         def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
@@ -273,9 +265,7 @@ def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[P
       given: its other arguments.
     """
     traced = jax.jit(plain).trace(params, *given)
-    dtypes = {
-        shape.dtype for equation in equations_in(traced.jaxpr.jaxpr.eqns) for shape in shapes_of(equation.outvars)
-    }
+    dtypes = {shape.dtype for e in equations_in(traced.jaxpr.jaxpr.eqns) for shape in shapes_of(e.outvars)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrowest = jnp.dtype(max(floats, key=lambda dtype: jnp.finfo(dtype).eps))
     run, random, eps = traced.lower().compile(), np.random.default_rng(0), float(jnp.finfo(narrowest).eps)

@@ -15,11 +15,7 @@ from jpipe.schedules.schedule import Schedule
 
 
 def stage_table(
-    schedule: Schedule,
-    cut: Partition,
-    stages: StageTimes,
-    in_flight: Sequence[int],
-    at_work: Sequence[ProcessTime] = (),
+    schedule: Schedule, cut: Partition, stages: StageTimes, in_flight: Sequence[int], at_work: Sequence[ProcessTime]
 ) -> Table:
     """A row for each stage: its layers, and its milliseconds for one micro-batch."""
     total, rows = np.asarray(stages.total), []
