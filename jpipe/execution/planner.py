@@ -67,8 +67,7 @@ class Planner:
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        traced = self.model, self.loss, self.output_axes, self.layers, self.on_device
-        for kept in (*traced, self.step, self.decoding):
+        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, self.step, self.decoding):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jpipe.execution.batches import batch_size
+from jpipe.execution.batches import cut_for_evaluation
 from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
@@ -143,8 +143,7 @@ def forecast(
         raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
     found = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if found is None else _moved(pipe, found, topology)
-    batch_size(batch)  # an error if it is none
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     device, planner = there.mesh.devices.flat[0], there.planner
     state = there.abstract_state(shapes, tx)
     others = {name: tree for name, tree in state.variables.items() if name != "params"}

@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import optax
 
-from jpipe.execution.batches import batch_size
+from jpipe.execution.batches import batch_size, cut_for_evaluation
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
 from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
@@ -89,8 +89,7 @@ def plan(
     number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.memory) if room is None else room
-    batch_size(batch)  # an error if it is none
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]

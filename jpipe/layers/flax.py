@@ -75,9 +75,8 @@ def parts_of(layer: object) -> list[object]:
         named: list[object] = []
         with suppress(ValueError):  # a variable that isn't set yet
             found = getclosurevars(layer)
-            named = [
-                v for v in (*found.nonlocals.values(), *found.globals.values()) if isinstance(v, nn.Module | nnx.Module)
-            ]
+            values = (*found.nonlocals.values(), *found.globals.values())
+            named = [value for value in values if isinstance(value, nn.Module | nnx.Module)]
         return [layer, *(part for module in named for part in parts_of(module))]
     if isinstance(layer, nnx.Module):
         variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]

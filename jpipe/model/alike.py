@@ -136,8 +136,7 @@ class Alike:
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
-            self._traces[index] = None if twin is None else self._traces[twin]
-            if twin is None:
-                with suppress(Exception):
-                    self._traces[index] = trace_modes(layer, group, self._batch)
+            self._traces[index] = None
+            with suppress(Exception):
+                self._traces[index] = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
         return self._traces[index]

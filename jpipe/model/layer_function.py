@@ -165,9 +165,8 @@ class LayerFunction:
         over_axes = lambda shardings: [(*s, *more) for s in shardings] if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         caches = {CACHE: self.caches_at(splits)}
-        at_work = lambda names: [
-            at for name in names for at in caches.get(name) or map(splits.at_work, group.specs[name])
-        ]
+        of = lambda name: caches.get(name) or map(splits.at_work, group.specs[name])
+        at_work = lambda names: [at for name in names for at in of(name)]
         constants = [replicated(axes)] * len(self.constants.places)
         variables, fixed = [*at_work(group.names), *constants], at_work(group.fixed_names)
         params = variables[: len(self.arguments.params)]

@@ -103,8 +103,7 @@ class Watch:
     def __init__(self, seconds: float):
         self._seconds, self._pause = seconds, min(seconds / 20, LONGEST_PAUSE)
         self._lock, self._over, self._told = threading.Lock(), threading.Event(), threading.Event()
-        self._running: list[Call] = []
-        self._host = socket.gethostname()
+        self._host, self._running = socket.gethostname(), list[Call]()
         self._entered, self._last, self._progress = 0, "", 0.0
         self._threads: list[threading.Thread] = []
 
