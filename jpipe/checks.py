@@ -109,19 +109,6 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
         raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
 
 
-def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
-    """Checks what `evaluate` is given.
-
-    Raises:
-      TypeError, ValueError: as `check_batch`, `check_complete`; or for what the loss function returns.
-    """
-    planner.check_loss()
-    plan = planner.plan_for(batch)
-    check_batch(plan, batch)
-    check_complete(plan, variables)
-    planner.loss(planner.for_evaluation(batch))
-
-
 def check_generation(
     plan: Plan,
     variables: dict[str, StageTree],
@@ -130,8 +117,11 @@ def check_generation(
     key: jax.Array | None,
     temperature: float,
     prefill: int,
-) -> None:
+) -> tuple[int, float, int]:
     """Checks what `generate` is given.
+
+    Returns:
+      `(num_tokens, temperature, prefill)`, as Python's own numbers, which are static arguments.
 
     Raises:
       TypeError, ValueError: as `check_complete`; prompts are no tokens `[B, S]`, or fewer than stages; nothing is asked
@@ -152,9 +142,9 @@ def check_generation(
     if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):
         raise TypeError("temperature or num_tokens is traced; pass numbers, static arguments of your jax.jit")
     temperature = as_number("temperature", temperature, "one is for all prompts, 0 takes the likeliest", finite=False)
-    as_integer("num_tokens", num_tokens, "ask for at least one token")
+    num_tokens = as_integer("num_tokens", num_tokens, "ask for at least one token")
     sizes = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
-    if integer_or_none(prefill) not in sizes:
+    if (fed := integer_or_none(prefill)) not in sizes:
         raise ValueError(
             f"prefill={prefill!r} is no part of prompts of {shape[1]} tokens; feed {sizes} of them at a time"
         )
@@ -165,6 +155,7 @@ def check_generation(
         )
     if temperature and key is None:
         raise ValueError(f"temperature={temperature} draws random numbers, but key=None; pass key=jax.random.key(...)")
+    return num_tokens, temperature, fed
 
 
 def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
@@ -181,14 +172,24 @@ def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
             )
 
 
+def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
+    """Raises what is wrong with the arguments of `evaluate`; traces the model and the loss at new shapes."""
+    _check_has_loss(planner, variables, batch)
+    planner.loss(planner.for_evaluation(batch))
+
+
 def check_training(planner: Planner, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None) -> None:
-    """Raises what is wrong with the arguments of a training step; traces the model at new shapes."""
-    planner.check_loss()
-    plan = planner.plan_for(batch)
-    check_batch(plan, batch)
-    check_complete(plan, variables)
+    """Raises what is wrong with the arguments of a training step; traces the model and the loss at new shapes."""
+    _check_has_loss(planner, variables, batch)
     micro = planner.for_training(batch)
     check_key(planner.model(micro), planner.loss(micro), key)
+
+
+def _check_has_loss(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
+    plan = planner.plan_for(batch)
+    plan.known_loss()
+    check_batch(plan, batch)
+    check_complete(plan, variables)
 
 
 def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, said: bool | None) -> bool:

@@ -29,6 +29,7 @@ from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
+from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 saving.register()
 
 
-class Pipeline:
+class Pipeline(Tabular):
     """A sequence of layers in K stages, trained with M micro-batches a step (GPipe, arXiv 1811.06965).
 
     The step equals the sequential model's: same loss, same gradients, same random numbers, whatever the number of
@@ -150,11 +151,8 @@ class Pipeline:
         of = f"{len(self.planner.request.layers)} layers, {sizes}, schedule={self.schedule.name!r}"
         return f"Pipeline({of}, mesh={dict(self.mesh.shape)})"
 
-    def __str__(self) -> str:
-        return summarize(repr(self), self.planner).described()
-
-    def _repr_html_(self) -> str:
-        return summarize(repr(self), self.planner).html()
+    def _table(self) -> Table:
+        return summarize(repr(self), self.planner)
 
     def __reduce__(self) -> tuple[Callable[[], Pipeline], tuple[()]]:
         """A copy, or what is unpickled, is made from the same arguments, and sees its first batch anew."""
@@ -301,11 +299,12 @@ class Pipeline:
         temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone. Of a model
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
-        checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
+        numbers = checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
+        num_tokens, temperature, prefill = numbers
         fed = {"num_tokens": num_tokens, "prefill": prefill, "logits": logits}
         programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
         self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
-        drawn = (as_key(key), jnp.asarray(float(temperature))) if temperature else (None, None)
+        drawn = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
         return self._run("generation", self._jit_generate, variables, prompts, *drawn, **fed)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
@@ -392,11 +391,9 @@ class Pipeline:
           batch, tx: a batch `[B, ...]`, or its ShapeDtypeStructs; any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        self.planner.check_loss()
         plan = self.planner.plan_for(batch)
-        assert plan.loss is not None
         variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), plan.loss.of_batch)
+        return abstract_state(variables, tx, key_shape(key), plan.known_loss().of_batch)
 
     def place_state(self, state: PyTree, tx: optax.GradientTransformation | None) -> PyTree:
         """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
@@ -410,12 +407,9 @@ class Pipeline:
           tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
         """
         checks.check_loop_state(state)
-        plan = self.plan
-        params = plan.layouts["params"].shapes
+        params = self.plan.layouts["params"].shapes
         if tx is not None:
-            self.planner.check_loss()
-            assert plan.loss is not None
-            checked_opt_state(tx, params, plan.loss.of_batch)
+            checked_opt_state(tx, params, self.plan.known_loss().of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
         return batches.placed(state, shardings, self.mesh)
 

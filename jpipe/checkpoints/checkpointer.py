@@ -16,13 +16,7 @@ from jax.core import Tracer
 
 from jpipe import __version__
 from jpipe.checkpoints import files
-from jpipe.checkpoints.containers import (
-    Json,
-    containers_from_json,
-    containers_to_json,
-    value_from_json,
-    value_to_json,
-)
+from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
 from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all

@@ -219,7 +219,7 @@ class Contents:
     def _named(self, record: NamedRecord, collection: str) -> PyTree:
         """A layer's tree of a collection with names as leaves."""
         treedef = self.state.variables[collection].layout.treedefs[record.record_type]
-        return jax.tree.unflatten(treedef, map(_Name, record.shapes.get(f"{LAYERS}/{collection}", ())))
+        return jax.tree.unflatten(treedef, map(PathLeaf, record.shapes.get(f"{LAYERS}/{collection}", ())))
 
 
 @lru_cache(maxsize=4)
@@ -246,7 +246,7 @@ def _is_tree(node: object) -> TypeGuard[StageTree]:
 
 
 @dataclass(frozen=True)
-class _Name:
+class PathLeaf:
     """A path as a leaf of a pytree."""
 
     path: Path

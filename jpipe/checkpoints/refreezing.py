@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import jax
 
 from jpipe.checkpoints.containers import Json, containers_from_json, name_of
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Path, PathLeaf
 
 PARAMS = "params"
 
@@ -65,7 +65,11 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
         layer = next((name for name in path if name in changed), None)
         if path[0] != OPTIMIZER or layer is None:
             continue
-        owner = _owner(path, {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape})
+        # What is kept for a parameter is called as it: the longest name that the path ends in. A parameter that is all
+        # of its layer has an empty name: what has its shape is called so.
+        named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
+        ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
+        owner = named[max(ends, key=len)] if ends else None
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
             # A name of its own, such as a count's, is no parameter's, unless it is as long as all parameters together.
@@ -88,18 +92,11 @@ def _renamed_parameters(saved: Json, own: Json) -> dict[Path, Path]:
     """The paths of parameters that one of the two alone froze: from that in the pipeline to that in the checkpoint."""
     found = {}
     for mine, theirs in zip(own["layers"], saved["layers"], strict=False):  # other counts are a difference
-        trees = [containers_from_json(layer["item"], lambda path: _Leaf(tuple(path))) for layer in (mine, theirs)]
+        trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in (mine, theirs)]
         if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
             pairs = zip(*map(jax.tree.leaves, trees), strict=True)
             found |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
     return found
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A path as a leaf of a pytree."""
-
-    path: Path
 
 
 def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
@@ -119,12 +116,3 @@ def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Pat
                 keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
                 own |= dict(zip(keys, shapes, strict=True))
     return found
-
-
-def _owner(path: Path, parameters: dict[Path, Path]) -> Path | None:
-    """The parameter that an array of the optimiser is called as: the one with the longest name that `path` ends in.
-
-    One that is all of its layer has an empty name: those of its shape are called so.
-    """
-    ends = [keys for keys in parameters if path[len(path) - len(keys) :] == keys]
-    return parameters[max(ends, key=len)] if ends else None

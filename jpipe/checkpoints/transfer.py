@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +62,35 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
       origin: which arrays of the checkpoint they are. What is fresh is made from the parameters, once these are read.
     """
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
-        named = _read(directory, contents.without_layer, origin)
-        fill = partial(_filled, directory, contents, origin, advance)
+
+        def read(shapes: Named) -> Named:
+            """Those of the state's arrays that aren't fresh; all processes read theirs."""
+            theirs = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
+            wanted = {name: shapes[path] for path, name in theirs.items()}
+            found = files.if_all_can(lambda: files.read_arrays(directory, wanted))
+            return {path: found[name] for path, name in theirs.items()}
+
+        def fill(arrays: Arrays, records: list[NamedRecord]) -> Arrays:
+            """Buffers with the arrays of some records, which are read a portion at a time; what is fresh stays there.
+
+            The buffers are donated. If there are none, new ones are made once something could be read.
+            """
+            zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
+            for portion in _portions(records):
+                found = read({path: shape for record in portion for path, shape in record.named.items()})
+                arrays = arrays or jax.tree.map(zeros, contents.arrays)
+                for record in portion:
+                    place = record.record_type, record.record
+                    if not origin.fresh.isdisjoint(record.named):
+                        old = contents.records.take(arrays, *place)
+                        for name, shapes in record.shapes.items():
+                            found = dict(zip(shapes, old[name], strict=True)) | found
+                    new = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+                    arrays = contents.records.put(arrays, *place, new)
+                advance(sum(record.num_bytes for record in portion))
+            return arrays
+
+        named = read(contents.without_layer)
         if not origin.fresh:
             return fill({}, contents.each_record), named
         arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
@@ -72,44 +98,6 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
         del arrays  # the room of the optimiser's arrays is given back before new ones are made
         arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
         return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
-
-
-def _read(directory: epath.Path, shapes: Named, origin: Origin) -> Named:
-    """Some of the state's arrays; all processes read theirs."""
-    theirs = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
-    found = files.if_all_can(lambda: files.read_arrays(directory, {name: shapes[p] for p, name in theirs.items()}))
-    return {path: found[name] for path, name in theirs.items()}
-
-
-def _filled(
-    directory: epath.Path,
-    contents: Contents,
-    origin: Origin,
-    advance: Callable[[int], None],
-    arrays: Arrays,
-    records: list[NamedRecord],
-) -> Arrays:
-    """Buffers with the arrays of some records, a portion at a time; what is fresh stays as it was there.
-
-    Args:
-      directory, contents, origin: as `read_all` takes them.
-      advance: is told how many bytes were read.
-      arrays: the buffers, which are donated; if there are none, new ones are made once something could be read.
-      records: those to read.
-    """
-    for portion in _portions(records):
-        found = _read(directory, {path: shape for record in portion for path, shape in record.named.items()}, origin)
-        arrays = arrays or jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), contents.arrays)
-        for record in portion:
-            place = record.record_type, record.record
-            if not origin.fresh.isdisjoint(record.named):
-                old = contents.records.take(arrays, *place)
-                for name, shapes in record.shapes.items():
-                    found = dict(zip(shapes, old[name], strict=True)) | found
-            read = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
-            arrays = contents.records.put(arrays, *place, read)
-        advance(sum(record.num_bytes for record in portion))
-    return arrays
 
 
 def _new_state(contents: Contents, params: Buffers) -> Arrays:

@@ -66,8 +66,10 @@ def is_bare(
         )
     if said is not None:
         return said
-    if like_batch and like_inputs and not _gives_all(read_inputs, expected):
-        fits_batch, fits_inputs = _same_features(batch, expected), _same_features(batch, inputs)
+    reads = trace(read_inputs, expected)[0].jaxpr if like_batch and like_inputs else None
+    if reads is not None and reads.outvars != reads.invars:  # the inputs aren't the whole batch
+        features = lambda tree: [leaf.shape[1:] for leaf in jax.tree.leaves(tree)]
+        fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))
         if fits_batch == fits_inputs:
             raise ValueError(
                 f"{describe(batch)} may be a batch, which had micro-batches of {describe(expected)} at init, or the "
@@ -84,17 +86,6 @@ def is_bare(
         f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
         f"inputs, {outline('inputs', inputs)}"
     )
-
-
-def _gives_all(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> bool:
-    """Whether the inputs are the whole batch, so that there is nothing to tell apart."""
-    jaxpr = trace(read_inputs, batch)[0].jaxpr
-    return jaxpr.outvars == jaxpr.invars
-
-
-def _same_features(tree: PyTree, expected: Shapes) -> bool:
-    """Whether all arrays have the expected shapes behind the batch dimension."""
-    return [leaf.shape[1:] for leaf in jax.tree.leaves(tree)] == [leaf.shape[1:] for leaf in jax.tree.leaves(expected)]
 
 
 def batch_size(batch: Batch) -> int:
@@ -285,6 +276,5 @@ def _alternatives(size: int) -> str:
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
     """`[B, ...]` to `[M, B/M, ...]`: micro-batch m holds the m-th run of B/M examples."""
-    return jax.tree.map(
-        lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:])), batch
-    )
+    split = lambda a: jnp.reshape(a, (num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]))
+    return jax.tree.map(split, batch)

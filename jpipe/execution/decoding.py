@@ -94,16 +94,12 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
     model = trace_model(layers, lambda batch: batch, tokens, request.splits, rules, traced)
     _check_model(plan, model, length)
     last, of_examples = model.groups[-1], request.splits.of_examples(tokens.shape[0])
-    whole_at = [
-        of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
-        for leaf in jax.tree.leaves(last.gives)
-    ]
-    whole = replace(last, gives_at=whole_at)  # logits among them, to choose by
+    at = lambda leaf: of_examples if leaf.shape[:1] == tokens.shape[:1] else replicated(request.splits.axes)
+    whole = replace(last, gives_at=list(map(at, jax.tree.leaves(last.gives))))  # logits among them, to choose by
     model = replace(model, groups=(*model.groups[:-1], whole))
     placement = request.schedule.placement
-    schedule = forward_only(
-        **request.schedule.sizes | {"num_microbatches": placement.num_stages}, style=placement.style
-    )
+    sizes = request.schedule.sizes | {"num_microbatches": placement.num_stages}
+    schedule = forward_only(**sizes, style=placement.style)
     functions = [LayerFunction(group, None, request.remat, model.batch) for group in model.groups]
     return build_step(plan, model, schedule, functions)
 
@@ -183,9 +179,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
 def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     """The places of all caches, as one device has them, and what each of their buffers starts from."""
     model, place = step.model, step.schedule.placement
-    stage_of = [
-        place.stage_of(s) for s, (start, stop) in enumerate(step.plan.partition.bounds) for _ in range(start, stop)
-    ]
+    stage_of = [place.stage_of(s) for s, run in enumerate(step.plan.partition.bounds) for _ in range(*run)]
     owners = [[stage_of[i] for i in group.indices] for group in model.groups]
     leaves = [
         part_structs(group.variables.get(CACHE, {}), function.caches_at(step.plan.request.splits), model.axes)

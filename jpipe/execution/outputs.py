@@ -23,16 +23,14 @@ def output_axes(outputs: Shapes, doubled: Shapes | None, size: int) -> tuple[int
     Raises:
       ValueError: a leaf has no batch axis, or several; its path, shape and the remedy are named.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(outputs)
-    others = [None] * len(leaves) if doubled is None else jax.tree.leaves(doubled)
-    axes = []
-    for (path, leaf), other in zip(leaves, others, strict=True):
-        if other is None:
-            found = [d for d, length in enumerate(leaf.shape) if length == size]
-        else:
-            found = [d for d, length in enumerate(leaf.shape) if other.shape[d] == 2 * length and length]
-            found = found if sum(a != b for a, b in zip(leaf.shape, other.shape, strict=True)) == len(found) else []
-        if not found and leaf.shape[:1] == (1,) and (other is None or other.shape == leaf.shape):
+    leaves, axes = jax.tree_util.tree_leaves_with_path(outputs), []
+    as_if = [[2 * n if n == size else n for n in leaf.shape] for _, leaf in leaves]
+    shapes = as_if if doubled is None else [leaf.shape for leaf in jax.tree.leaves(doubled)]
+    for (path, leaf), twice in zip(leaves, shapes, strict=True):
+        found = [d for d, (n, new) in enumerate(zip(leaf.shape, twice, strict=True)) if n != new]
+        if any(twice[d] != 2 * leaf.shape[d] for d in found):
+            found = []
+        elif not found and leaf.shape[:1] == (1,):
             found = [0]
         if len(found) != 1:
             raise ValueError(

@@ -67,8 +67,7 @@ class Planner:
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        traced = self.model, self.loss, self.output_axes, self.layers, self.on_device
-        for kept in (*traced, self.step, self.decoding):
+        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, self.step, self.decoding):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -91,14 +90,6 @@ class Planner:
         """The micro-batches of an evaluation batch of any size, or of its bare inputs."""
         num_microbatches, shards = self.request.schedule.num_microbatches, self.request.splits.num_shards
         return cut_for_evaluation(batch, num_microbatches, shards, bare=bare)
-
-    def check_loss(self) -> None:
-        """Raises a ValueError if there is no loss."""
-        if self.request.loss_fn is None:
-            raise ValueError(
-                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
-                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
-            )
 
     # --- micro-batch -> model ---
 
@@ -206,7 +197,7 @@ class Planner:
         Raises:
           ValueError: there is no loss to train with.
         """
-        self.check_loss()
+        self.known_plan().known_loss()
         micro = self.for_training(batch)
         return self.step(micro, self.layers(micro, key_shape(key)))
 

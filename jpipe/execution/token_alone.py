@@ -7,12 +7,13 @@ of its own. One that treats each by itself then sends nothing, and no device ask
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.jax_tools.tracing import no_mesh, trace
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
@@ -73,7 +74,7 @@ def sees_more(function: LayerFunction, length: int) -> str:
     at = lambda leaf: split if leaf.ndim > 1 and leaf.shape[1] == length else whole
     arguments, takes = function.arguments, jax.tree.leaves(function.group.takes)
     jaxpr, _ = trace(function.forward, arguments, takes)
-    if any(_holds(equation, "shard_map") for equation in jaxpr.jaxpr.eqns):
+    if _holds(jaxpr.jaxpr.eqns, "shard_map"):
         return ""
     sequences: list[Leaf] = [*jax.tree.leaves(arguments.batch), *takes]
     weights = len(jaxpr.jaxpr.invars) - len(sequences)
@@ -96,12 +97,11 @@ def _depends_on_place(program: ClosedJaxpr) -> bool:
         name, operands = equation.primitive.name, equation.invars
         if (name in _SPREADS and all(map(is_even, operands))) or (name == "dynamic_slice" and is_even(operands[0])):
             even |= set(equation.outvars)
-        elif _holds(equation, "axis_index") or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
+        elif _holds([equation], "axis_index") or not placed.isdisjoint(v for v in operands if isinstance(v, Var)):
             placed |= set(equation.outvars)
     return not placed.isdisjoint(v for v in jaxpr.outvars if isinstance(v, Var))
 
 
-def _holds(equation: JaxprEqn, name: str) -> bool:
-    """Whether an equation, or one within it, is a primitive of this name."""
-    inside = (inner for jaxpr in jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
-    return equation.primitive.name == name or any(_holds(inner, name) for inner in inside)
+def _holds(equations: Sequence[JaxprEqn], name: str) -> bool:
+    """Whether one of the equations, or one within them, is a primitive of this name."""
+    return any(equation.primitive.name == name for equation in equations_in(equations))

@@ -11,7 +11,7 @@ from jpipe.forecasting.memory_model import MemoryParts
 from jpipe.forecasting.settings import Setting, word_of
 from jpipe.forecasting.time_model import StepTime
 from jpipe.mesh.axes import AXIS
-from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
@@ -86,11 +86,8 @@ class Choice:
         rows |= {part.replace("_", " "): bytes_in_words(size) for part, size in self.bytes.items()}
         if self.compiled is not None:
             real = self.compiled.total_bytes
-            rows |= {
-                "compiled": "fits" if self.compiled.fits else "doesn't fit",
-                "compiled bytes": bytes_in_words(real),
-            }
-            rows |= {"bytes were off by": _off(self.total_bytes, real)}
+            rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
+            rows |= {"compiled bytes": bytes_in_words(real), "bytes were off by": _off(self.total_bytes, real)}
             if self.compiled.seconds is not None:
                 rows |= {"compiled ms": f"{1e3 * self.compiled.seconds:,.1f}"}
                 rows |= {"ms were off by": _off(self.seconds, self.compiled.seconds)}
@@ -98,7 +95,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Choices(Sequence[Choice]):
+class Choices(Tabular, Sequence[Choice]):
     """The best choices, the fastest first; printed, or shown in a notebook, they are a table.
 
     Attributes:
@@ -120,12 +117,6 @@ class Choices(Sequence[Choice]):
     def __getitem__(self, index: slice) -> tuple[Choice, ...]: ...
     def __getitem__(self, index: int | slice) -> Choice | tuple[Choice, ...]:
         return self.choices[index]
-
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     def _table(self) -> Table:
         columns = [choice.column() for choice in self.choices]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jpipe.execution.batches import batch_size
+from jpipe.execution.batches import cut_for_evaluation
 from jpipe.execution.planner import Planner
 from jpipe.execution.step import Step
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
@@ -22,7 +22,7 @@ from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.device_order import make_mesh
-from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
@@ -38,7 +38,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Tabular):
     """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
 
     Attributes:
@@ -66,12 +66,6 @@ class Forecast:
     timeline: Timeline | None = field(repr=False)
     message: str = ""
     advice: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     @property
     def total_bytes(self) -> int:
@@ -149,8 +143,7 @@ def forecast(
         raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
     found = parse_topology(topology).devices() if topology is not None else devices
     there = pipe if found is None else _moved(pipe, found, topology)
-    batch_size(batch)  # an error if it is none
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     device, planner = there.mesh.devices.flat[0], there.planner
     state = there.abstract_state(shapes, tx)
     others = {name: tree for name, tree in state.variables.items() if name != "params"}

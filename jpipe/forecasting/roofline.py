@@ -80,9 +80,8 @@ class _Kernels:
         self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
         self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
-        self.results = dict.fromkeys(
-            v for v in jaxpr.outvars if isinstance(v, Var)
-        )  # in order: sums are the same each time
+        # In order: sums are the same each time.
+        self.results = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
         kept = [e for e in jaxpr.eqns if e.primitive.name in _FUSED]
         self.kept = set(self.results)
         for equation in reversed(kept):  # what a result is made of without a kernel between

@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import optax
 
-from jpipe.execution.batches import batch_size
+from jpipe.execution.batches import batch_size, cut_for_evaluation
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
 from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
@@ -34,7 +34,6 @@ from jpipe.users_numbers import as_integer, as_number
 
 SURE = 0.9
 """The part of a device's memory that is planned with if none is given: the model of memory errs by up to a tenth."""
-BYTES = "give the bytes of a device, such as 16e9"
 SHOWN = 5
 IMPROVED = 8
 """The number of ways to share out the devices of which the settings are varied: the best by their first settings."""
@@ -83,15 +82,14 @@ def plan(
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
-    room = None if memory is None else int(as_number("memory", memory, BYTES, positive=True))
+    room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
     found = _slice_of(topology, devices, compiled, options.get("balance"))
     number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
     chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.memory) if room is None else room
-    batch_size(batch)  # an error if it is none
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
     rated = search.run(number, axes)
     fitting = [choice for choice in rated if choice.fits]

@@ -6,9 +6,10 @@ The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from jpipe.seam.inside import called_by, needed_part, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
@@ -17,6 +18,14 @@ from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
 """From an equation to the one in its place; None to drop it, so that its operands stand for its results, if any."""
+
+
+def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Equations, and those of the jaxprs that they hold."""
+    for equation in equations:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations_in(inner.eqns)
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:

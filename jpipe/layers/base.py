@@ -118,6 +118,11 @@ def is_same(a: AnyLayer, b: AnyLayer) -> bool:
     return type(a) is type(b) and same_value(a.made_of, b.made_of)
 
 
+def innermost(layer: AnyLayer) -> AnyLayer:
+    """The layer inside of all those that are around it."""
+    return innermost(layer.inner) if isinstance(layer, Around) else layer
+
+
 def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
     """Whether both are the same but for numbers among what they are made of; their traces tell what these do."""
     return type(a) is type(b) and differ_in_numbers(a.made_of, b.made_of)

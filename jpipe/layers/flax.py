@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
-from typing import TypeGuard, TypeVar
+from typing import TypeVar
 
 import flax.errors
 import flax.linen as nn
@@ -27,18 +27,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jax_tools.tracing import no_mesh
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    Around,
-    Context,
-    Inputs,
-    Item,
-    LayerError,
-    LayerVariables,
-    Single,
-    Specs,
-)
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Single, Specs
 from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.functions import MODE_NAMES, ModeArguments, mode_arguments, modes
 from jpipe.layers.shared import Method
@@ -86,9 +75,8 @@ def parts_of(layer: object) -> list[object]:
         named: list[object] = []
         with suppress(ValueError):  # a variable that isn't set yet
             found = getclosurevars(layer)
-            named = [
-                v for v in (*found.nonlocals.values(), *found.globals.values()) if isinstance(v, nn.Module | nnx.Module)
-            ]
+            values = (*found.nonlocals.values(), *found.globals.values())
+            named = [value for value in values if isinstance(value, nn.Module | nnx.Module)]
         return [layer, *(part for module in named for part in parts_of(module))]
     if isinstance(layer, nnx.Module):
         variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
@@ -130,37 +118,26 @@ def dropouts_of(layer: AnyLayer) -> Iterator[list[str]]:
     """
     found: list[str] = []
 
-    def note(
-        called: Callable, arguments: tuple, options: dict[str, object], where: nn.module.InterceptorContext
-    ) -> object:
-        if _drops(where.module):
-            found.append(_described(where.module))
-        return called(*arguments, **options)
+    def note(called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext) -> object:
+        found.extend(_dropout(where.module))
+        return called(*args, **kwargs)
 
-    while isinstance(layer, Around):
-        layer = layer.inner
     if isinstance(layer, NnxLayer) and layer.method is None:
-        nodes = nnx.iter_graph(nnx.merge(layer.graphdef, layer.template))
-        found = [_described(node) for _, node in nodes if _drops(node)]
+        for _, node in nnx.iter_graph(nnx.merge(layer.graphdef, layer.template)):
+            found.extend(_dropout(node))
     watches = isinstance(layer, LinenLayer) and not _is_turned_off(layer.module)
     with nn.intercept_methods(note) if watches else nullcontext():
         yield found
 
 
-Dropping = nn.Dropout | nnx.Dropout | nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention
-
-
-def _rate(part: Dropping) -> float:
-    return part.rate if isinstance(part, nn.Dropout | nnx.Dropout) else part.dropout_rate
-
-
-def _drops(part: object) -> TypeGuard[Dropping]:
-    """Whether a module draws what it drops; at a rate of 1 that is everything."""
-    return isinstance(part, Dropping) and 0 < _rate(part) < 1
-
-
-def _described(part: Dropping) -> str:
-    return f"{type(part).__name__} of rate {_rate(part)}"
+def _dropout(part: object) -> list[str]:
+    """A module that draws what it drops, in words; nothing of others. At a rate of 1 it drops everything."""
+    if isinstance(part, nn.Dropout | nnx.Dropout):
+        rate = part.rate
+    else:
+        attention = isinstance(part, nn.MultiHeadDotProductAttention | nnx.MultiHeadAttention)
+        rate = part.dropout_rate if attention else 0
+    return [f"{type(part).__name__} of rate {rate}"] if 0 < rate < 1 else []
 
 
 def _is_turned_off(module: nn.Module) -> bool:

@@ -121,16 +121,21 @@ class FrozenLayer(Around):
         """All of the inner layer's variables, of which some parameter has to be frozen."""
         params = variables.get("params", {})
         if not any(jax.tree.leaves(self._frozen(params))) and jax.tree.leaves(params):
-            paths = [path_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            paths = parameter_paths(params)
             raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
         return variables
 
     def _frozen(self, params: PyTree) -> PyTree:
         """For each parameter whether it is frozen."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: bool(self.where(path_as_text(path))), params)
+        return jax.tree_util.tree_map_with_path(lambda path, _: bool(self.where(_as_text(path))), params)
 
 
-def path_as_text(path: tuple[object, ...]) -> str:
+def parameter_paths(params: PyTree) -> list[str]:
+    """The paths of a layer's parameters, as users know them, in the order of the leaves."""
+    return [_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _as_text(path: tuple[object, ...]) -> str:
     """A parameter's path as users know it, without the box that Flax's metadata is around it."""
     boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
     return jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")

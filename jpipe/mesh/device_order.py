@@ -44,8 +44,7 @@ def make_mesh(
       ValueError: a size below 1, another number of devices than the product, or slices that can't be shared out.
     """
     sizes = {AXIS: stage, **axes}
-    pass_it = "pass the number of devices along the axis"
-    sizes = {name: as_integer(name, size, pass_it) for name, size in sizes.items()}
+    sizes = {name: as_integer(name, size, "pass the number of devices along the axis") for name, size in sizes.items()}
     found = list(jax.devices() if devices is None else devices)
     if math.prod(sizes.values()) != len(found):
         product = " * ".join(f"{name}={size}" for name, size in sizes.items())

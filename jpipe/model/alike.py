@@ -9,13 +9,15 @@ are the same but for scalars, the layers are one function, and the scalars its `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
 
 from jpipe.jax_tools.random_keys import key_shape
-from jpipe.layers.base import AnyLayer, LayerVariables, is_same, may_differ_in_numbers
+from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import (
@@ -29,7 +31,7 @@ from jpipe.model.constants import (
     without_plain_calls,
 )
 from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
-from jpipe.model.layer_function import LayerFunction, trace_init
+from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -43,19 +45,21 @@ class LayerTraces:
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
       scalars: by mode, those of the trace.
-      gives: by mode, the collection of each output of the trace, "" for its activation's.
+      results: by mode, the shapes of what it gives: (outputs, new variables by collection).
       rest: all that has to be the same where layers differ in scalars alone.
     """
 
     jaxprs: Mapping[str, ClosedJaxpr]
     scalars: Mapping[str, list[np.ndarray]]
-    gives: Mapping[str, Sequence[str]]
+    results: Mapping[str, tuple[Shapes, dict[str, Shapes]]]
     rest: object
 
     def dependent(self, mode: str, constants: Constants) -> set[str]:
         """The collections whose new values depend on constants."""
-        depend = outputs_that_depend(self.jaxprs[mode], constants.places)
-        return {name for name, is_dependent in zip(self.gives[mode], depend, strict=True) if is_dependent}
+        outputs, new = self.results[mode]
+        names = [name for name in sorted(new) for _ in jax.tree.leaves(new[name])]
+        depend = outputs_that_depend(self.jaxprs[mode], constants.places)[len(jax.tree.leaves(outputs)) :]
+        return {name for name, is_dependent in zip(names, depend, strict=True) if is_dependent}
 
 
 def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTraces:
@@ -70,39 +74,25 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
     """
     jaxprs: dict[str, ClosedJaxpr] = {}
-    made, gives, structures = layer.ready, dict[str, list[str]](), list[object]()
+    made, results = layer.ready, dict[str, tuple[Shapes, dict[str, Shapes]]]()
     if made is None:
         jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
-        gives[INIT] = _collections(made)
+        results[INIT] = (), made
     variables = strong(jax.eval_shape(lambda v: v, made if layer.shared is None else group.variables))
-    group = replace(group, layer=layer, variables=variables, constants={})
-    function = LayerFunction(group, key_shape(), MODES["none"], batch)
-    for mode, own in ((TRAIN, function), (EVALUATION, replace(function, key=None))):
-        try:
-            jaxprs[mode], (outputs, updates) = own.trace_call()
-        except Exception:
-            if mode == TRAIN:
-                raise
-            continue
-        gives[mode] = [""] * len(jax.tree.leaves(outputs)) + _collections(updates)
-        if mode == TRAIN:
-            function = replace(function, group=replace(group, gives=strong(outputs)))
-        structures.append(jax.tree.structure((outputs, updates)))
+    call = partial(trace_call, layer, variables, group.takes, batch)
+    jaxprs[TRAIN], results[TRAIN] = call(key_shape())
+    with suppress(Exception):
+        jaxprs[EVALUATION], results[EVALUATION] = call(None)
     jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
-        every = Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))
-        traced = trace_layer(replace(function, group=replace(function.group, constants={TRAIN: every})))
+        every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
+        own = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
+        traced = trace_layer(LayerFunction(own, key_shape(), MODES["none"], batch))
         computed += [whole(traced.forward), whole(traced.backward)]
-    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
-    lying = jax.tree.structure(variables), shapes, layer.partition_specs(variables)
-    return LayerTraces(jaxprs, scalars, gives, (list(jaxprs), computed, structures, lying))
-
-
-def _collections(variables: LayerVariables) -> list[str]:
-    """The collection of each leaf."""
-    return [name for name in sorted(variables) for _ in jax.tree.leaves(variables[name])]
+    structures = jax.tree.structure(variables), {mode: jax.tree.structure(own) for mode, own in results.items()}
+    return LayerTraces(jaxprs, scalars, results, (computed, structures, layer.partition_specs(variables)))
 
 
 class Alike:
@@ -133,8 +123,8 @@ class Alike:
         traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        by_mode = {mode: {i: own.scalars[mode] for i, own in traces.items()} for mode in traces[first].scalars}
-        constants = {mode: differing(scalars, first) for mode, scalars in by_mode.items()}
+        scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
+        constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):
@@ -146,9 +136,7 @@ class Alike:
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
-            try:
-                found = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
-            except Exception:
-                found = None
-            self._traces[index] = found
+            self._traces[index] = None
+            with suppress(Exception):
+                self._traces[index] = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
         return self._traces[index]

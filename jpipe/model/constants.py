@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.indexing import Index, take_row
-from jpipe.jax_tools.jaxprs import depends_on
+from jpipe.jax_tools.jaxprs import depends_on, equations_in
 from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.seam.inside import called_by
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, Literal, Var
 from jpipe.seam.primitives import CALLS, PLAIN_CALLS
 from jpipe.types import Leaf
 
@@ -106,27 +105,17 @@ def skeleton(flat: ClosedJaxpr) -> object:
 
     The rules of custom derivatives aren't in it (`has_custom_derivatives`).
     """
-    return _skeleton(flat.jaxpr, flat.consts, _scalar_places(flat))
-
-
-def whole(closed: ClosedJaxpr) -> object:
-    """A trace with all of its numbers, to be compared by `same_value`."""
-    flat = without_calls(closed)
-    return _skeleton(flat.jaxpr, flat.consts, ())
+    return _told(flat.jaxpr, flat.consts, _scalar_places(flat))
 
 
 def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, or one within it, has its own rules for derivatives."""
-    return any(
-        e.primitive.name in CALLS - PLAIN_CALLS or any(map(has_custom_derivatives, jaxprs_in_params(e.params)))
-        for e in jaxpr.eqns
-    )
+    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
 
 
 def _scalar_places(flat: ClosedJaxpr) -> list[int]:
     """The indices of scalars among the constants of a jaxpr."""
-    kinds = (jnp.floating, jnp.integer)
-    is_number = lambda dtype: any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    is_number = lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
 
 
@@ -138,34 +127,31 @@ def _bits(constant: Leaf | object) -> object:
     return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def _skeleton(jaxpr: Jaxpr, constants: Sequence[Leaf], without: Collection[int]) -> object:
-    """A jaxpr as nested tuples, its variables by number; of the constants some are left out."""
-    numbers: dict[Var, int] = {}
-
-    def value(v: Var | Literal) -> object:
-        return _bits(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))
-
-    def values(variables: Sequence[Var | Literal]) -> list[object]:
-        return [(str(v.aval), value(v)) for v in variables]
-
-    known = [None if i in without else _bits(constant) for i, constant in enumerate(constants)]
-    given = [values(jaxpr.constvars), known, values(jaxpr.invars)]
-    equations = [(e.primitive.name, values(e.invars), _params(e), values(e.outvars)) for e in jaxpr.eqns]
-    return [given, equations, values(jaxpr.outvars)]
-
-
-def _params(equation: JaxprEqn) -> object:
-    """The parameters of an equation, with jaxprs as `_skeleton`s; of one that calls a jaxpr only that."""
-    if equation.primitive.name in CALLS:
-        return _param(called_by(equation))
-    return [(name, _param(value)) for name, value in sorted(equation.params.items())]
-
-
-def _param(value: object) -> object:
+def whole(value: object) -> object:
+    """A trace, or a parameter of an equation, as what `same_value` compares: jaxprs with all of their numbers."""
     if isinstance(value, ClosedJaxpr):
-        return _skeleton(value.jaxpr, value.consts, ())
+        return _told(value.jaxpr, value.consts, ())
     if isinstance(value, Jaxpr):
-        return _skeleton(value, (), ())
+        return _told(value, (), ())
     if isinstance(value, np.ndarray | jax.Array):
         return _bits(value)
-    return list(map(_param, value)) if isinstance(value, tuple | list) else value
+    return list(map(whole, value)) if isinstance(value, tuple | list) else value
+
+
+def _told(jaxpr: Jaxpr, constants: Sequence[Leaf], without: Collection[int]) -> object:
+    """A jaxpr as nested lists, its variables by number; of the constants some are left out.
+
+    Of an equation that calls a jaxpr only that jaxpr counts: the other parameters are names and derivative rules.
+    """
+    numbers: dict[Var, int] = {}
+
+    def values(variables: Sequence[Var | Literal]) -> list[object]:
+        number = lambda v: _bits(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))
+        return [(str(v.aval), number(v)) for v in variables]
+
+    known = [None if i in without else _bits(constant) for i, constant in enumerate(constants)]
+    told: list[object] = [values(jaxpr.constvars), known, values(jaxpr.invars)]
+    for e in jaxpr.eqns:
+        params = called_by(e) if e.primitive.name in CALLS else sorted(e.params.items())
+        told.append((e.primitive.name, values(e.invars), whole(params), values(e.outvars)))
+    return [*told, values(jaxpr.outvars)]

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.jax_tools.tracing import no_mesh, replay, trace
-from jpipe.layers.base import AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
@@ -126,9 +127,9 @@ class LayerFunction:
         context = Context(arguments.key, self.train, arguments.batch)
         try:
             if self.constants.places:
-                jaxpr, results = self.trace_call()
+                jaxpr, results = trace_call(group.layer, group.variables, group.takes, self.arguments.batch, self.key)
                 run = replay(self.constants.put_into(jaxpr, list(leaves)), results)
-                outputs, new = run(variables, inputs, context.key, context.batch)
+                outputs, new = run(variables, inputs, context.batch, context.key)
             else:
                 outputs, new = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
@@ -137,12 +138,6 @@ class LayerFunction:
         if self.loss is not None:
             outputs = self.loss.sums(outputs, arguments.batch, arguments.key)
         return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
-
-    def trace_call(self) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
-        """The layer that stands for all: (jaxpr: variables, inputs, key, batch -> outputs, new state; their shapes)."""
-        group = self.group
-        call = lambda v, x, key, batch: group.layer.apply(v, positional(x), Context(key, self.train, batch))
-        return trace(call, group.variables, group.takes, self.key, self.arguments.batch)
 
     def _checked(self, outputs: PyTree) -> PyTree:
         """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
@@ -170,9 +165,8 @@ class LayerFunction:
         over_axes = lambda shardings: [(*s, *more) for s in shardings] if axes else [()] * len(shardings)
         of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
         caches = {CACHE: self.caches_at(splits)}
-        at_work = lambda names: [
-            at for name in names for at in caches.get(name) or map(splits.at_work, group.specs[name])
-        ]
+        of = lambda name: caches.get(name) or map(splits.at_work, group.specs[name])
+        at_work = lambda names: [at for name in names for at in of(name)]
         constants = [replicated(axes)] * len(self.constants.places)
         variables, fixed = [*at_work(group.names), *constants], at_work(group.fixed_names)
         params = variables[: len(self.arguments.params)]
@@ -237,6 +231,33 @@ class LayerShardings:
         if self.outputs is None:
             return [*[self.sums] * len(results.outputs), *map(always, state)]
         return list(map(always, [*self.outputs, *state]))
+
+
+def trace_call(
+    layer: AnyLayer, variables: dict[str, Shapes], takes: Shapes, batch: Shapes, key: jax.ShapeDtypeStruct | None
+) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
+    """(jaxpr: variables, inputs, batch, key -> outputs, new state; their shapes); in evaluation there is no key."""
+
+    def call(v: LayerVariables, x: Activation, b: Batch, k: jax.Array | None) -> tuple[Activation, LayerVariables]:
+        outputs, updates = layer.apply(v, positional(x), Context(k, key is not None, b))
+        _check_outputs(outputs)
+        return outputs, updates
+
+    return trace(call, variables, takes, batch, key)
+
+
+def _check_outputs(outputs: Activation) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise LayerError(
+                f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
+                "arrays on, so make it an array or leave it out"
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise LayerError(
+                f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
+                "jax.random.key_data(key)"
+            )
 
 
 def trace_init(

@@ -56,26 +56,29 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
     return primitive.name not in CHEAP
 
 
-_PRODUCT = {"dimension_numbers": (((1,), (0,)), ((), ()))}
-_Offloaded = type(
-    jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(jax.lax.dot_general_p, **_PRODUCT)
-)
-"""The type of the answer of a policy that offloads; no public name of JAX has it."""
-
-
 def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
     """The answer of a policy about an operation.
 
     Raises:
-      ValueError: to offload what it gives.
+      TypeError: it fails, or answers with another policy.
+      ValueError: it is to offload what the operation gives.
     """
-    answer = policy(primitive, *types, **parameters)
-    if isinstance(answer, _Offloaded):
-        name = f" {parameters['name']!r}" if "name" in parameters else ""
+    try:
+        answer = policy(primitive, *types, **parameters)
+    except TypeError as error:
+        answer = error
+    name = getattr(policy, "__qualname__", repr(policy))
+    if callable(answer) or isinstance(answer, TypeError):
+        raise TypeError(
+            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}; if it "
+            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
+        )
+    if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
+        what = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
         raise ValueError(
-            f"remat={getattr(policy, '__qualname__', policy)} moves what the operation {primitive.name}{name} gives to "
-            f"other memory ({answer}), which a pipeline doesn't do; use a policy that saves it where it is, such as "
-            "jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat='layer'"
+            f"remat={name} moves what the operation {what} gives to other memory ({answer}), which a pipeline doesn't "
+            "do; use a policy that saves it where it is, such as jax.checkpoint_policies.save_only_these_names(...) or "
+            "dots_with_no_batch_dims_saveable, or remat='layer'"
         )
     return answer
 
@@ -101,33 +104,8 @@ def as_remat(remat: str | Policy) -> Remat:
             raise ValueError(f"remat={remat!r} is unknown; use one of {sorted(MODES)} or a jax.checkpoint policy")
         return MODES[remat]
     if callable(remat):
-        _check_policy(remat)
-        return Remat(False, remat)
+        found = Remat(False, remat)  # asked about a product and a sine, as `jax.checkpoint` does
+        function = found.wrap(lambda x: jnp.sin(x @ x))
+        jax.eval_shape(lambda x: jax.vjp(function, x)[0], jax.ShapeDtypeStruct((2, 2), jnp.float32))
+        return found
     raise TypeError(f"remat={remat!r} is neither a name ({sorted(MODES)}) nor a jax.checkpoint policy")
-
-
-def _check_policy(policy: Policy) -> None:
-    """Asks a policy about two operations, as `jax.checkpoint` does: a product and a sine.
-
-    Raises:
-      TypeError: it fails, or answers with another policy.
-      ValueError: it offloads.
-    """
-    answers: list[object] = []
-
-    def ask(primitive: Primitive, *types: object, **parameters: object) -> bool:
-        try:
-            answers.append(_answer(policy, primitive, *types, **parameters))
-        except TypeError as error:
-            answers.append(error)
-        return False
-
-    function = jax.checkpoint(lambda x: jnp.sin(x @ x), policy=ask)
-    jax.eval_shape(lambda x: jax.vjp(function, x)[0], jax.ShapeDtypeStruct((2, 2), jnp.float32))
-    wrong = [answer for answer in answers if callable(answer) or isinstance(answer, TypeError)]
-    if wrong:
-        name = getattr(policy, "__name__", repr(policy))
-        raise TypeError(
-            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {wrong[0]!r}; if it "
-            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
-        )

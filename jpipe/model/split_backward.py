@@ -138,12 +138,7 @@ class _Cut:
     """
 
     def __init__(
-        self,
-        equations: Sequence[JaxprEqn],
-        first: set[Var],
-        deferred: set[Var],
-        at_hand: set[Var],
-        residuals: set[Var],
+        self, equations: Sequence[JaxprEqn], first: set[Var], deferred: set[Var], at_hand: set[Var], residuals: set[Var]
     ):
         self._maker = {v: equation for equation in equations for v in equation.outvars}
         self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals

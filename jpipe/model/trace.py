@@ -12,13 +12,12 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import io_callback
 
 from jpipe.jax_tools.jaxprs import uses
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.jax_tools.tracing import trace
-from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
+from jpipe.layers.base import AnyLayer, LayerError, describe, innermost
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.layers.flax import dropouts_of
@@ -38,7 +37,7 @@ from jpipe.model.groups import (
     strong,
     with_variable_sets,
 )
-from jpipe.model.layer_function import trace_init
+from jpipe.model.layer_function import trace_call, trace_init
 from jpipe.partitioner.per_device import results_by_rules
 from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
 from jpipe.partitioner.user_shardings import named_axes
@@ -75,19 +74,18 @@ def trace_model(
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
     alike, apart = Alike(layers, batch), None if like is None else like.group_of
-    takes, takes_at, path = (), [], []  # the group of each layer so far
+    takes, takes_at = (), []
     for index, layer in enumerate(layers):
         last = index == len(layers) - 1  # alone in its group: the loss follows it
-        g, joined = len(groups), None
-        for number, group in enumerate(() if last else groups):
+        for g, group in enumerate(() if last else groups):
             may_join = apart is None or apart[group.indices[0]] == apart[index]
-            if may_join and same_type(group.takes, takes) and group.takes_at == takes_at:
-                joined = alike.joined(group, index)
-            if joined is not None:
-                g, groups[number] = number, joined
+            fits = may_join and same_type(group.takes, takes) and group.takes_at == takes_at
+            if fits and (joined := alike.joined(group, index)) is not None:
+                groups[g] = joined
                 break
         else:
-            way_here = partial(_way_here, layers, inputs, [groups[at] for at in path])
+            g = len(groups)
+            way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
             is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
             variables = next((group.variables for group in groups if is_shared(group)), None)
             group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules)
@@ -95,7 +93,6 @@ def trace_model(
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
-        path.append(g)
     asked = {f"layer {group.indices[0]} ({group.layer.name})": group.asked_axes for group in groups}
     splits.check_names(asked, frozenset().union(*(group.constrained for group in groups)))
     return with_variable_sets(Model(tuple(groups), batch, inputs, splits.axes, tuple(range(len(groups)))))
@@ -150,8 +147,9 @@ def _trace_layer(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        with dropouts_of(layer) as dropouts:
-            jaxpr, gives, needs_key = _trace_call(layer, variables, takes, batch)
+        with dropouts_of(innermost(layer)) as dropouts:
+            jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
+        _check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)
     except LayerError as error:
         raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
@@ -160,10 +158,11 @@ def _trace_layer(
         again = f"\n  It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
         said = f"{_fault(error)}\n  {way_here()}{own}{again if layer.repeats is not None else ''}"
         raise ValueError(f"{name} {said}") from shortened(error)
+    needs_key = uses(jaxpr)[-1]
     if dropouts and not needs_key:
         _warn_of_dropout(name, dropouts[0], variables)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
-    group = LayerGroup(layer, (index,), takes, gives, variables, specs, takes_at, [], needs_key, named, rules)
+    group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes
@@ -185,30 +184,9 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     """How a layer's outputs lie in training, as follows from its weights and inputs; partial sums are added up."""
     weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
-    given = [replicated(splits.axes), *weights, *group.takes_at, *examples]
+    given = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
     found = results_by_rules(jaxpr, splits.axes, given)
     return list(map(settled, found[: len(jax.tree.leaves(group.gives))]))
-
-
-def _trace_call(
-    layer: AnyLayer, variables: LayerVariables, takes: Shapes, batch: Shapes
-) -> tuple[ClosedJaxpr, Shapes, bool]:
-    """(jaxpr in training: key, variables, inputs, batch -> outputs, new state; the outputs; does it use its key)."""
-
-    def run(key: jax.Array, v: LayerVariables, x: Activation, b: Batch) -> tuple[Activation, LayerVariables]:
-        outputs, updates = layer.apply(v, positional(x), Context(key, True, b))
-        _check_outputs(outputs)
-        return outputs, updates
-
-    jaxpr, (gives, updates) = trace(run, key_shape(), variables, takes, batch)
-    if jaxpr.effects & _io_effects():
-        raise LayerError(
-            "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
-            "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
-        )
-    _check_updates(variables, updates)
-    _check_frozen(updates, jaxpr)
-    return jaxpr, strong(gives), uses(jaxpr)[0]
 
 
 @cache
@@ -223,20 +201,6 @@ def _io_effects() -> frozenset[object]:
     return frozenset(jax.make_jaxpr(run)().effects)
 
 
-def _check_outputs(outputs: Activation) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            raise LayerError(
-                f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
-                "arrays on, so make it an array or leave it out"
-            )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise LayerError(
-                f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
-                "jax.random.key_data(key)"
-            )
-
-
 def _check_parameters(variables: dict[str, Shapes]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -246,24 +210,26 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
             )
 
 
-def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes]) -> None:
-    """Checks that state keeps its structure and shapes, and that floating-point numbers stay such.
+def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
+    """Checks what a layer does besides giving outputs.
 
-    Wider ones are allowed: `Merging.finish` casts them back.
+    State keeps its structure and shapes, and floating-point numbers stay such; wider ones are allowed: `Merging.finish`
+    casts them back. Nothing is written to frozen parameters, of which no new values would be kept.
     """
+    if jaxpr.effects & _io_effects():
+        raise LayerError(
+            "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
+            "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
+        )
+    numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]
     for name, new in updates.items():
         old = variables[name]
-        numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]
         if not same_shapes(old, new) or numbers(old) != numbers(new):
             raise LayerError(
                 f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
                 "structure, shapes and dtypes (cast what is stored)"
             )
-
-
-def _check_frozen(updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
-    """Checks that nothing is written to the collection of frozen parameters, of which no new values would be kept."""
-    names = [name for name, tree in sorted(updates.items()) for _ in jax.tree.leaves(tree)]
+    names = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
     new = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(names) :]
     if any(name == FROZEN and value not in jaxpr.jaxpr.invars for name, value in zip(names, new, strict=True)):
         raise LayerError(
@@ -277,18 +243,19 @@ def _category(dtype: jnp.dtype) -> object:
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
-def _way_here(layers: Sequence[AnyLayer], inputs: Shapes, before: Sequence[LayerGroup]) -> str:
+def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:
     """The shapes that the next layer is called with, and the layers that gave and last changed them, in words.
 
     Args:
-      layers: all of them.
+      before: the layers before it.
       inputs: what the first one takes.
-      before: the groups of those before.
+      groups: theirs.
     """
     lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
-    for index, group in enumerate(before):
+    for index, layer in enumerate(before):
+        group = next(group for group in groups if index in group.indices)
         changed = not same_type(takes, group.gives)
-        line = f"layer {index} ({layers[index].name}) takes {describe(takes)}, gives {describe(group.gives)}"
+        line = f"layer {index} ({layer.name}) takes {describe(takes)}, gives {describe(group.gives)}"
         lines, takes = [*([] if changed else lines[:1]), line], group.gives
     return "\n  ".join(lines)
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from jpipe.partitioner.rule import (
-    RuleResult,
-    aval_of,
-    by_labels,
-    operand_shape,
-    operand_size,
-    result_shape,
-    where_equal,
-)
+from jpipe.partitioner.rule import RuleResult, aval_of, by_labels, operand_shape, result_shape, where_equal
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 
@@ -27,7 +20,7 @@ def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
     """
     shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
     labels = [where_equal(own, shape) if len(own) == len(shape) else [None] * len(own) for own in shapes]
-    largest_first = sorted(range(len(shapes)), key=lambda i: -operand_size(equation, i))
+    largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
     found = by_labels(labels, [range(len(shape))], shardings, largest_first)
     partial = [s == PARTIAL for s in shardings]
     linear = _LINEAR.get(equation.primitive.name)

@@ -61,9 +61,8 @@ class FlatJaxpr:
     @cached_property
     def read(self) -> frozenset[int]:
         """The values that equations read, or may read."""
-        return frozenset(
-            [*(value for e in self.equations for value in e.reads), *(self.results if self.is_body else ())]
-        )
+        by_equations = (value for equation in self.equations for value in equation.reads)
+        return frozenset([*by_equations, *(self.results if self.is_body else ())])
 
 
 def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: bool = False) -> FlatJaxpr:

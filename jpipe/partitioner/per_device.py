@@ -126,10 +126,7 @@ class PerDeviceJaxpr(NamedTuple):
 
 
 def jaxpr_per_device(
-    jaxpr: ClosedJaxpr,
-    axes: Axes,
-    shardings: Sequence[Sharding],
-    wanted: Sequence[Wanted],
+    jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding], wanted: Sequence[Wanted]
 ) -> PerDeviceJaxpr:
     """Makes the jaxpr that one device runs from a jaxpr of whole arrays.
 

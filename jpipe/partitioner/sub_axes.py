@@ -13,21 +13,20 @@ axes taken apart begins and ends with arrays that lie along whole ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from jax.extend.core import jaxprs_in_params
-
+from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.partitioner.flat_jaxpr import FlatJaxpr
 from jpipe.partitioner.rule import operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding
 from jpipe.partitioner.way import Axes
-from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
     """The axes, taken apart where reshapes would have to gather arrays that the parts can split."""
-    shapes = {(operand_shape(e), result_shape(e)) for e in _reshapes(e.equation for e in flat.equations)}
+    equations = equations_in(e.equation for e in flat.equations)
+    shapes = {(operand_shape(e), result_shape(e)) for e in equations if e.primitive.name == "reshape"}
     return tuple(part for axis in axes for part in _parts(axis, shapes))
 
 
@@ -50,15 +49,6 @@ def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
         return own[0] if own == same else PARTIAL if PARTIAL in own else REPLICATED
 
     return tuple(map(along, axes))
-
-
-def _reshapes(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """The reshapes among equations, and in the jaxprs that they hold."""
-    for equation in equations:
-        if equation.primitive.name == "reshape":
-            yield equation
-        for within in jaxprs_in_params(equation.params):
-            yield from _reshapes(within.eqns)
 
 
 def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:

@@ -12,21 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import (
-    Axis,
-    Shard,
-    Sharding,
-    is_possible,
-    names_in,
-    of_spec,
-    settled,
-)
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, settled
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -242,13 +234,12 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
 def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
     """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
     found: set[str] = set()
-    for equation in jaxpr.eqns:
+    for equation in equations_in(jaxpr.eqns):
         p, name = equation.params, equation.primitive.name
         specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
         if name == "sharding_constraint":
             specs = (getattr(p["sharding"], "spec", None) or (),)
         found.update(axis for spec in specs for entry in spec for axis in names_in(entry))
-        found.update(*map(named_axes, jaxprs_in_params(p)))
     return frozenset(found)
 
 

@@ -34,11 +34,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
     trace = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "schedule": schedule.name,
-            **schedule.sizes,
-            "bubble_fraction": timeline.bubble_fraction,
-        },
+        "otherData": {"schedule": schedule.name, **schedule.sizes, "bubble_fraction": timeline.bubble_fraction},
     }
     if path is not None:
         Path(path).write_text(json.dumps(trace))

@@ -77,6 +77,19 @@ def folded(text: str) -> str:
     return fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
+class Tabular:
+    """A result that is a table when it is printed, or shown in a notebook."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._table().described()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+
 def _fitted(text: str, width: int) -> str:
     """A text of this width, aligned to the right; the middle of a longer one is left out."""
     kept = width - len(DOTS)

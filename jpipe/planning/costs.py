@@ -100,13 +100,10 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
         for same in zip(*(layers for _, layers in variants), strict=True):
             seconds.append(_seconds(same, device))
             advance()
-    return [
-        [
-            _by_layer(model, [Cost(f, b, *_bytes(layer)) for (f, b), layer in zip(times, layers, strict=True)])
-            for (model, layers), times in zip(variants, zip(*own, strict=True), strict=True)
-        ]
-        for own in multihost_utils.process_allgather(np.asarray(seconds)).tolist()
-    ]
+    cost = lambda layer, times: Cost(times[0], times[1], *_bytes(layer))
+    of_variant = lambda variant, times: _by_layer(variant[0], list(map(cost, variant[1], times)))
+    by_process = multihost_utils.process_allgather(np.asarray(seconds)).tolist()  # [P, groups, variants, 2]
+    return [list(map(of_variant, variants, zip(*own, strict=True))) for own in by_process]
 
 
 def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:

@@ -108,6 +108,15 @@ class Plan:
         forward, backward = np.maximum(times, times.sum() / 1e6 or [1.0, 2.0]).T.tolist()
         return tuple(forward), tuple(backward)
 
+    def known_loss(self) -> TracedLoss:
+        """The loss; without one a ValueError."""
+        if self.loss is None:
+            raise ValueError(
+                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
+                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
+            )
+        return self.loss
+
     def check_model(self, model: Model) -> None:
         """Checks that the model traced at other shapes still has the variables of this plan.
 

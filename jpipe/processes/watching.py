@@ -19,8 +19,6 @@ import faulthandler
 import functools
 import itertools
 import json
-import math
-import numbers
 import os
 import socket
 import sys
@@ -36,6 +34,7 @@ import jax
 from jpipe.seam.runtime import is_computed, shared_store
 from jpipe.terminal.first_calls import Call, followed, followers
 from jpipe.types import PyTree
+from jpipe.users_numbers import as_number
 
 EXIT_CODE = 75
 """With which a process ends whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
@@ -76,11 +75,7 @@ def watch(seconds: float) -> Watch:
       TypeError: `seconds` is no number.
       ValueError: it isn't positive and finite.
     """
-    if not isinstance(seconds, numbers.Real) or isinstance(seconds, bool):
-        raise TypeError(f"seconds={seconds!r} is no number; give the seconds that no step may take, such as 600")
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds={seconds!r} is not positive and finite; give the seconds that no step may take")
-    return Watch(float(seconds))
+    return Watch(as_number("seconds", seconds, "give the seconds that no step may take, such as 600", positive=True))
 
 
 @dataclass(frozen=True)
@@ -108,8 +103,7 @@ class Watch:
     def __init__(self, seconds: float):
         self._seconds, self._pause = seconds, min(seconds / 20, LONGEST_PAUSE)
         self._lock, self._over, self._told = threading.Lock(), threading.Event(), threading.Event()
-        self._running: list[Call] = []
-        self._host = socket.gethostname()
+        self._host, self._running = socket.gethostname(), list[Call]()
         self._entered, self._last, self._progress = 0, "", 0.0
         self._threads: list[threading.Thread] = []
 
@@ -118,9 +112,8 @@ class Watch:
             raise RuntimeError("this watch was entered before; call jpipe.watch again for another block")
         self._store, self._folder = shared_store(), f"jpipe/watch/{next(_blocks)}"
         self._process, self._count = (0, 1) if self._store is None else (jax.process_index(), jax.process_count())
-        self._threads = [threading.Thread(target=self._look, daemon=True)]
-        if self._count > 1:
-            self._threads.append(threading.Thread(target=self._exchange, daemon=True))
+        work = [self._look, self._exchange] if self._count > 1 else [self._look]
+        self._threads = [threading.Thread(target=function, daemon=True) for function in work]
         self._progress = time.monotonic()
         followers.append(self._follow)
         for thread in self._threads:
@@ -158,12 +151,10 @@ class Watch:
         @functools.wraps(function)
         def step(*arguments: PyTree, **options: PyTree) -> PyTree:
             with followed(name, (arguments, options)) as call:
-                if call:
-                    call.is_compiling = next(calls) == 0
-                result = function(*arguments, **options)
-                if call:
-                    call.gives(result)
-                return result
+                if call is None:
+                    return function(*arguments, **options)
+                call.is_compiling = next(calls) == 0
+                return call.gives(function(*arguments, **options))
 
         return step
 
@@ -178,7 +169,8 @@ class Watch:
     def _standing(self) -> Standing:
         """How far this process has come; notes when a step has ended since the last look."""
         with self._lock:
-            running = [call for call in self._running if not _has_ended(call)]
+            has_ended = lambda call: call.has_returned and (call.result is None or is_computed(call.result))
+            running = [call for call in self._running if not has_ended(call)]
             is_compiling = any(call.is_compiling for call in running)
             if is_compiling or len(running) < len(self._running):
                 self._progress = time.monotonic()
@@ -200,7 +192,8 @@ class Watch:
             self._progress = time.monotonic()
             return
         _within(GRACE, lambda: self._tell(standings))
-        _within(2 * self._pause + GRACE, self._wait_for_others)
+        if self._count > 1:
+            _within(2 * self._pause + GRACE, self._wait_for_others)
         os._exit(EXIT_CODE)
 
     def _standings(self) -> dict[int, Standing]:
@@ -215,8 +208,6 @@ class Watch:
 
     def _wait_for_others(self) -> None:
         """Waits until all processes of this block have told, too."""
-        if self._count == 1:
-            return
         with suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_set(f"{self._folder}/told/{self._process}", "", True)
             while not self._read("steps").keys() <= self._read("told").keys():
@@ -228,15 +219,15 @@ class Watch:
 
     def _exchange(self) -> None:
         own, said = f"{self._folder}/steps/{self._process}", None
-        while True:
+        is_over = False
+        while not is_over:
             with suppress(jax.errors.JaxRuntimeError):
                 if (standing := self._standing()) != said:
                     self._store.key_value_set(own, json.dumps(asdict(standing)), True)
                     said = standing
                 if self._read("told"):
                     self._told.set()
-            if self._over.wait(self._pause):
-                break
+            is_over = self._over.wait(self._pause)
         with suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_delete(own)
 
@@ -267,21 +258,17 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
     <BLANKLINE>
     """
     step = 1 + max(standing.ended for standing in standings.values())
-    missing = [p for p, standing in standings.items() if standing.entered < step]
-    elsewhere = sorted(set(range(count)) - set(standings))
     ends = f"process {process} of {count} ends with exit code {EXIT_CODE}"
     lines = [f"jpipe.watch: no step has ended for {seconds:g} s; {ends}."]
-    if missing:
+    if missing := [p for p, standing in standings.items() if standing.entered < step]:
         lines.append(f"Process {_listed(missing)} had not entered step {step}.")
     if not any(standing.entered for standing in standings.values()):
         lines.append("A step of one's own under jax.jit is seen only if the loop calls watched.steps_of(step).")
     for p, at in sorted(standings.items(), key=lambda item: (item[1].entered, item[0]))[:_SHOWN]:
-        last = f" (the last: {at.last})" if at.last else ""
-        compiles = ", it compiles" * at.is_compiling
-        lines.append(
-            f"  process {p} ({at.host}) had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
-        )
-    if elsewhere:
+        last, compiles = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
+        own = f"had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
+        lines.append(f"  process {p} ({at.host}) {own}")
+    if elsewhere := sorted(set(range(count)) - set(standings)):
         lines.append(f"Not in this block, or not reached: process {_listed(elsewhere)}.")
     return "\n".join([*lines, f"The stacks of process {process}:", ""])
 
@@ -289,11 +276,6 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
 def _listed(processes: list[int]) -> str:
     more = f" and {len(processes) - _SHOWN} more" if len(processes) > _SHOWN else ""
     return ", ".join(map(str, processes[:_SHOWN])) + more
-
-
-def _has_ended(call: Call) -> bool:
-    """Whether a call has returned, and the devices have computed what it gave."""
-    return call.has_returned and (call.result is None or is_computed(call.result))
 
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result | None:

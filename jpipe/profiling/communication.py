@@ -16,7 +16,7 @@ from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.traffic import Sent, sent_in
-from jpipe.pictures.tables import Table
+from jpipe.pictures.tables import Table, Tabular
 from jpipe.schedules.actions import ACTION_KINDS
 from jpipe.types import Batch
 
@@ -62,7 +62,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Communication:
+class Communication(Tabular):
     """All transfers in a step of training; `print` it, or show it in a notebook.
 
     Attributes:
@@ -77,12 +77,6 @@ class Communication:
 
     def __repr__(self) -> str:
         return f"<Communication of {self.title}: {len(self.transfers)} transfers>"
-
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     def bytes(self, loop: str) -> float:
         """The bytes that a device sends in one turn of a loop, through all kinds of layers."""

@@ -120,19 +120,18 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
         return
     best = min(others, key=lambda row: row.step)
     larger = max(others, key=lambda row: row.num_microbatches)
-    promise = best.step / here.step
+    promise, begin = best.step / here.step, f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}"
     if promise < 1 - ROUGHLY_WORTH:
         text = (
-            f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, M={best.num_microbatches} of "
-            f"{best.bubble:.1%}, and in its micro-batches of {best.size} an example takes "
-            f"{best.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
+            f"{begin}, M={best.num_microbatches} of {best.bubble:.1%}, and in its micro-batches of {best.size} an "
+            f"example takes {best.sample_seconds / here.sample_seconds:.2f} times as long: step {_percent(promise)}"
         )
         yield Finding(text, {"num_microbatches": best.num_microbatches, "schedule": model.schedule.name}, promise)
     elif here.bubble - larger.bubble > WORTH:
         yield Finding(
-            f"M={here.num_microbatches} leaves a bubble of {here.bubble:.1%}, and other numbers of micro-batches of "
-            f"this batch shorten the step by less than {ROUGHLY_WORTH:.0%}; use a larger batch of micro-batches as "
-            f"large, M={larger.num_microbatches} leaves {larger.bubble:.1%}"
+            f"{begin}, and other numbers of micro-batches of this batch shorten the step by less than "
+            f"{ROUGHLY_WORTH:.0%}; use a larger batch of micro-batches as large, M={larger.num_microbatches} leaves "
+            f"{larger.bubble:.1%}"
         )
     larger_size = min((row for row in others if row.size > here.size), key=lambda row: row.size, default=here)
     if (ratio := here.sample_seconds / larger_size.sample_seconds) > SMALL:
@@ -162,7 +161,7 @@ def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:
     slowest = max(processes, key=lambda process: process.seconds, default=None)
     if slowest and slowest.of_median > SLOW:
         names = ", ".join(map(str, slowest.stages))
-        stages = f" (stage{'s' * (len(slowest.stages) > 1)} {names})" if names else ""
+        stages = f" (stage{'s' * (len(slowest.stages) > 1)} {names})" * bool(names)
         yield Finding(
             f"{slowest}{stages} takes {slowest.of_median:.2f} times the median of the processes for the same layers, "
             "and every step waits for it: see what else runs on that machine, or run without it"

@@ -8,28 +8,28 @@ may differ from it by as much as it then differs from itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from jpipe.execution.batches import split_microbatches
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.random_keys import as_key, layer_key
+from jpipe.jax_tools.jaxprs import equations_in
+from jpipe.jax_tools.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.jax_tools.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
-from jpipe.layers.frozen import path_as_text
+from jpipe.layers.frozen import parameter_paths
 from jpipe.memory.layer_trees import LayerTrees, to_items
 from jpipe.model.groups import Model
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import settled
-from jpipe.pictures.tables import Table
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, shapes_of
+from jpipe.pictures.tables import Table, Tabular
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, PyTree
 
 Params = Mapping[int, PyTree]
@@ -74,7 +74,7 @@ class CheckedLeaf:
 
 
 @dataclass(frozen=True)
-class GradientCheck:
+class GradientCheck(Tabular):
     """Loss and gradients of a pipeline beside the plain model's; `print` it, or show it in a notebook.
 
     Attributes:
@@ -102,12 +102,6 @@ class GradientCheck:
     def __repr__(self) -> str:
         return f"<GradientCheck of {self.title}: {self._verdict()}>"
 
-    def __str__(self) -> str:
-        return self._table().described()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
     def _verdict(self) -> str:
         if self.agrees:
             return f"loss and all {len(self.leaves)} gradients equal the plain model's, but for rounding"
@@ -118,11 +112,8 @@ class GradientCheck:
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
         texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
-        marks = {
-            i: "differs" if not leaf.agrees else "zero"
-            for i, leaf in enumerate(rows)
-            if not leaf.agrees or leaf.is_zero
-        }
+        kinds = [("zero" if leaf.is_zero else "") if leaf.agrees else "differs" for leaf in rows]
+        marks = {i: kind for i, kind in enumerate(kinds) if kind}
         hidden, zeros = len(self.leaves) - len(shown), sum(leaf.is_zero and leaf.agrees for leaf in self.leaves)
         notes = [
             f"{self._verdict()}{f'; {hidden} that are nearer are left out here' if hidden else ''}.",
@@ -134,9 +125,10 @@ class GradientCheck:
 
 
 def _how_far(leaf: CheckedLeaf) -> float:
-    """The difference in units of rounding; what isn't a number is the furthest."""
-    ratio = leaf.off / leaf.rounding if leaf.rounding else float(leaf.off > 0) * np.inf
-    return np.inf if np.isnan(ratio) else ratio
+    """The difference in units of rounding; what is equal is the nearest, what isn't a number the furthest."""
+    if not leaf.rounding > 0 or np.isnan(leaf.off):
+        return 0.0 if leaf.agrees else np.inf
+    return leaf.off / leaf.rounding
 
 
 def check_gradients(
@@ -165,20 +157,17 @@ def check_gradients(
     if planner.request.mesh.is_multi_process:
         raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
     model = planner.model(planner.for_training(batch))
-    trees, batch, found = jax.device_get((trees, batch, found))
+    trees, batch, (loss, grads) = jax.device_get((trees, batch, found))
+    params, own = _own_params(model, trees), _own_params(model, grads)
     typed = jax.random.key(0) if key is None else as_key(key)
     with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
         typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
-        plain = (
-            _of_layers(planner, model, trees, batch, typed) if reference is None else _of_reference(reference, model)
-        )
-        (wanted, *others), narrowest = _with_rounding(plain, _own_params(model, trees), trees, batch, typed)
-    loss, grads = found
-    own = _own_params(model, grads)
-    checked = _checked((loss, own), wanted, others, float(jnp.finfo(narrowest).eps))
-    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i, path in _paths(own)]
-    leaves = tuple(CheckedLeaf(*name, *sizes) for name, sizes in zip([("", "loss"), *names], checked, strict=True))
-    return GradientCheck(title, leaves[0], leaves[1:], narrowest.name)
+        plain = _of_reference(reference, model) if reference else _of_layers(planner, model, trees, batch, typed)
+        results, narrowest = _with_rounding(plain, params, trees, batch, typed)
+    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i in sorted(own) for path in parameter_paths(own[i])]
+    sizes = _compared((loss, own), results, float(jnp.finfo(narrowest).eps))
+    of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip([("", "loss"), *names], sizes, strict=True)]
+    return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)
 
 
 # --- the plain model --------------------------------------------------------------------------------------------------
@@ -197,21 +186,14 @@ def _own_params(model: Model, trees: LayerTrees) -> Params:
 
 def _whole(model: Model, params: Params, trees: LayerTrees) -> dict[int, LayerVariables]:
     """The variables of all layers: `trees`, but with these parameters."""
-    found: dict[int, LayerVariables] = {}
-    makers = _makers(model)
-    for i in range(model.num_layers):
-        own, maker = dict(trees.get(i, {})), makers.get(i, i)
-        if maker in params:
-            own["params"] = params[maker]
-        found[i] = {name: own[name] for name in model.group_at(i).variables}
-    return found
+    own = {i: {**trees[i], "params": params.get(maker, {})} for i, maker in _makers(model).items()}
+    return {i: {name: own[i][name] for name in model.group_at(i).variables} for i in range(model.num_layers)}
 
 
 def _of_reference(reference: Reference, model: Model) -> Plain:
     """A user's own model: its loss, differentiated."""
 
-    def loss(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> jax.Array:
-        del key
+    def loss(params: Params, trees: LayerTrees, batch: Batch, _: jax.Array) -> jax.Array:
         found = reference(to_items(model, _whole(model, params, trees)), batch)
         if jnp.shape(found) != ():
             raise ValueError(f"reference returned an array of shape {jnp.shape(found)}; it has to return the mean loss")
@@ -225,9 +207,9 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
     micro, request = planner.for_training(batch), planner.request
     loss, layers = planner.loss(micro), with_inputs(request.layers, request.read_inputs)
     assert loss is not None, "without one there are no gradients"
-    terms = range(0, 2 * len(loss.terms), 2)
+    num_terms = len(loss.terms)
 
-    def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: jax.Array, weights: list) -> PyTree:
+    def of_part(params: Params, trees: LayerTrees, part: Batch, m: jax.Array, key: Key, weights: jax.Array) -> PyTree:
         """The gradients of micro-batch m's sums of loss, each divided by its weight; and all sums."""
 
         def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
@@ -235,30 +217,23 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
             for i, layer in enumerate(layers):
                 x, _ = layer.apply(variables[i], positional(x), Context(layer_key(key, i, m), True, part))
             sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m))
-            first, *others = [sums[t] / weight for t, weight in zip(terms, weights, strict=True)]
-            return sum(others, first), sums
+            return jnp.sum(jnp.stack(sums[: 2 * num_terms : 2]) / weights), sums
 
         return jax.grad(mean, has_aux=True)(params)
 
-    number, weights = jax.ShapeDtypeStruct((), np.int32), [loss.of_batch] * len(terms)
-    shapes = (
-        jax.eval_shape(lambda: (_own_params(model, trees), trees)),
-        micro.shapes,
-        number,
-        jax.eval_shape(lambda: key),
-    )
+    number, weights = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((num_terms,), loss.of_batch.dtype)
     with planner.tracing():
-        jaxpr, found = trace(of_part, *shapes[0], *shapes[1:], weights)
+        given = _own_params(model, trees), trees, micro.shapes, number, key_shape(key), weights
+        jaxpr, found = trace(of_part, *given)
     run = replay(_on_one_device(jaxpr), found)
 
     def value_and_grad(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         parts, indices = split_microbatches(batch, micro.count), jnp.arange(micro.count, dtype=jnp.int32)
         of = lambda m, weights: run(params, trees, jax.tree.map(lambda a: a[m], parts), m, key, weights)
-        ones = [jnp.ones(weight.shape, weight.dtype) for weight in weights]
-        totals = list(map(jnp.sum, jax.lax.map(lambda m: of(m, ones)[1], indices)))
+        totals = list(map(jnp.sum, jax.lax.map(lambda m: of(m, jnp.ones_like(weights))[1], indices)))
 
         def add(sums: Params, m: jax.Array) -> tuple[Params, None]:
-            grads, _ = of(m, [totals[t + 1] for t in terms])
+            grads, _ = of(m, jnp.stack(totals[1 : 2 * num_terms : 2]))
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), None
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulator_dtype(a.dtype)), params)
@@ -270,20 +245,12 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
 
 def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A traced function of whole arrays without what says how they are split over a mesh."""
-    if "shard_map" in {equation.primitive.name for equation in _equations(jaxpr.jaxpr)}:
+    if any(equation.primitive.name == "shard_map" for equation in equations_in(jaxpr.jaxpr.eqns)):
         raise ValueError(
             "a layer calls jax.shard_map, which needs the mesh, while the plain model runs on one device; pass "
             "reference=, a model that doesn't"
         )
     return jaxpr_per_device(jaxpr, (), [()] * len(jaxpr.in_avals), [settled] * len(jaxpr.out_avals)).jaxpr
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations, with those of the jaxprs inside."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -298,7 +265,7 @@ def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[P
       given: its other arguments.
     """
     traced = jax.jit(plain).trace(params, *given)
-    dtypes = {shape.dtype for equation in _equations(traced.jaxpr.jaxpr) for shape in shapes_of(equation.outvars)}
+    dtypes = {shape.dtype for e in equations_in(traced.jaxpr.jaxpr.eqns) for shape in shapes_of(e.outvars)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrowest = jnp.dtype(max(floats, key=lambda dtype: jnp.finfo(dtype).eps))
     run, random, eps = traced.lower().compile(), np.random.default_rng(0), float(jnp.finfo(narrowest).eps)
@@ -307,32 +274,24 @@ def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[P
     return [jax.device_get(run(variant, *given)) for variant in variants], narrowest
 
 
-def _checked(found: PyTree, wanted: PyTree, others: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
+def _compared(found: PyTree, results: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
     """The size of the loss and of each leaf, the distance from the right value, and how much of it may be rounding.
 
     Args:
-      found, wanted: loss and gradients of the pipeline, and of the plain model.
-      others: those of the plain model from parameters that are off by a bit.
+      found: loss and gradients of the pipeline.
+      results: those of the plain model, as `_with_rounding` gives them.
       eps: the spacing of numbers around 1.
     """
+    wanted, *others = results
+    wide = lambda a: np.asarray(a, np.complex128 if np.iscomplexobj(a) else np.float64)
     largest = lambda a: float(np.max(np.abs(a), initial=0))
-    off = lambda tree: [
-        largest(np.asarray(a, wide(a)) - b) for a, b in zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)
-    ]
-    wide = lambda a: np.complex128 if np.iscomplexobj(a) else np.float64
-    sizes = list(map(largest, jax.tree.leaves(wanted)))
-    noise = np.max([off(other) for other in others], axis=0).tolist()
+    off = lambda tree: [largest(wide(a) - b) for a, b in zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)]
+    noise = np.max(list(map(off, others)), axis=0).tolist()
     loss, grads = wanted
-    scales = [largest(loss)]
-    for params in grads.values():
-        own = list(map(largest, jax.tree.leaves(params)))
-        scales += [max(own)] * len(own)  # of a layer's gradients, sums of which are rounded
-    allowed = [FACTOR * of_leaf + 4 * eps * scale for of_leaf, scale in zip(noise, scales, strict=True)]
-    return list(zip(sizes, off(found), allowed, strict=True))
-
-
-def _paths(params: Params) -> list[tuple[int, str]]:
-    """The layer and the path in it of each leaf."""
+    by_layer = [list(map(largest, jax.tree.leaves(tree))) for tree in (loss, *grads.values())]
+    # Of a layer's gradients, sums of which are rounded, the largest tells how much.
+    scales = [(size, max(sizes)) for sizes in by_layer for size in sizes]
     return [
-        (i, path_as_text(path)) for i in sorted(params) for path, _ in jax.tree_util.tree_leaves_with_path(params[i])
+        (size, is_off, FACTOR * own + 4 * eps * scale)
+        for (size, scale), is_off, own in zip(scales, off(found), noise, strict=True)
     ]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -62,8 +61,6 @@ def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) ->
 
 def host_names() -> list[str]:
     """The name of each process's machine, `[P]`; all processes call it."""
-    if jax.process_count() == 1:
-        return [socket.gethostname()]
     own = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
     names = np.asarray(multihost_utils.process_allgather(np.frombuffer(own, np.uint8)))
     return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]

@@ -30,10 +30,7 @@ NARROWEST = 0.045
 
 
 def draw(
-    slices: Mapping[str, float],
-    stages: StageTimes,
-    timeline: Timeline,
-    path: str | os.PathLike[str] | None,
+    slices: Mapping[str, float], stages: StageTimes, timeline: Timeline, path: str | os.PathLike[str] | None
 ) -> Figure:
     """Draws it; see `Profile.plot`.
 

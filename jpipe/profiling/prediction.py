@@ -23,14 +23,7 @@ from jpipe.schedules.simulate import Timeline, simulate
 MILLISECONDS = 1e3
 """Timelines are in milliseconds, as pictures and traces have them."""
 
-SLICES = (
-    "computation",
-    "recomputation",
-    "bubble",
-    "imbalance",
-    "transfer and set-up",
-    "weight update",
-)
+SLICES = ("computation", "recomputation", "bubble", "imbalance", "transfer and set-up", "weight update")
 """What a step's time goes into (GPipe, NeurIPS version, section 3: the breakdown of the time step)."""
 
 

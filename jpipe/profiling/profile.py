@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jpipe.checks import check_batch, check_complete, check_state
+from jpipe.checks import check_state, check_training
 from jpipe.pictures.tables import Table, folded
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
@@ -124,14 +124,7 @@ class Profile:
         return show(self.facts, path)
 
 
-def profile(
-    pipe: Pipeline,
-    state: TrainState,
-    batch: Batch,
-    *,
-    rounds: int = 5,
-    other_sizes: bool = True,
-) -> Profile:
+def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5, other_sizes: bool = True) -> Profile:
     """Measures a training step on the devices at hand, and says what its time goes into and what would shorten it.
 
         profile = jpipe.profile(pipe, state, batch)
@@ -157,12 +150,7 @@ def profile(
     """
     _check(pipe, state, batch, rounds)
     # With actions left out, and in layers alone on random numbers, what is computed means nothing.
-    with (
-        task("profiling a training step"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.transfer_guard("allow"),
-    ):
+    with task("profiling a training step"), jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         planner = pipe.planner
         program = Program(pipe, state, batch)
         measured = measure(pipe, program, state, rounds)
@@ -212,6 +200,4 @@ def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> Non
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
     check_state(state)
     as_integer("rounds", rounds, "everything has to be timed at least once")
-    plan = pipe.planner.plan_for(batch)
-    check_batch(plan, batch)
-    check_complete(plan, state.variables)
+    check_training(pipe.planner, state.variables, batch, state.key)

@@ -7,7 +7,7 @@ of their own. In lockstep, where neighbours wait for one another after each slot
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,8 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
             f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
         )
     num_stages, width = schedule.num_stages, len(schedule.slots)
-    several = isinstance(most_waiting, Sequence) or np.ndim(np.asarray(most_waiting, object)) == 1
-    given = [*cast("Sequence[int]", most_waiting)] if several else [most_waiting] * num_stages
+    given = np.asarray(most_waiting, object)
+    given = list(given) if given.ndim == 1 else [most_waiting] * num_stages
     most = [integer_or_none(one) for one in given]
     fits = [one is None if limit is None else limit >= 0 for one, limit in zip(given, most, strict=True)]
     if len(most) != num_stages or not all(fits):

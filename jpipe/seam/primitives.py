@@ -34,38 +34,36 @@ clz= mulhi= nextafter population_count= shift_left= shift_right_arithmetic= shif
 complex= conj imag real name=
 """)
 
+_names = lambda text: frozenset(_read(text))
+
 ELEMENTWISE = frozenset(_ARITHMETIC | _BESIDES)
 """Each element of the result follows from those at its place in the operands, or from a scalar."""
 
 NUMPY = {name: numpy for name, numpy in (_ARITHMETIC | _BESIDES).items() if numpy}
 """Elementwise primitives -> the NumPy functions that do the same."""
 
-MOVES = frozenset(
-    _read("broadcast_in_dim concatenate iota pad rev reshape slice squeeze split stack tile transpose unstack")
-)
+MOVES = _names("broadcast_in_dim concatenate iota pad rev reshape slice squeeze split stack tile transpose unstack")
 """They put elements elsewhere, wherever these come from, and compute nothing."""
 
 CHEAP = frozenset(_ARITHMETIC) | MOVES
 """Their results take less time to make again than to write down and read back; a comparison gives single bytes."""
 
-CALLS = frozenset(_read("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"))
+CALLS = _names("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2")
 """They only call the jaxpr in their parameters."""
 
 PLAIN_CALLS = CALLS - {"custom_jvp_call", "custom_vjp_call", "remat2"}
 """Those of them that have no say in how the jaxpr is differentiated."""
 
-LOOPS_AND_BRANCHES = frozenset(_read("cond scan while"))
+LOOPS_AND_BRANCHES = _names("cond scan while")
 """Their jaxprs run never, once or often; `jpipe.seam.inside.scan_counts` says which operands are what."""
 
 REDUCTIONS = _read("reduce_and=all reduce_max=max reduce_min=min reduce_or=any reduce_prod=prod reduce_sum=sum")
 """Reductions over the dimensions `axes` -> the NumPy functions that do the same."""
 
-SUMS_OVER_DEVICES = frozenset(_read("pbroadcast pmax pmin psum psum_invariant pvary"))
+SUMS_OVER_DEVICES = _names("pbroadcast pmax pmin psum psum_invariant pvary")
 """Operations over mesh axes that give a single device its own value."""
 
-OVER_DEVICES = frozenset(
-    _read("all_gather all_gather_invariant all_to_all axis_index ppermute ragged_all_to_all reduce_scatter")
-)
+OVER_DEVICES = _names("all_gather all_gather_invariant all_to_all axis_index ppermute ragged_all_to_all reduce_scatter")
 """Operations over mesh axes whose result tells a device's place and their number, or has the shape of several."""
 
 COLLECTIVES = _read("""

@@ -25,7 +25,7 @@ from jpipe.types import PyTree
 
 Result = TypeVar("Result")
 
-_begin: ContextVar[Callable[[str], None] | None] = ContextVar("_begin", default=None)
+_begin: ContextVar[Callable[[str], None]] = ContextVar("_begin", default=lambda details: None)
 """The function that `compiles` calls in the call that this thread is in."""
 
 
@@ -45,14 +45,14 @@ class Call:
     has_returned: bool = False
     result: jax.Array | None = None
 
-    def gives(self, result: PyTree) -> None:
-        """Notes what the devices are computing from now on."""
+    def gives(self, result: Result) -> Result:
+        """Notes what the devices are computing from now on, and gives it back."""
         # The last of the smallest: of a state and its metrics a metric, since the state is donated to the next step.
         arrays = [leaf for leaf in reversed(jax.tree.leaves(result)) if isinstance(leaf, jax.Array)]
-        by_size = sorted(arrays, key=lambda array: array.size)
-        keys = jax.dtypes.prng_key
-        self.result = next((array for array in by_size if not jnp.issubdtype(array.dtype, keys)), None)
+        plain = [array for array in arrays if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)]
+        self.result = min(plain, key=lambda array: array.size, default=None)
         self.is_compiling = False
+        return result
 
 
 followers: list[Callable[[Call], None]] = []
@@ -121,9 +121,7 @@ def compiles(details: str) -> None:
     Args:
       details: of what, in words.
     """
-    begin = _begin.get()
-    if begin is not None:
-        begin(details)
+    _begin.get()(details)
 
 
 def _is_traced(arguments: PyTree) -> bool:

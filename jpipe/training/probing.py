@@ -12,11 +12,11 @@ from functools import lru_cache
 import jax
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from jpipe.jax_tools.interpret import interpret, on_this_host
+from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.jax_tools.tracing import trace
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import draws
 from jpipe.training.optimizers import wrap_it
 
@@ -91,7 +91,7 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
         try:
             init, states = trace(lambda trees: [tx.init(tree) for tree in trees], params)
             step, _ = trace(update, params, states, params, np.float32(1))
-            if _draws(step.jaxpr):
+            if any(draws(equation.primitive.name) for equation in equations_in(step.jaxpr.eqns)):
                 return None
             return _run(step, interpret(init, *jax.tree.leaves(params)), params)
         except Exception:  # whatever it needs, it has with real parameters, or raises there
@@ -142,8 +142,3 @@ def _both(leaves: dict[str, list[np.ndarray]]) -> Probes:
     """(each array alone, those of one shape as the rows of one `[1, 3, ...]`: one stage, two layers, an empty row)."""
     apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
     return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})
-
-
-def _draws(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr draws random numbers, or one inside of it does."""
-    return any(draws(e.primitive.name) or any(map(_draws, jaxprs_in_params(e.params))) for e in jaxpr.eqns)

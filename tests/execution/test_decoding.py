@@ -290,6 +290,9 @@ def test_inside_of_jit():
     variables, prompts = pipe.init(jax.random.key(1), batch_of()), np.zeros((2, 3), np.int32)
     found = jax.jit(lambda variables, prompts: pipe.generate(variables, prompts, 3))(variables, prompts)
     np.testing.assert_array_equal(found, pipe.generate(variables, prompts, 3))
+    # A regression: JAX's integers pass the checks, and were handed on as static arguments, which they can't be.
+    again = pipe.generate(variables, prompts, jnp.int32(3), prefill=jnp.int32(1))
+    np.testing.assert_array_equal(found, again)
 
 
 def equals_the_model(layers, prompts, num_tokens, **options):

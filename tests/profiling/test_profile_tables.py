@@ -10,7 +10,7 @@ from jpipe.profiling.profile_tables import size_table, slice_table, stage_table
 def test_stages_with_their_layers_and_the_slowest():
     schedule = jpipe.make_schedule("interleaved", num_stages=2, num_microbatches=4, num_chunks=2)
     cut = jpipe.partition([1.0] * 6, 2, num_chunks=2)
-    table = stage_table(schedule, cut, StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)), (3, 2))
+    table = stage_table(schedule, cut, StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3)), (3, 2), ())
     assert table.rows[0][1].count(",") == 1, "two chunks"
     assert [row[2:] for row in table.rows] == [
         ("1", "2", "0", "3", "0.50", "3"),
@@ -20,7 +20,7 @@ def test_stages_with_their_layers_and_the_slowest():
     processes = [ProcessTime(p, host, stages, 1.0, 1.0) for p, (host, stages) in enumerate([("a", (0,)), ("b", (1,))])]
     times = StageTimes((1e-3, 2e-3), (2e-3, 4e-3), (0.0, 3e-3))
     assert stage_table(schedule, cut, times, (3, 2), processes).marks == {1: "slowest: process 1 on b"}
-    even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2), (3, 2))
+    even = stage_table(schedule, cut, StageTimes((1e-3,) * 2, (2e-3,) * 2, (0.0,) * 2), (3, 2), ())
     assert even.marks == {}
 
 
