@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
+from jpipe.mesh.splits import Splits
+from jpipe.model.groups import LayerGroup
+from jpipe.partitioner.shardings import Shard
 from jpipe.types import Shapes
 
+_HALVES = "examples"
 
-def output_axes(outputs: Shapes, doubled: Shapes | None, size: int) -> tuple[int, ...]:
+
+def in_halves(mesh: Mesh) -> Splits:
+    """Splits over two devices, each of which has half of the examples and all weights, for layers of this mesh."""
+    sizes = (1,) * len(mesh.axis_names) + (2,)
+    return Splits(AbstractMesh(sizes, (*mesh.axis_names, _HALVES)), (_HALVES,))
+
+
+def output_axes(outputs: Shapes, doubled: LayerGroup | None, size: int) -> tuple[int, ...]:
     """The batch axis of each leaf of a model's outputs.
 
-    It is the one axis that is twice as long for micro-batches of twice the size. A leaf without one may begin with an
-    axis of 1, and then gives one row for each micro-batch.
+    It is the one axis that is twice as long for micro-batches of twice the size. If it holds examples and more, such as
+    their places, `[b * T]`, the rows of an example have to lie together: half of the examples has to be half of it. A
+    leaf without a batch axis may begin with an axis of 1, and then gives one row for each micro-batch.
 
     Args:
       outputs: of a micro-batch of b examples.
-      doubled: of one of 2b; None if the model takes no other size than b. Then the batch axis is the only one of
-        length b.
+      doubled: the last layer for one of 2b, `in_halves`; None if the model takes no other size than b. Then the batch
+        axis is the only one of length b.
       size: b.
 
     Raises:
-      ValueError: a leaf has no batch axis, or several; its path, shape and the remedy are named.
+      ValueError: a leaf has no batch axis, or several, or one in which examples lie apart; path, shape and remedy are
+        named.
     """
     leaves, axes = jax.tree_util.tree_leaves_with_path(outputs), []
     as_if = [[2 * n if n == size else n for n in leaf.shape] for _, leaf in leaves]
-    shapes = as_if if doubled is None else [leaf.shape for leaf in jax.tree.leaves(doubled)]
-    for (path, leaf), twice in zip(leaves, shapes, strict=True):
+    shapes = as_if if doubled is None else [leaf.shape for leaf in jax.tree.leaves(doubled.gives)]
+    lying = [()] * len(leaves) if doubled is None else doubled.gives_at
+    for (path, leaf), twice, at in zip(leaves, shapes, lying, strict=True):
         found = [d for d, (n, new) in enumerate(zip(leaf.shape, twice, strict=True)) if n != new]
-        if any(twice[d] != 2 * leaf.shape[d] for d in found):
-            found = []
-        elif not found and leaf.shape[:1] == (1,):
-            found = [0]
-        if len(found) != 1:
+        fault = _fault(leaf.shape, twice, found)
+        if not fault and leaf.shape[found[0]] != size and tuple(at) != (Shard(found[0], 1),):
+            fault = f"examples are mixed with something else in axis {found[0]}"
+        if fault and not (not found and leaf.shape[:1] == (1,)):
             raise ValueError(
                 f"outputs{jax.tree_util.keystr(path)} has the shape {leaf.shape} for micro-batches of {size} examples, "
-                f"in which {'no axis is' if not found else f'the axes {found} may each be'} the batch, so that the "
-                "outputs of micro-batches can't be joined. Return a mean or a sum among the loss's metrics instead; or "
-                "let it begin with an axis of one, as x[None], to get a row for each micro-batch"
+                f"in which {fault}, so that the outputs of micro-batches can't be joined. Give the batch an axis of "
+                "its own; return a mean or a sum among the loss's metrics instead; or let the output begin with an "
+                "axis of one, as x[None], to get a row for each micro-batch"
             )
-        axes.append(found[0])
+        axes.append(found[0] if found else 0)
     return tuple(axes)
+
+
+def _fault(shape: Sequence[int], twice: Sequence[int], found: Sequence[int]) -> str:
+    """The reason, in words, why none of the axes that grow with the batch is its axis; "" if one is."""
+    if not found or any(twice[d] != 2 * shape[d] for d in found):
+        return "no axis is the batch"
+    return f"the axes {list(found)} may each be the batch" if len(found) > 1 else ""
 
 
 def join_microbatches(leaf: jax.Array, axis: int = 0) -> jax.Array:

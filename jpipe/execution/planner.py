@@ -19,12 +19,13 @@ import jax
 
 from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
 from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
-from jpipe.execution.outputs import output_axes
+from jpipe.execution.outputs import in_halves, output_axes
 from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
+from jpipe.mesh.splits import Splits
 from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
@@ -94,23 +95,23 @@ class Planner:
     # --- micro-batch -> model ---
 
     def _model(self, micro: MicroBatch) -> Model:
-        model = self._traced(micro)
+        model = self._traced(micro, self.request.splits)
         if self.plan is not None:
             self.plan.check_model(model)
         return model
 
-    def _traced(self, micro: MicroBatch) -> Model:
+    def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
         given = self.request
         read = (lambda inputs: inputs) if micro.bare else given.read_inputs
         with self.tracing(), task(f"tracing {len(given.layers)} layers"):
             like = None if self.plan is None else self.plan.traced
-            return trace_model(given.layers, read, micro.shapes, given.splits, given.rules, like)
+            return trace_model(given.layers, read, micro.shapes, splits, given.rules, like)
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
         with suppress(Exception):  # a model that takes micro-batches of one size alone
-            doubled = self._traced(micro.doubled).groups[-1].gives
-        if jax.tree.structure(doubled) != jax.tree.structure(outputs):
+            doubled = self._traced(micro.doubled, in_halves(self.request.mesh)).groups[-1]
+        if doubled is not None and jax.tree.structure(doubled.gives) != jax.tree.structure(outputs):
             doubled = None
         return output_axes(outputs, doubled, micro.size)
 

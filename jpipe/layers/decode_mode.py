@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpipe.layers.base import Activation, AnyLayer, Around, Context, Inputs, LayerVariables, Passing
+from jpipe.layers.base import Activation, AnyLayer, Around, Context, Inputs, LayerVariables, Passing, innermost
 from jpipe.layers.connections import ConnectedLayer, no_batch
 from jpipe.layers.flax import LinenLayer, NnxLayer
 from jpipe.layers.functions import signature_of
@@ -22,6 +22,19 @@ from jpipe.types import Batch, Shapes
 
 CACHE = "cache"
 """The collection that a decoding layer writes, of Linen modules and of `nnx.Cache` variables."""
+
+
+def keeps_cache(layer: AnyLayer) -> bool:
+    """Whether a layer has a decode mode of its own."""
+    inner = innermost(layer)
+    if isinstance(inner, LinenLayer):
+        return _has_decode_field(inner)
+    parts = nnx.iter_graph(nnx.merge(inner.graphdef, inner.template)) if isinstance(inner, NnxLayer) else ()
+    return any(callable(getattr(part, "init_cache", None)) for _, part in parts)
+
+
+def _has_decode_field(layer: LinenLayer) -> bool:
+    return "decode" in {field.name for field in dataclasses.fields(layer.module)}
 
 
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
@@ -38,7 +51,7 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
     if isinstance(layer, Around):
         layer = replace(layer, inner=decoding(layer.inner, takes, size, length))
         return replace(layer, read=no_batch) if isinstance(layer, ConnectedLayer) and layer.read else layer
-    if isinstance(layer, LinenLayer) and "decode" in {field.name for field in dataclasses.fields(layer.module)}:
+    if isinstance(layer, LinenLayer) and _has_decode_field(layer):
         layer = replace(layer, module=layer.module.clone(decode=True), writes=(CACHE,))
     elif isinstance(layer, NnxLayer):
         first = jax.tree.leaves(takes)[0]

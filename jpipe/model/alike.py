@@ -18,7 +18,7 @@ import numpy as np
 
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
-from jpipe.layers.decode_mode import CACHE
+from jpipe.layers.decode_mode import CACHE, decoding, keeps_cache
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import (
     Constants,
@@ -30,7 +30,7 @@ from jpipe.model.constants import (
     whole,
     without_plain_calls,
 )
-from jpipe.model.groups import EVALUATION, INIT, TRAIN, LayerGroup, strong
+from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
@@ -83,6 +83,12 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     jaxprs[TRAIN], results[TRAIN] = call(key_shape())
     with suppress(Exception):
         jaxprs[EVALUATION], results[EVALUATION] = call(None)
+    first = next(iter(jax.tree.leaves(group.takes)), None)
+    if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and keeps_cache(layer):
+        with suppress(Exception):  # it can't decode such sequences, which `generate` will say
+            decoder = decoding(layer, group.takes, *first.shape[:2])
+            jaxprs[DECODE], made = trace_init(decoder, key_shape(), group.takes, batch)
+            results[DECODE] = (), made
     jaxprs = {mode: without_plain_calls(jaxpr) for mode, jaxpr in jaxprs.items()}
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
@@ -127,7 +133,7 @@ class Alike:
         constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
-        if "moments" in map(group.rules.get, depend[TRAIN]) or CACHE in depend.get(INIT, ()):
+        if "moments" in map(group.rules.get, depend[TRAIN]) or any(CACHE in depend.get(m, ()) for m in (INIT, DECODE)):
             return None
         return replace(group, indices=together, constants=constants)
 

@@ -42,8 +42,8 @@ def role_of(collection: str, rules: Mapping[str, str]) -> str:
 WEIGHTS = ("params", KEEP)
 """The roles of collections that are the same for a whole step, so that data axes may split them."""
 
-INIT, TRAIN, EVALUATION = "init", "train", "evaluation"
-"""The functions of a layer: its initialisation, and what it computes in either mode."""
+INIT, TRAIN, EVALUATION, DECODE = "init", "train", "evaluation", "decode"
+"""The functions of a layer: its initialisation, its calls in either mode, its initialisation in decode mode."""
 
 
 @dataclass(frozen=True, eq=False)

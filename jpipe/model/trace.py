@@ -159,7 +159,7 @@ def _trace_layer(
         said = f"{_fault(error)}\n  {way_here()}{own}{again if layer.repeats is not None else ''}"
         raise ValueError(f"{name} {said}") from shortened(error)
     needs_key = uses(jaxpr)[-1]
-    if dropouts and not needs_key:
+    if dropouts and not needs_key and rules.get(CACHE) != CACHE:  # layers that decode are in evaluation mode
         _warn_of_dropout(name, dropouts[0], variables)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)

@@ -441,15 +441,12 @@ class Sequences(nn.Module):
         return jax.lax.with_sharding_constraint(x, jax.P(None, "model", None)) if self.split else x
 
 
-def test_layers_that_split_sequences_are_named(make_mesh):
+def test_layers_that_split_sequences(make_mesh):
+    """Whole sequences are split over devices, a token isn't: what is one group then was refused where it is several."""
     mesh = make_mesh((2, 2), ("stage", "model"), explicit=False)
     layers = [SMALL[0], Short(), Sequences(), Sequences(), Sequences(), SMALL[2]]
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
     variables = pipe.init(jax.random.key(0), batch_of())
-    with pytest.raises(ValueError, match=r"is one of equal layers, .* constrain the dimension of tokens, and pass it"):
-        pipe.generate(variables, TOKENS[:, :2], 2)
     plain = [SMALL[0], Short(), *[Sequences(split=False)] * 3, SMALL[2]]
-    other = jpipe.Pipeline(plain, loss_fn, num_stages=2, num_microbatches=2)
-    brought = other.from_layer_variables(pipe.layer_variables(variables), batch_of())
     expected = without_cache(sequential(plain, trees_of(pipe, variables)), TOKENS[:, :2], 2)
-    np.testing.assert_array_equal(other.generate(brought, TOKENS[:, :2], 2), expected)
+    np.testing.assert_array_equal(pipe.generate(variables, TOKENS[:, :2], 2), expected)

@@ -1,5 +1,7 @@
 """Outputs of micro-batches are joined along their batch axis, wherever that is; what has none is refused."""
 
+from typing import Any, NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,22 @@ import pytest
 import jpipe
 from cases import assert_close
 from jpipe.execution.outputs import join_microbatches, output_axes
+from jpipe.partitioner.shardings import REPLICATED, Shard
 
 
 def shapes(**shapes):
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+class Doubled(NamedTuple):
+    """The last layer for twice as many examples, as far as it is looked at."""
+
+    gives: Any
+    gives_at: list
+
+
+def doubled(large, dim=None):
+    return Doubled(shapes(x=large), [(REPLICATED if dim is None else Shard(dim, 1),)])
 
 
 @pytest.mark.parametrize(
@@ -21,13 +35,19 @@ def shapes(**shapes):
         ((4, 5), (8, 5), 0),
         ((5, 4), (5, 8), 1),
         ((4, 4, 3), (4, 8, 3), 1),
-        ((20, 3), (40, 3), 0),  # examples and their places in one dimension
         ((1, 7), (1, 7), 0),  # a row for each micro-batch
         ((0, 4), (0, 8), 1),
     ],
 )
 def test_the_axis_that_grows_with_the_batch(small, large, axis):
-    assert output_axes(shapes(x=small), shapes(x=large), 4) == (axis,)
+    assert output_axes(shapes(x=small), doubled(large), 4) == (axis,)
+
+
+def test_examples_and_their_places_in_one_axis():
+    """`[b * T]` is joined, `[T * b]` isn't: shapes don't tell, but where half of the examples lies does."""
+    assert output_axes(shapes(x=(20, 3)), doubled((40, 3), dim=0), 4) == (0,)
+    with pytest.raises(ValueError, match=r"examples are mixed with something else in axis 0.* an axis of its own"):
+        output_axes(shapes(x=(20, 3)), doubled((40, 3)), 4)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +63,7 @@ def test_the_axis_that_grows_with_the_batch(small, large, axis):
 )
 def test_what_can_not_be_joined(small, large, message):
     with pytest.raises(ValueError, match=message):
-        output_axes(shapes(x=small), shapes(x=large), 4)
+        output_axes(shapes(x=small), doubled(large), 4)
 
 
 def test_of_a_model_of_one_batch_size():
@@ -90,12 +110,28 @@ def test_apply_equals_the_plain_model(axes):
     assert_close(found, plain, "outputs")
 
 
-def test_one_that_mixes_examples_and_places():
-    layers = [Block(), Block(), lambda x: several(x)["flat"]]
-    pipe = jpipe.Pipeline(layers, None, num_stages=2, num_microbatches=2, balance="even")
+@pytest.mark.parametrize(
+    ("last", "joins"),
+    [
+        (lambda x: x.reshape(-1, 4), True),
+        (lambda x: jnp.repeat(x[:, 0], 2, axis=0), True),
+        (lambda x: x.swapaxes(0, 1).reshape(-1, 4), False),
+        (lambda x: jnp.concatenate([x, x + 1], 0), False),
+    ],
+)
+def test_one_that_mixes_examples_and_something_else(last, joins):
+    """Rows came back in another order than the model's, without a word, where places came before examples."""
+    pipe = jpipe.Pipeline([Block(), Block(), last], None, num_stages=2, num_microbatches=2, balance="even")
     x = np.random.default_rng(0).standard_normal((4, 3, 4)).astype(np.float32)
     variables = pipe.init(jax.random.key(0), x)
-    assert pipe.apply(variables, x).shape == (12, 4)
+    if not joins:
+        with pytest.raises(ValueError, match="examples are mixed with something else"):
+            pipe.apply(variables, x)
+        return
+    plain = x
+    for tree in pipe.layer_variables(variables)[:2]:
+        plain = Block().apply(tree, plain)
+    assert_close(pipe.apply(variables, x), last(plain), "outputs")
 
 
 @pytest.mark.parametrize("count", [1, 2])
