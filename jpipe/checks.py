@@ -205,9 +205,9 @@ def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch,
     """
     check_is_variables(variables)
     request, seen = planner.request, planner.plan_for(batch).traced
-    if said is not None and not isinstance(said, bool):
+    if said is not None and not isinstance(said, bool | np.bool_):
         raise TypeError(f"bare={said!r} is no bool; pass True for the model's inputs alone, False for a whole batch")
-    bare = is_bare(batch, seen.batch, seen.inputs, request.read_inputs, said)
+    bare = bool(is_bare(batch, seen.batch, seen.inputs, request.read_inputs, said))
     if bare:
         check_reads_nothing(request.layers)
     check_no_example(batch, seen.inputs if bare else seen.batch)
@@ -235,7 +235,8 @@ def check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> No
     Raises:
       ValueError: there are too few.
     """
-    if num_stages * num_chunks > num_layers:
+    stages, chunks = integer_or_none(num_stages) or 0, integer_or_none(num_chunks) or 0
+    if min(stages, chunks) > 0 and stages * chunks > num_layers:
         raise ValueError(
             f"num_stages={num_stages} times num_chunks={num_chunks} is more than the {num_layers} layers; "
             f"every stage and chunk needs at least one layer: use num_stages * num_chunks <= {num_layers}, or cut the "
@@ -255,13 +256,22 @@ def check_state(state: object) -> None:
     check_alive("state", state)
 
 
-def check_loop_state(state: PyTree) -> None:
+def check_loop_state(plan: Plan, state: PyTree) -> None:
     """Checks what `place_state` is given.
 
     Raises:
       TypeError: a leaf is no array and no number.
-      ValueError: it was donated.
+      ValueError: it was donated, or laid out for other stages.
     """
+    is_tree = lambda node: isinstance(node, StageTree)
+    stages = plan.request.schedule.num_stages
+    for node in filter(is_tree, jax.tree.leaves(state, is_leaf=is_tree)):
+        if node.layout.num_stages != stages:
+            raise ValueError(
+                f"state holds arrays that were laid out for num_stages={node.layout.num_stages}, and this pipeline has "
+                f"{stages}; begin with pipe.from_layer_variables(other.layer_variables(variables), batch) and "
+                "tx.init of its parameters, or go from one to the other by a jpipe.Checkpointer"
+            )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | Number):
             raise TypeError(

@@ -121,10 +121,10 @@ class Pipeline(Tabular):
         layers, inputs = as_layers(layers), inputs or batches.default_inputs
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+        checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
-        checks.check_enough_layers(len(layers), num_stages, num_chunks)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
@@ -339,6 +339,8 @@ class Pipeline(Tabular):
         """
         from jpipe.profiling.gradient_check import check_gradients
 
+        if reference is not None:
+            checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)
         trees, found = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
         return check_gradients(self.planner, trees, batch, key, (loss, found), reference, repr(self))
@@ -406,7 +408,7 @@ class Pipeline(Tabular):
             Each process passes the same.
           tx: the optimiser of the loop, checked as by `create_state`; None if there is none.
         """
-        checks.check_loop_state(state)
+        checks.check_loop_state(self.plan, state)
         params = self.plan.layouts["params"].shapes
         if tx is not None:
             checked_opt_state(tx, params, self.plan.known_loss().of_batch)

@@ -951,6 +951,12 @@ def test_a_metric_in_place_of_a_weight(key, weight, warns):
         assert caught[0].filename == __file__
 
 
+def test_more_stages_than_anybody_has_are_refused_before_a_schedule_is_made():
+    """It took minutes, and all of the memory."""
+    with pytest.raises(ValueError, match=r"num_stages=1000000000 times num_chunks=1 is more than the 2 layers"):
+        jpipe.Pipeline([dense(), dense()], lambda y, b: jnp.mean(y), num_stages=10**9, num_microbatches=4)
+
+
 # --- optimisers -------------------------------------------------------------------------------------------------------
 
 

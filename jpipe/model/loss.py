@@ -82,8 +82,20 @@ class TracedLoss:
     constrained: frozenset[str]
 
     def sums(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
-        """The sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation."""
-        return loss_sums(_called(self.function, outputs, batch, None if key is None else loss_key(key)))
+        """The sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
+
+        Raises:
+          ValueError: the loss can't be computed without a key.
+        """
+        if key is not None or "key" not in signature_of(self.function):
+            return loss_sums(_called(self.function, outputs, batch, None if key is None else loss_key(key)))
+        try:
+            return loss_sums(_called(self.function, outputs, batch, None))
+        except Exception as error:
+            raise ValueError(
+                f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}. It was called with "
+                "key=None, as in evaluation, where nothing is drawn; let it do without a key there"
+            ) from error
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the loss of the whole batch, its terms and metrics by name), from the sums over all micro-batches."""
@@ -102,11 +114,11 @@ class TracedLoss:
         alone = "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
         meant = f"If the second is a metric, such as an accuracy, {alone}. "
         warn_user(
-            f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs. The loss "
-            "is the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, each taken as "
-            f"a constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe divides the "
-            "gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that clips or "
-            "rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone to have "
+            f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs or on its "
+            "key. The loss is the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, "
+            f"each taken as a constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe "
+            "divides the gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that "
+            "clips or rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone to have "
             "them as in the whole model"
         )
 

@@ -29,6 +29,7 @@ from jpipe.model.groups import Model
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import settled
 from jpipe.pictures.tables import Table, Tabular
+from jpipe.seam.inside import raised
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, PyTree
 
@@ -194,7 +195,13 @@ def _of_reference(reference: Reference, model: Model) -> Plain:
     """A user's own model: its loss, differentiated."""
 
     def loss(params: Params, trees: LayerTrees, batch: Batch, _: jax.Array) -> jax.Array:
-        found = reference(to_items(model, _whole(model, params, trees)), batch)
+        try:
+            found = reference(to_items(model, _whole(model, params, trees)), batch)
+        except Exception as error:
+            raise ValueError(
+                f"reference(trees, batch) raised {raised(error)}; it is called with each layer's variables and the "
+                "whole batch, and returns the mean loss"
+            ) from error
         if jnp.shape(found) != ():
             raise ValueError(f"reference returned an array of shape {jnp.shape(found)}; it has to return the mean loss")
         return found

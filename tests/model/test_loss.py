@@ -107,6 +107,16 @@ def test_a_loss_with_a_key(sizes, x64):
         pipe.value_and_grad(variables, batch)
 
 
+def test_a_loss_that_can_not_do_without_a_key():
+    """In evaluation there is none: it was an error of JAX's about keys, which named no loss."""
+    always = lambda y, b, key: jnp.mean(y + jax.random.normal(key, y.shape))
+    pipe = jpipe.Pipeline([nn.Dense(3), nn.Dense(3)], always, num_stages=2, num_microbatches=2)
+    batch = np.ones((4, 3), np.float32)
+    variables = pipe.init(jax.random.key(0), batch)
+    with pytest.raises(ValueError, match=r"loss_fn .*<lambda> raised TypeError: .*key=None, as in evaluation"):
+        pipe.evaluate(variables, batch)
+
+
 def test_what_is_known_of_it():
     metrics = {"b": jnp.float32(0), "a": (jnp.float32(0), jnp.float32(1))}
     found = trace_loss(lambda y, b: (jnp.sum(y).astype(jnp.bfloat16), 1.0, metrics), Y, Y)

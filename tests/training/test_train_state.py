@@ -1,5 +1,6 @@
 """The state of training: its shapes and shardings before it is made, and where an optimiser's state lies."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,3 +143,16 @@ def test_what_cannot_be_placed(loop):
     gone.delete()
     with pytest.raises(ValueError, match="state: these arrays were donated"):
         pipe.place_state(gone, None)
+
+
+def test_a_state_of_other_stages_is_refused():
+    """It went on to an error that dumped a layout."""
+    layers, batch = [nn.Dense(4) for _ in range(4)], np.ones((4, 4), np.float32)
+    two, four = (
+        jpipe.Pipeline(layers, lambda y, b: jnp.mean(y), num_stages=k, num_microbatches=2, balance="even")
+        for k in (2, 4)
+    )
+    moments = optax.adam(1e-3).init(two.init(jax.random.key(0), batch)["params"])
+    four.planner.plan_for(batch)
+    with pytest.raises(ValueError, match=r"laid out for num_stages=2, and this pipeline has 4; begin with"):
+        four.place_state(moments, optax.adam(1e-3))
