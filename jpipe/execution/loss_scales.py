@@ -20,6 +20,7 @@ import numpy as np
 from jpipe.execution.step import Step
 from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.tracing import replay
+from jpipe.mesh.on_stages import shapes_only
 from jpipe.partitioner.choice import as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
@@ -44,7 +45,8 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | np.ndarray | f
         with on_this_host():
             return [1 / (step.schedule.num_microbatches * weight) for weight in interpret(alone)]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
-    local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
+    with shapes_only(step.plan.request.mesh):  # as it was traced
+        local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
     by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)
     known = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
     return [1 / convert(total, axes, own, replicated(axes)) for total, own in known]
