@@ -118,8 +118,8 @@ class TracedLoss:
             "key. The loss is the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, "
             f"each taken as a constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe "
             "divides the gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that "
-            "clips or rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone to "
-            "have them as in the whole model"
+            "clips or rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone "
+            "to have them as in the whole model"
         )
 
 
