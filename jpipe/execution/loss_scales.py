@@ -42,7 +42,7 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | np.ndarray | f
         return [1.0]
     alone, used = needed_part(loss.weights, [True] * len(loss.terms))
     if not any(used):  # means, and counts that shapes tell: every micro-batch has the same
-        with on_this_host():
+        with on_this_host(), np.errstate(divide="ignore"):  # without weight infinite, as on devices
             return [1 / (step.schedule.num_microbatches * weight) for weight in interpret(alone)]
     given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     with shapes_only(step.plan.request.mesh):  # as it was traced
