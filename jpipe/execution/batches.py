@@ -66,7 +66,8 @@ def is_bare(
         )
     if said is not None:
         return said
-    reads = trace(read_inputs, expected)[0].jaxpr if like_batch and like_inputs else None
+    may_be_both = like_batch and like_inputs and read_inputs is not default_inputs
+    reads = trace(read_inputs, expected)[0].jaxpr if may_be_both else None
     if reads is not None and reads.outvars != reads.invars:  # the inputs aren't the whole batch
         features = lambda tree: [leaf.shape[1:] for leaf in jax.tree.leaves(tree)]
         fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))

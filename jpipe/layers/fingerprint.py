@@ -156,7 +156,11 @@ def _parts(value: object, kept: bool) -> Sequence[object] | None:
 
 def _held(value: object) -> object:
     """The attributes that an object holds; None for those of libraries, whose `==` looks at all that matters."""
-    return None if _is_library(type(value).__module__) else object.__getstate__(value)
+    state = None if _is_library(type(value).__module__) else object.__getstate__(value)
+    if not isinstance(state, dict):
+        return state
+    is_cached = lambda name: isinstance(getattr(type(value), name, None), functools.cached_property)
+    return {name: held for name, held in state.items() if not is_cached(name)}
 
 
 def _parts_of_function(function: FunctionType, kept: bool) -> Sequence[object] | None:

@@ -131,6 +131,8 @@ class Alike:
             return None
         scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
         constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
+        if not any(own.places for own in constants.values()):
+            return None  # at these shapes their numbers do nothing; at others they may
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or any(CACHE in depend.get(m, ()) for m in (INIT, DECODE)):

@@ -90,11 +90,14 @@ class TracedLoss:
         if key is not None or "key" not in signature_of(self.function):
             return loss_sums(_called(self.function, outputs, batch, None if key is None else loss_key(key)))
         try:
-            return loss_sums(_called(self.function, outputs, batch, None))
+            sums = loss_sums(_called(self.function, outputs, batch, None))
+            if len(sums) != 2 * len((*self.terms, *self.metrics)):
+                raise ValueError("it returns other terms or metrics than with one")
+            return sums
         except Exception as error:
             raise ValueError(
                 f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}. It was called with "
-                "key=None, as in evaluation, where nothing is drawn; let it do without a key there"
+                "key=None, as in evaluation, where nothing is drawn; let it do without a key there, and return as much"
             ) from error
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -286,3 +286,25 @@ def test_a_global_number_that_changed(monkeypatch):
     before = fingerprint(make())
     monkeypatch.setitem(globals(), "RATE", 0.2)
     assert fingerprint(make()) != before
+
+
+class Cached:
+    """Equal to others of its size, whether or not it has computed its square."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __eq__(self, other):
+        return self.size == other.size
+
+    __hash__ = None
+
+    @functools.cached_property
+    def square(self):
+        return self.size**2
+
+
+def test_what_an_object_has_computed_is_no_part_of_it():
+    first, second = Cached(3), Cached(3)
+    assert first.square == 9
+    assert same_value(first, second) and not same_value(first, Cached(4))

@@ -187,9 +187,16 @@ def test_blocks_with_numbers_by_depth_are_one_group(kind):
         assert group_of([MAKE[kind](*numbers) for numbers in NUMBERS], x) == (0, 0, 0, 0)
 
 
+def test_numbers_that_do_nothing_may_do_something_at_other_shapes():
+    """Such layers were joined at rows of 3, and evaluation of rows of 8 was refused."""
+    layers = as_layers([jnp.sin, *each(lambda n, x: x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
+    trace = lambda width: trace_model(layers, lambda batch: batch, jax.ShapeDtypeStruct((2, width), jnp.float32))
+    assert trace(3).group_of == trace(8).group_of == (0, 1, 2, 3)
+
+
 def test_what_was_apart_stays_apart():
     """Of rows of 8 the layers look at unlike parts, of rows of 3 at all: variables lie as the first batch had it."""
-    layers = as_layers([jnp.sin, *each(lambda n, x: x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
+    layers = as_layers([jnp.sin, *each(lambda n, x: n * x + x[:, :n].sum(1, keepdims=True), 4, 6), jnp.cos])
     trace = lambda width, like=None: trace_model(
         layers, lambda batch: batch, jax.ShapeDtypeStruct((2, width), jnp.float32), like=like
     )

@@ -116,6 +116,13 @@ def test_a_loss_that_can_not_do_without_a_key():
     with pytest.raises(ValueError, match=r"loss_fn .*<lambda> raised TypeError: .*key=None, as in evaluation"):
         pipe.evaluate(variables, batch)
 
+    def more_with_a_key(y, b, key):
+        return jnp.sum(y), 1.0 * len(y), {} if key is None else {"noise": jax.random.normal(key)}
+
+    pipe = jpipe.Pipeline([nn.Dense(3), nn.Dense(3)], more_with_a_key, num_stages=2, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"other terms or metrics than with one.* return as much"):
+        pipe.evaluate(pipe.init(jax.random.key(0), batch), batch)
+
 
 def test_what_is_known_of_it():
     metrics = {"b": jnp.float32(0), "a": (jnp.float32(0), jnp.float32(1))}
