@@ -22,6 +22,7 @@ from jpipe.pictures.tables import bytes_in_words
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.device_memory import Memory
 from jpipe.profiling.findings import Finding
+from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
@@ -96,6 +97,7 @@ def test_a_profile(pipe, odd):
         noise=odd,
         sizes=(MicrobatchSize(2, 2, odd, odd, odd),),
         memory=Memory(*[odd] * 5),
+        processes=(ProcessTime(0, "a", (0,), odd, odd), ProcessTime(1, "b", (1,), odd, odd)),
         findings=(Finding("odd", {"balance": [2, 1]}, odd),),
         predicted=jpipe.simulate(SCHEDULE),
         facts=facts_of(pipe.planner, repr(pipe)),

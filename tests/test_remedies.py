@@ -811,18 +811,63 @@ def test_nothing_is_split_over_an_axis(make_mesh):
 
 CALL = re.compile(r"\b(jpipe|jax|pipe|optax|nn|nnx|np|tied|other|trained|Path)\b[\w.]*\(|\blambda\b")
 """What proposes code: a call of one of the modules that users have, or of what they have made; or a function."""
+# --- outputs, losses, states of other pipelines -----------------------------------------------------------------------
+
+
+@follows("pipe.apply(variables, batch, bare=False), or pipe.apply(variables, inputs, bare=True)")
+def test_what_may_be_a_batch_or_inputs():
+    pipe = make(None, lambda y, b: jnp.mean(y), inputs=lambda batch: 2 * batch)
+    x = BATCH["inputs"]
+    variables = pipe.init(jax.random.key(0), x)
+    with refused(ValueError, "say which: pipe.apply(variables, batch, bare=False)"):
+        pipe.apply(variables, x)
+    assert_close(pipe.apply(variables, x, bare=False), pipe.apply(variables, 2 * x, bare=True), "outputs")
+
+
+@follows(
+    "to train or to evaluate, make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)",
+    "go from one to the other by a jpipe.Checkpointer",
+)
+def test_a_pipeline_without_a_loss_and_a_state_of_other_stages():
+    """Weights go from one to the other as both errors propose."""
+    serving, pipe = make(None, None), make(None, loss_fn, num_stages=4)
+    variables = serving.init(jax.random.key(0), BATCH)
+    with refused(ValueError, "make one with a loss function"):
+        serving.evaluate(variables, BATCH)
+    brought = pipe.from_layer_variables(serving.layer_variables(variables), BATCH)
+    with refused(ValueError, "begin with pipe.from_layer_variables("):
+        pipe.place_state(optax.adam(0.1).init(variables["params"]), optax.adam(0.1))
+    pipe.place_state(optax.adam(0.1).init(brought["params"]), optax.adam(0.1))
+    assert np.isfinite(pipe.evaluate(brought, BATCH))
+
+
+@follows("such as jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat=")
+def test_policies_that_offload():
+    policies = jax.checkpoint_policies
+    with refused(ValueError, "use a policy that saves it where it is"):
+        make(None, remat=policies.offload_dot_with_no_batch_dims("device", "pinned_host"))
+    for remat in (policies.save_only_these_names("y"), policies.dots_with_no_batch_dims_saveable, "layer"):
+        traced(make(None, remat=remat))
+
+
 ELSEWHERE = {
     "give pipe.place(batch), with the rows that this process feeds (pipe.data_shard)": "helpers/process_worker.py",
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
         "helpers/process_worker.py"
     ),
     "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
+    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
+    "by jax.jit(pipe.train_step).lower(state, batch).compile()": "test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
     "pipe.communication(batch) lists them": "profiling/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_user_shardings.py",
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
-NO_PROPOSALS = {"jpipe.Shared.using({}): pass a method's name, or a function", "jpipe.reads({}, {}): pass a function"}
+NO_PROPOSALS = {
+    "and returns those that are logits, as in lambda outputs: outputs[0]",
+    "jpipe.Shared.using({}): pass a method's name, or a function",
+    "jpipe.reads({}, {}): pass a function",
+}
 """Texts that repeat what the user wrote."""
 
 

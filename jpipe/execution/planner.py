@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -110,6 +111,9 @@ class Planner:
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
         with suppress(Exception):  # a model that takes micro-batches of one size alone
+            last = self._traced(micro.doubled, self.request.splits).groups[-1]
+            doubled = replace(last, gives_at=[()] * len(last.gives_at))
+        with suppress(Exception):  # one whose layers need this mesh: then where halves lie isn't known
             doubled = self._traced(micro.doubled, in_halves(self.request.mesh)).groups[-1]
         if doubled is not None and jax.tree.structure(doubled.gives) != jax.tree.structure(outputs):
             doubled = None

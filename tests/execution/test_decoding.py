@@ -450,3 +450,20 @@ def test_layers_that_split_sequences(make_mesh):
     plain = [SMALL[0], Short(), *[Sequences(split=False)] * 3, SMALL[2]]
     expected = without_cache(sequential(plain, trees_of(pipe, variables)), TOKENS[:, :2], 2)
     np.testing.assert_array_equal(pipe.generate(variables, TOKENS[:, :2], 2), expected)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
+def test_the_logits_among_several_outputs(axes):
+    """Of a pipeline without a loss, which has seen prompts alone."""
+    mesh = jpipe.make_mesh(stage=2, **axes, devices=jax.devices()[: 4 if axes else 2])
+    body, split = linen(2), lambda x: {"value": x.mean(-1), "logits": x}
+    pipe = jpipe.Pipeline([*body, split], None, num_stages=2, num_microbatches=2, mesh=mesh, balance="even")
+    prompts = np.random.default_rng(7).integers(0, VOCABULARY, (4, 3)).astype(np.int32)
+    variables = pipe.init(jax.random.key(0), prompts)
+    with pytest.raises(ValueError, match=r"say which they are: pipe\.generate\(\.\.\., logits=lambda outputs"):
+        pipe.generate(variables, prompts, 3)
+    with pytest.raises(ValueError, match=r"logits raised KeyError: 'logit'; it is called with the model's outputs"):
+        pipe.generate(variables, prompts, 3, logits=lambda outputs: outputs["logit"])
+    expected = without_cache(sequential(body, trees_of(pipe, variables)[:-1]), prompts, 3)
+    found = pipe.generate(variables, prompts, 3, logits=lambda outputs: outputs["logits"])
+    np.testing.assert_array_equal(found, expected)
