@@ -6,7 +6,6 @@ Every error names the offender, its value, what was expected and what to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Number
 
 import jax
 import jax.numpy as jnp
@@ -273,7 +272,7 @@ def check_loop_state(plan: Plan, state: PyTree) -> None:
                 "tx.init of its parameters, or go from one to the other by a jpipe.Checkpointer"
             )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | Number):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
             raise TypeError(
                 f"state{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which can't lie on devices; pass a "
                 "pytree of arrays, random keys and numbers"
