@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,12 @@ from jax.sharding import Mesh
 from jpipe import checks, saving
 from jpipe.execution import batches, programs, rows
 from jpipe.execution.configuration import Agreement
+from jpipe.execution.decoding import PickLogits
 from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
+from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import BATCH_AXES
@@ -145,6 +147,7 @@ class Pipeline(Tabular):
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad), jit(programs.evaluate)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, "bare"), jax.jit(to_layers)
         self._jit_generate = jit(programs.generate, "num_tokens", "prefill", "logits")
+        self._logits: dict[Hashable, PickLogits] = {}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
@@ -290,7 +293,7 @@ class Pipeline(Tabular):
         temperature: float = 0,
         *,
         prefill: int = 1,
-        logits: Callable[[PyTree], jax.Array] | None = None,
+        logits: PickLogits | None = None,
     ) -> jax.Array:
         """Prompts `[B, S]`, at least K, and what follows, `[B, S + num_tokens]`: K micro-batches go round the stages.
 
@@ -301,6 +304,8 @@ class Pipeline(Tabular):
         """
         numbers = checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
         num_tokens, temperature, prefill = numbers
+        if logits is not None:  # one made anew runs the program that was compiled for the first
+            logits = self._logits.setdefault(fingerprint(logits), logits)
         fed = {"num_tokens": num_tokens, "prefill": prefill, "logits": logits}
         programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
         self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
@@ -439,7 +444,7 @@ class Pipeline(Tabular):
         self._train_steps.clear()
         for name in ("value_and_grad", "evaluate", "apply", "generate", "to_layers"):
             getattr(self, f"_jit_{name}").clear_cache()
-        self.__dict__.pop("_jit_init", None)
+        vars(self).pop("_jit_init", None)
         self.planner.clear_cache()
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:

@@ -19,21 +19,9 @@ from jax.experimental import io_callback
 
 import jpipe
 from cases import NnxDrops, assert_equal, compilations
+from small_pipeline import dense, loss_fn, make
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
-
-
-def loss_fn(outputs, batch):
-    return jnp.mean(jnp.square(outputs - batch["targets"]))
-
-
-def dense(width=4):
-    return nn.Dense(width)
-
-
-def make(layers=None, loss=loss_fn, **options):
-    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
-    return jpipe.Pipeline(layers if layers is not None else [dense() for _ in range(4)], loss, **options)
 
 
 @pytest.fixture(scope="module")

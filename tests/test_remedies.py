@@ -23,6 +23,7 @@ import jpipe
 from cases import assert_close, assert_equal
 from jpipe.execution.rows import data_shard
 from jpipe.forecasting.hardware import parse_topology
+from small_pipeline import dense, loss_fn, make
 
 FOLLOWED: set[str] = set()
 BATCH = {
@@ -41,19 +42,6 @@ def follows(*proposals: str) -> Callable:
 def refused(error: type[Exception], proposal: str) -> object:
     """The context in which an error proposes this."""
     return pytest.raises(error, match=re.escape(proposal))
-
-
-def loss_fn(outputs, batch):
-    return jnp.mean(jnp.square(outputs - batch["targets"]))
-
-
-def dense(width=4):
-    return nn.Dense(width)
-
-
-def make(layers=None, loss=loss_fn, **options):
-    options = {"num_stages": 2, "num_microbatches": 2, "balance": "even"} | options
-    return jpipe.Pipeline(layers if layers is not None else [dense() for _ in range(4)], loss, **options)
 
 
 def traced(pipe, batch=BATCH, key=None):

@@ -110,11 +110,14 @@ class Planner:
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
-        with suppress(Exception):  # a model that takes micro-batches of one size alone
-            last = self._traced(micro.doubled, self.request.splits).groups[-1]
-            doubled = replace(last, gives_at=[()] * len(last.gives_at))
-        with suppress(Exception):  # one whose layers need this mesh: then where halves lie isn't known
-            doubled = self._traced(micro.doubled, in_halves(self.request.mesh)).groups[-1]
+        halves = in_halves(self.request.mesh)
+        # Layers that need this mesh (`shard_map`) are traced over it, and then where halves lie isn't known. A model
+        # that takes micro-batches of one size alone can't be traced at all.
+        for splits in (halves, self.request.splits):
+            with suppress(Exception):
+                last = self._traced(micro.doubled, splits).groups[-1]
+                doubled = last if splits is halves else replace(last, gives_at=[()] * len(last.gives_at))
+                break
         if doubled is not None and jax.tree.structure(doubled.gives) != jax.tree.structure(outputs):
             doubled = None
         return output_axes(outputs, doubled, micro.size)

@@ -1,6 +1,7 @@
 """Prints tables as text and as HTML, for terminals and notebooks, from the same rows."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -77,11 +78,11 @@ def folded(text: str) -> str:
     return fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
-class Tabular:
+class Tabular(ABC):
     """A result that is a table when it is printed, or shown in a notebook."""
 
-    def _table(self) -> Table:
-        raise NotImplementedError
+    @abstractmethod
+    def _table(self) -> Table: ...
 
     def __str__(self) -> str:
         return self._table().described()

@@ -106,17 +106,17 @@ class StepModel:
     def slices(self) -> dict[str, float]:
         """Seconds of the step by `SLICES`, of a stage on average; they add up to the step.
 
-        The bubble is the time that stages would wait if all took equally long; imbalance is the time that they wait
-        beyond it.
+        Imbalance is the time that stages wait beyond what they would if all took equally long; the bubble is the rest
+        of their waiting. (Stages of unlike forwards and backwards may wait less: then there is no imbalance.)
         """
         num_microbatches, stages = self.schedule.num_microbatches, self.stages
         even = stages.even
         computation = num_microbatches * (even.forward[0] + even.backward[0])
         recomputation = num_microbatches * even.recompute[0]
-        balanced = even.makespan(self.schedule)
-        waits = balanced - computation - recomputation, stages.makespan(self.schedule) - balanced
-        waits = [max(0.0, seconds) for seconds in waits]  # where nobody waits they are 0 but for rounding
-        by_stages = [self.contention * seconds for seconds in (computation, recomputation, *waits)]
+        makespan = stages.makespan(self.schedule)
+        imbalance = max(0.0, makespan - even.makespan(self.schedule))
+        bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
+        by_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
         return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
 
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jpipe
+from cases import compilations
 
 VOCABULARY, WIDTH, TRAINED = 18, 8, 6
 
@@ -465,5 +466,8 @@ def test_the_logits_among_several_outputs(axes):
     with pytest.raises(ValueError, match=r"logits raised KeyError: 'logit'; it is called with the model's outputs"):
         pipe.generate(variables, prompts, 3, logits=lambda outputs: outputs["logit"])
     expected = without_cache(sequential(body, trees_of(pipe, variables)[:-1]), prompts, 3)
-    found = pipe.generate(variables, prompts, 3, logits=lambda outputs: outputs["logits"])
-    np.testing.assert_array_equal(found, expected)
+    logits_of = lambda name: lambda outputs: outputs[name]
+    np.testing.assert_array_equal(pipe.generate(variables, prompts, 3, logits=logits_of("logits")), expected)
+    with compilations() as count:
+        pipe.generate(variables, prompts, 3, logits=logits_of("logits"))
+    assert count() == 0, "a function made anew"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.profiling.prediction import SLICES, StageTimes, fit
+from jpipe.profiling.prediction import SLICES, StageTimes, StepModel, fit
 
 
 def gpipe(num_stages=4, num_microbatches=8):
@@ -70,3 +70,13 @@ def test_a_step_too_short_to_be_taken_apart_is_an_error():
     stages = StageTimes((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)
     with pytest.raises(ValueError, match="too short to be taken apart"):
         fit(gpipe(), stages, idle=5.0, update=3.0, step=7.0)
+
+
+def test_slices_add_up_where_unlike_stages_wait_less_than_equal_ones():
+    """M=2, a first stage whose backward is the longer: 11 units, where equal stages take 12, to which they added up."""
+    schedule = jpipe.make_schedule("1f1b", num_stages=2, num_microbatches=2)
+    stages = StageTimes((2.0, 2.0), (3.0, 1.0), (0.0, 0.0))
+    assert (stages.makespan(schedule), stages.even.makespan(schedule)) == pytest.approx((11, 12))
+    model = StepModel(schedule, stages, idle=0.5, setup=0.0, update=0.25, contention=1.0)
+    assert list(model.slices.values()) == pytest.approx([8, 0, 3, 0, 0.5, 0.25])
+    assert sum(model.slices.values()) == pytest.approx(model.step())
