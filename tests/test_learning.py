@@ -160,7 +160,7 @@ def test_losses_are_those_of_one_stage_in_float64(model):
 
 @pytest.mark.slow
 def test_what_was_learnt_of_some_digits_helps_with_others(capsys):
-    options = transfer.parse_options(["--filters", "8", "--few", "4", "--epochs", "2", "--tuned", "8", "--stages", "2"])
+    options = transfer.parse_options(["--filters", "8", "--few", "4", "--epochs", "4", "--tuned", "8", "--stages", "2"])
     rows = transfer.compare(options, 0)
     transfer.show(rows)
     printed = capsys.readouterr().out
