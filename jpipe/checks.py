@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jpipe.execution.batches import check_no_example, is_bare
-from jpipe.execution.planner import Planner
+from jpipe.batches.microbatches import check_no_example, is_bare
 from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, Leaf, PyTree

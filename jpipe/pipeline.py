@@ -14,10 +14,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpipe import checks, saving
-from jpipe.execution import batches, programs, rows
+from jpipe.batches import microbatches, rows
+from jpipe.execution import programs
 from jpipe.execution.configuration import Agreement
 from jpipe.execution.decoding import PickLogits
-from jpipe.execution.planner import Planner
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
@@ -35,6 +35,7 @@ from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
 from jpipe.planning.request import Options, Request
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
@@ -120,7 +121,7 @@ class Pipeline(Tabular):
         ends: str = "own",
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        layers, inputs = as_layers(layers), inputs or batches.default_inputs
+        layers, inputs = as_layers(layers), inputs or microbatches.default_inputs
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
@@ -207,7 +208,7 @@ class Pipeline(Tabular):
         key = as_key(key)
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
-            key = batches.on_all(key, self.mesh)
+            key = microbatches.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done:
             return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
@@ -383,7 +384,7 @@ class Pipeline(Tabular):
             own: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(own["params"])
-        step, key = batches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
+        step, key = microbatches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, own, opt_state, key, tx)
 
     def abstract_state(
@@ -418,7 +419,7 @@ class Pipeline(Tabular):
         if tx is not None:
             checked_opt_state(tx, params, self.plan.known_loss().of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
-        return batches.placed(state, shardings, self.mesh)
+        return microbatches.placed(state, shardings, self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -436,7 +437,7 @@ class Pipeline(Tabular):
         self.agreement.check(batch, "train")
         tx, step = self._train_steps.of(state.tx, batch)
         with first_call("the training step", (state, batch)) as done:
-            new, metrics = done(step(state.replace(tx=tx), batches.on_mesh(batch, self.mesh)))
+            new, metrics = done(step(state.replace(tx=tx), microbatches.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
@@ -449,7 +450,7 @@ class Pipeline(Tabular):
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
         """Calls a jitted program, and returns its results."""
-        arguments = self._placed(variables), *batches.on_mesh(given, self.mesh)
+        arguments = self._placed(variables), *microbatches.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:
             return done(jitted(*arguments, **options))
 

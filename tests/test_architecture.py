@@ -30,7 +30,9 @@ MAY_IMPORT = {
     "layers": {"seam", "jax_tools"},
     "model": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers"},
     "memory": {"jax_tools", "partitioner", "mesh", "layers", "schedules", "model"},
-    "planning": {"seam", "terminal", "jax_tools", "mesh", "layers", "schedules", "model", "memory"},
+    "batches": {"jax_tools", "layers", "partitioner", "mesh", "model"},
+    "planning": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers", "schedules", "model", "memory"}
+    | {"batches"},
     "training": {"seam", "jax_tools", "partitioner", "mesh", "layers", "model", "memory"},
     "execution": {
         "seam",
@@ -43,6 +45,7 @@ MAY_IMPORT = {
         "schedules",
         "model",
         "memory",
+        "batches",
         "planning",
     },
     "pictures": {"schedules", "planning", "execution"},
@@ -54,11 +57,12 @@ MAY_IMPORT = {
         "model",
         "memory",
         "training",
+        "batches",
         "execution",
         "pipeline",
         "checks",
     },
-    "profiling": {"model", "planning", "training", "execution", "pictures", "view", "pipeline", "checks"}
+    "profiling": {"batches", "model", "planning", "training", "execution", "pictures", "view", "pipeline", "checks"}
     | {"seam", "terminal", "jax_tools", "partitioner", "mesh", "schedules", "layers", "memory"},
     "forecasting": {
         "seam",
@@ -70,6 +74,7 @@ MAY_IMPORT = {
         "layers",
         "model",
         "memory",
+        "batches",
         "planning",
         "training",
         "execution",

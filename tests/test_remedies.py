@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe
 from cases import assert_close, assert_equal
-from jpipe.execution.rows import data_shard
+from jpipe.batches.rows import data_shard
 from jpipe.forecasting.hardware import parse_topology
 from small_pipeline import dense, loss_fn, make
 

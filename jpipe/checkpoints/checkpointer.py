@@ -15,13 +15,13 @@ from etils import epath
 from jax.core import Tracer
 
 from jpipe import __version__
+from jpipe.batches.microbatches import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
 from jpipe.checkpoints.refreezing import origin_of
 from jpipe.checkpoints.transfer import read_all, take_all
 from jpipe.checks import check_state, check_variables
-from jpipe.execution.batches import on_all
 from jpipe.pipeline import Pipeline
 from jpipe.processes.preemption import Preemption
 from jpipe.seam.runtime import before_threads_end

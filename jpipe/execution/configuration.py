@@ -12,11 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe.execution.planner import Planner
-from jpipe.execution.rows import check_placed
+from jpipe.batches.rows import check_placed
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
 from jpipe.processes.agreement import check_agreement
 from jpipe.terminal.first_calls import followed
 from jpipe.terminal.progress import task

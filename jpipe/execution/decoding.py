@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.step import Step, build_step
 from jpipe.execution.token_alone import warn_of_uncached
 from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import AnyLayer, describe, positional
@@ -26,6 +25,7 @@ from jpipe.model.layer_function import LayerFunction
 from jpipe.model.trace import trace_model
 from jpipe.partitioner.shardings import names_in, part_structs, replicated
 from jpipe.planning.plan import Plan
+from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
 from jpipe.types import Leaf, PyTree
 

@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution import end_turns
-from jpipe.execution.shared_ends import Turns
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
-from jpipe.execution.step import Step
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.indexing import Index, put_row, take_row
 from jpipe.jax_tools.loops import when
@@ -30,6 +28,8 @@ from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
+from jpipe.planning.shared_ends import Turns
+from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.types import Leaf

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.step import Step
 from jpipe.jax_tools.interpret import interpret, on_this_host
 from jpipe.jax_tools.tracing import replay
 from jpipe.mesh.on_stages import shapes_only
@@ -25,6 +24,7 @@ from jpipe.partitioner.choice import as_it_lies
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import replicated
+from jpipe.planning.step import Step
 from jpipe.seam.inside import needed_part
 from jpipe.types import Batch
 

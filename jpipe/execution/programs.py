@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.execution.batches import split_microbatches
+from jpipe.batches.microbatches import split_microbatches
+from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.decoding import Decoding, PickLogits
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
-from jpipe.execution.outputs import join_microbatches
-from jpipe.execution.planner import Planner
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
-from jpipe.execution.step import Step
 from jpipe.execution.token_ring import Round, run_decoding
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import Index
@@ -37,6 +35,8 @@ from jpipe.model.layer_function import trace_group_init
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
 from jpipe.terminal.first_calls import compiles
 from jpipe.types import Batch, PyTree
 

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.execution.stage import BackwardWork, Stage
-from jpipe.execution.step import Step
 from jpipe.jax_tools.indexing import Index
 from jpipe.jax_tools.loops import when
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import on_all_stages
 from jpipe.model.groups import WEIGHTS
+from jpipe.planning.step import Step
 from jpipe.types import Leaf
 
 

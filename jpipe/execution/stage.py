@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.kept import Kept
-from jpipe.execution.step import Step
 from jpipe.jax_tools.indexing import Index, look_up, put_row, take_row, take_slice
 from jpipe.jax_tools.loops import Carry, each, of_trip
 from jpipe.jax_tools.memory_order import compact_order, in_order
@@ -28,6 +26,8 @@ from jpipe.jax_tools.random_keys import Key, layer_key
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.specs import on_all_stages
 from jpipe.model.layer_function import Arguments
+from jpipe.planning.kept import Kept
+from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf
 
 Reads = TypeVar("Reads")

@@ -14,9 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jpipe.execution.batches import cut_for_evaluation
-from jpipe.execution.planner import Planner
-from jpipe.execution.step import Step
+from jpipe.batches.microbatches import cut_for_evaluation
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
 from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
@@ -25,6 +23,8 @@ from jpipe.mesh.device_order import make_mesh
 from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
 from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.schedules.simulate import Timeline
 from jpipe.seam.runtime import found_no_room

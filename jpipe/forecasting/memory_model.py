@@ -11,8 +11,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jpipe.execution.planner import Planner
-from jpipe.execution.step import Step
 from jpipe.forecasting.hardware import Chip, chip_of
 from jpipe.forecasting.liveness import Compiler, working_bytes
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
@@ -24,6 +22,8 @@ from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
 from jpipe.pipeline import Pipeline
 from jpipe.planning.holdings import holdings
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import Literal, shapes_of
 from jpipe.types import Batch, PyTree

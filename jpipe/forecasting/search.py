@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import optax
 
-from jpipe.execution.batches import batch_size, cut_for_evaluation
+from jpipe.batches.microbatches import batch_size, cut_for_evaluation
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
 from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jpipe.execution.step import Step
 from jpipe.forecasting.compiled_program import Loop
+from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline, Work, in_time
 
 

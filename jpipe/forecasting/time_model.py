@@ -17,7 +17,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jpipe.execution.shared_weights import send_shared
-from jpipe.execution.step import Step
 from jpipe.forecasting.hardware import Chip
 from jpipe.forecasting.roofline import pass_seconds, roofline
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
@@ -31,6 +30,7 @@ from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.traffic import sent_in
 from jpipe.pipeline import Pipeline
 from jpipe.planning.holdings import holdings
+from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr

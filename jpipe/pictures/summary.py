@@ -8,12 +8,12 @@ from itertools import groupby
 
 import numpy as np
 
-from jpipe.execution.planner import Planner
 from jpipe.pictures.tables import Table, bytes_in_words
 from jpipe.planning.balance import measure_of
 from jpipe.planning.holdings import Holdings, holdings
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
 from jpipe.schedules.simulate import simulate
 

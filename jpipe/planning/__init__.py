@@ -1,1 +1,1 @@
-"""Decides once, from the shapes of the first batch: costs of layers, cuts, layouts."""
+"""Decides what a step does, as plain data: costs of layers, cuts and layouts once, a step for each batch shape."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jpipe.execution.batches import batch_size
-from jpipe.execution.planner import Planner
+from jpipe.batches.microbatches import batch_size
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
+from jpipe.planning.planner import Planner
 from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed, stage_of_layers
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel

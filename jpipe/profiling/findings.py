@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.execution.planner import Planner
 from jpipe.model.remat import MODES
+from jpipe.planning.planner import Planner
 from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
 from jpipe.profiling.device_memory import MIB
 from jpipe.profiling.hosts import ProcessTime

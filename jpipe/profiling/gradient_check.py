@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.batches import split_microbatches
-from jpipe.execution.planner import Planner
+from jpipe.batches.microbatches import split_microbatches
 from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.jaxprs import equations_in
 from jpipe.jax_tools.random_keys import Key, as_key, key_shape, layer_key
@@ -29,6 +28,7 @@ from jpipe.model.groups import Model
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import settled
 from jpipe.pictures.tables import Table, Tabular
+from jpipe.planning.planner import Planner
 from jpipe.seam.inside import raised
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import Batch, PyTree

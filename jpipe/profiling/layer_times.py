@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from jpipe.execution.batches import cut
-from jpipe.execution.planner import Planner
+from jpipe.batches.microbatches import cut
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.model.groups import Model
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.costs import Cost, timed_costs
 from jpipe.planning.partition import Partition
+from jpipe.planning.planner import Planner
 from jpipe.types import Batch
 
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jpipe.execution import batches, programs
+from jpipe.batches import microbatches
+from jpipe.execution import programs
 from jpipe.pipeline import Pipeline
 from jpipe.schedules.ticks import TickTable
 from jpipe.terminal.progress import task
@@ -74,11 +75,11 @@ class Program:
         planner = pipe.planner
         with task("compiling the measured step"):
             self.table: TickTable = planner.training_step(batch, state.key).table
-            self.batch, self._mesh = batches.on_mesh(batch, pipe.mesh), pipe.mesh
+            self.batch, self._mesh = microbatches.on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
             run = jax.jit(partial(programs.value_and_grad, planner))
             self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
-            without = *self._arguments, batches.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
+            without = *self._arguments, microbatches.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
             self.set_up = partial(run.lower(*without).compile(), *without)
 
     @property
@@ -96,7 +97,7 @@ class Program:
         chosen = np.stack([np.isin(slot.kind, own) for slot, own in zip(self.table.slots, numbers, strict=True)])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
-        return batches.on_all(chosen.astype(np.int32), self._mesh)
+        return microbatches.on_all(chosen.astype(np.int32), self._mesh)
 
     def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""

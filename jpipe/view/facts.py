@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jpipe.execution.planner import Planner
-from jpipe.execution.step import Step
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
 from jpipe.pictures.summary import summarize
 from jpipe.planning.holdings import holdings
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch

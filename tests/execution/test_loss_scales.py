@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from jpipe.execution.batches import split_microbatches
+from jpipe.batches.microbatches import split_microbatches
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.mesh.on_stages import on_stages
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jpipe
 from cases import assert_close
-from jpipe.execution.batches import default_inputs
+from jpipe.batches.microbatches import default_inputs
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import Splits

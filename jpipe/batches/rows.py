@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.execution.batches import batch_size
+from jpipe.batches.microbatches import batch_size
 from jpipe.mesh.axes import AXIS
 from jpipe.types import Batch, Leaf
 

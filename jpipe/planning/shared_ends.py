@@ -25,7 +25,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jpipe.execution.unsplit import warn_of_unsplit
 from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import on_all_stages
@@ -33,6 +32,7 @@ from jpipe.mesh.splits import SMALLEST
 from jpipe.model.groups import LayerGroup, Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
+from jpipe.planning.unsplit import warn_of_unsplit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import SlotTable, TickTable
 from jpipe.seam.inside import line_of

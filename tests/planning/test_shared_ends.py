@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from cases import assert_close
-from jpipe.execution.shared_ends import make_shared_ends
+from jpipe.planning.shared_ends import make_shared_ends
 from jpipe.schedules.ticks import lower
 from vocabulary import WORDS, batch_of, pipeline, untied, wide
 

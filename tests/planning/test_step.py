@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jpipe
-import jpipe.execution.planner
+import jpipe.planning.planner
 
 BATCH = {"inputs": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
 
@@ -18,13 +18,13 @@ def loss_fn(outputs, batch):
 @pytest.fixture
 def steps(monkeypatch):
     """The steps that were built since."""
-    found, build = [], jpipe.execution.planner.build_step
+    found, build = [], jpipe.planning.planner.build_step
 
     def noted(*arguments, **options):
         found.append(build(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(jpipe.execution.planner, "build_step", noted)
+    monkeypatch.setattr(jpipe.planning.planner, "build_step", noted)
     return found
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpipe.execution.rows import check_placed, data_shard, place_rows
+from jpipe.batches.rows import check_placed, data_shard, place_rows
 
 
 @pytest.mark.parametrize(

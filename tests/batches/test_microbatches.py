@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jpipe.execution.batches import (
+from jpipe.batches.microbatches import (
     batch_size,
     check_no_example,
     cut,

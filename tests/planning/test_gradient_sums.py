@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from cases import VOCABULARY, WIDTH, check_step, make_model, pipeline, tokens, weighted_cross_entropy
 from collectives import axes_of, in_loop, read
-from jpipe.execution.gradient_sums import make_gradient_sums
 from jpipe.memory.storage import build_storage
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
+from jpipe.planning.gradient_sums import make_gradient_sums
 
 DATA, CONTEXT = Axis(("data", "fsdp"), (2, 2), is_data=True), Axis(("context",), (2,))
 

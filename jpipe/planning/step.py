@@ -13,10 +13,6 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from jpipe.execution.gradient_sums import GradientSums, make_gradient_sums
-from jpipe.execution.kept import KeptStorage, make_kept_storage
-from jpipe.execution.layer_ranges import LayerRanges, make_ranges
-from jpipe.execution.shared_ends import SharedEnds, as_they_lie, check_layers, make_shared_ends
 from jpipe.jax_tools.dtypes import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage
@@ -26,7 +22,11 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
+from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
+from jpipe.planning.kept import KeptStorage, make_kept_storage
+from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
+from jpipe.planning.shared_ends import SharedEnds, as_they_lie, check_layers, make_shared_ends
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
 

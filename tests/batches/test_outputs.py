@@ -10,7 +10,7 @@ import pytest
 
 import jpipe
 from cases import assert_close
-from jpipe.execution.outputs import join_microbatches, output_axes
+from jpipe.batches.outputs import join_microbatches, output_axes
 from jpipe.partitioner.shardings import REPLICATED, Shard
 
 

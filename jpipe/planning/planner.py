@@ -18,10 +18,9 @@ from functools import cache
 
 import jax
 
-from jpipe.execution.batches import MicroBatch, cut_for_evaluation, cut_for_training
+from jpipe.batches.microbatches import MicroBatch, cut_for_evaluation, cut_for_training
+from jpipe.batches.outputs import in_halves, output_axes
 from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
-from jpipe.execution.outputs import in_halves, output_axes
-from jpipe.execution.step import Step, build_step
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -36,6 +35,7 @@ from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
+from jpipe.planning.step import Step, build_step
 from jpipe.schedules.orders import forward_only
 from jpipe.terminal.progress import task
 from jpipe.types import Batch

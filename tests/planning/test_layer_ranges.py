@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jpipe.execution.layer_ranges import make_ranges
+from jpipe.planning.layer_ranges import make_ranges
 
 
 def model_of(group_of):
