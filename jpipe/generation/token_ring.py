@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.decoding import Decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.stage import Job, Stage, Turn
+from jpipe.generation.decoding import Decoding
 from jpipe.jax_tools.indexing import Index, put_slice, take_row, take_slice
 from jpipe.jax_tools.loops import when
 from jpipe.jax_tools.memory_order import in_order
