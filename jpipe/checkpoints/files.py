@@ -82,9 +82,9 @@ def _check_shared(directory: epath.Path) -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def _of_all(mine: int) -> list[int]:
+def _of_all(number: int) -> list[int]:
     """A number of each process; these wait for each other here."""
-    return [mine] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(mine)).tolist()
+    return [number] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(number)).tolist()
 
 
 def if_all_can(work: Callable[[], Result]) -> Result:
@@ -95,18 +95,18 @@ def if_all_can(work: Callable[[], Result]) -> Result:
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    found, raised = [], None
+    results, raised = [], None
     try:
-        found.append(work())
+        results.append(work())
     except Exception as error:
         raised = error
-    mine = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
-    worst = max(_of_all(mine))
-    if raised is not None and mine == worst:
+    severity = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
+    worst = max(_of_all(severity))
+    if raised is not None and severity == worst:
         raise raised
     if worst:
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return found[0]
+    return results[0]
 
 
 def first_does(work: Callable[[], None]) -> None:
@@ -177,7 +177,7 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     Raises:
       DamagedError: they can't be read.
     """
-    found: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
+    arrays: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
     for item in (LAYERS, OPTIMIZER):
         wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item and shape.size}
         if wanted:
@@ -189,8 +189,8 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
                 for path, array in ocp.tree.to_flat_dict(restored).items():
                     if isinstance(array, jax.ShapeDtypeStruct):  # orbax leaves it where there is no array
                         raise KeyError("/".join(path))
-                    found[item, *path] = array
-    return found
+                    arrays[item, *path] = array
+    return arrays
 
 
 def steps_in(directory: epath.Path) -> list[int]:
@@ -198,16 +198,16 @@ def steps_in(directory: epath.Path) -> list[int]:
 
     In a cluster they are those that process 0 sees.
     """
-    found = listed(directory)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
-    mine = np.array([*found, *[0] * count][:count], np.int32)
-    return multihost_utils.broadcast_one_to_all(mine).tolist()
+    steps = listed(directory)
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    as_many = np.array([*steps, *[0] * count][:count], np.int32)  # process 0's, or of the same shape
+    return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
 def listed(directory: epath.Path) -> list[int]:
     """`steps_in` as this process sees it."""
-    found = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
-    return sorted((step for step in found if (directory / str(step)).is_dir()), reverse=True)
+    steps = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
+    return sorted((step for step in steps if (directory / str(step)).is_dir()), reverse=True)
 
 
 def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import Arrays
@@ -65,10 +65,10 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
 
         def read(shapes: Named) -> Named:
             """Those of the state's arrays that aren't fresh; all processes read theirs."""
-            theirs = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
-            wanted = {name: shapes[path] for path, name in theirs.items()}
-            found = files.if_all_can(lambda: files.read_arrays(directory, wanted))
-            return {path: found[name] for path, name in theirs.items()}
+            saved_names = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
+            wanted = {name: shapes[path] for path, name in saved_names.items()}
+            arrays = files.if_all_can(lambda: files.read_arrays(directory, wanted))
+            return {path: arrays[name] for path, name in saved_names.items()}
 
         def fill(arrays: Arrays, records: list[NamedRecord]) -> Arrays:
             """Buffers with the arrays of some records, which are read a portion at a time; what is fresh stays there.
@@ -77,15 +77,15 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
             """
             zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
             for portion in _portions(records):
-                found = read({path: shape for record in portion for path, shape in record.named.items()})
+                named = read({path: shape for record in portion for path, shape in record.named.items()})
                 arrays = arrays or jax.tree.map(zeros, contents.arrays)
                 for record in portion:
                     place = record.record_type, record.record
                     if not origin.fresh.isdisjoint(record.named):
                         old = contents.records.take(arrays, *place)
                         for name, shapes in record.shapes.items():
-                            found = dict(zip(shapes, old[name], strict=True)) | found
-                    new = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+                            named = dict(zip(shapes, old[name], strict=True)) | named
+                    new = {name: [named[path] for path in shapes] for name, shapes in record.shapes.items()}
                     arrays = contents.records.put(arrays, *place, new)
                 advance(sum(record.num_bytes for record in portion))
             return arrays
@@ -94,7 +94,7 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
         if not origin.fresh:
             return fill({}, contents.each_record), named
         arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
-        layers = {name: own for name, own in arrays.items() if name.startswith(f"{LAYERS}/")}
+        layers = trees_of(LAYERS, arrays)
         del arrays  # the room of the optimiser's arrays is given back before new ones are made
         arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
         return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
@@ -106,7 +106,7 @@ def _new_state(contents: Contents, params: Buffers) -> Arrays:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     tree = StageTree(params, state.variables["params"].layout)
     new = Contents(contents.model, state.replace(opt_state=jax.jit(state.tx.init, out_shardings=shardings)(tree)))
-    return {name: own for name, own in new.arrays.items() if name.startswith(f"{OPTIMIZER}/")}
+    return trees_of(OPTIMIZER, new.arrays)
 
 
 def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:

@@ -29,7 +29,7 @@ from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
 @dataclass(frozen=True)
 class Continuation:
-    """What `Pipeline.generate` is asked for, checked.
+    """The arguments of `Pipeline.generate`, checked.
 
     Attributes:
       decoding: how the layers decode prompts of these shapes.
@@ -56,7 +56,7 @@ class Continuation:
 
 
 class Generator:
-    """What a pipeline generates with.
+    """Continues prompts by the layers of a pipeline; keeps what it traced and compiled.
 
     Args:
       planner: the pipeline's.

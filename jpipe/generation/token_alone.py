@@ -49,9 +49,9 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
             if group.indices[0] == 0:  # from inputs on: a batch may be longer than they are
                 (first,) = with_inputs([group.layer], lambda inputs: inputs)
                 function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
-            if found := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
+            if sight := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
                 warn_user(
-                    f"generate: layer {group.indices[0]} ({group.layer.name}) {found}, but keeps no cache in decode "
+                    f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode "
                     "mode, where it is called with a token at a time: what follows may be wrong. Give it a field "
                     "`decode` and what it has to know of the tokens before in the collection `cache` (Linen), or "
                     "`init_cache` (nnx)"

@@ -79,18 +79,18 @@ def ring(placement: Placement, num_rounds: int) -> np.ndarray:
     [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
     """
     count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
-    found = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
-    found[:, 2] = -1
+    table = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
+    table[:, 2] = -1
     routes = [{receiver: sender for sender, receiver in route} for route in placement.routes(+1)]
     for m in range(placement.num_stages):
         for t in range(count * num_rounds):
             s = t % count
             k = placement.stage_of(s)
-            found[t + hop * m, :3, k] = m, s, t // count
+            table[t + hop * m, :3, k] = m, s, t // count
             if s > 0:
                 sender = placement.stage_of(s - 1)
-                found[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
-    return found
+                table[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
+    return table
 
 
 def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
@@ -113,7 +113,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
     step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
     num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
     table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
-    mine = take_row(table, stage.device)
+    turns = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
     # The last layer's weights are brought to their order once: they may lie turned, and be copied in every tick else.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
@@ -128,7 +128,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
         return _passed_on(stage, place, route, carry), None
 
     with jax.named_scope("ticks"):
-        carry = jax.lax.scan(tick, carry, mine)[0]
+        carry = jax.lax.scan(tick, carry, turns)[0]
     is_last = stage.device == place.stage_of(place.num_virtual_stages - 1)
     return jax.lax.psum(jnp.where(is_last, carry.said, 0), AXIS), carry.caches
 
@@ -157,8 +157,8 @@ def _work(
         row = Row(turn.microbatch, stage.device)
         return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
 
-    def visit(turn: Turn, found: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
-        tokens, x, cache = found
+    def visit(turn: Turn, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+        tokens, x, cache = arrays
         params, fixed = head if turn.g == step.model.last else stage.weights(turn)
         batch = tokens if step.functions[turn.g].reads_batch else None
         results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
@@ -193,21 +193,20 @@ def _said(
 def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Array) -> jax.Array:
     """A token of each row, `[b]`, from `softmax(logits)` `[b, vocabulary]`, by (key, row, place) alone."""
     assert key is not None
-    own = lambda row, logits: jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row), place), logits)
-    return jax.vmap(own)(rows, logits)
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows)
+    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
     """The carry with what neighbours left: activations, and on the first stage the token that was said."""
-    first, last = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
-    if first != last:
-        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(last, first)]))
+    begins_on, ends_on = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
+    if begins_on != ends_on:
+        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
     boundaries = stage.step.activations
     sent = boundaries.crossing(carry.activation)
     arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
     if not arrived:
         return carry
-    chosen = jax.tree.map(
-        lambda *found: found[0] if len(found) == 1 else jnp.where(route == 1, found[1], found[0]), *arrived
-    )
-    return carry._replace(activation=boundaries.with_crossed(carry.activation, chosen))
+    first, *second = arrived
+    taken = jax.tree.map(lambda a, b: jnp.where(route == 1, b, a), first, *second) if second else first
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))

@@ -77,8 +77,8 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
         for _, part in nnx.iter_graph(module):
             make = getattr(part, "init_cache", None)
             if callable(make):
-                own = getattr(part, "dtype", None) or dtype
-                make(shape, **({"dtype": own} if "dtype" in signature_of(make) else {}))
+                computes_in = getattr(part, "dtype", None) or dtype
+                make(shape, **({"dtype": computes_in} if "dtype" in signature_of(make) else {}))
         return module
 
     made = NnxLayer.from_factory(lambda rngs: prepared(factory(rngs=rngs)), 0)

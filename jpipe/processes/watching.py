@@ -218,25 +218,25 @@ class Watch:
     # --- what the exchange does ---
 
     def _exchange(self) -> None:
-        own, said = f"{self._folder}/steps/{self._process}", None
+        key, said = f"{self._folder}/steps/{self._process}", None
         is_over = False
         while not is_over:
             with suppress(jax.errors.JaxRuntimeError):
                 if (standing := self._standing()) != said:
-                    self._store.key_value_set(own, json.dumps(asdict(standing)), True)
+                    self._store.key_value_set(key, json.dumps(asdict(standing)), True)
                     said = standing
                 if self._read("told"):
                     self._told.set()
             is_over = self._over.wait(self._pause)
         with suppress(jax.errors.JaxRuntimeError):
-            self._store.key_value_delete(own)
+            self._store.key_value_delete(key)
 
     def _read(self, what: str) -> dict[int, str]:
         """The values that processes have put under this word, by their indices."""
         if self._count == 1:
             return {}
-        found = self._store.key_value_dir_get(f"{self._folder}/{what}/")
-        return {int(key.rpartition("/")[2]): text for key, text in found}
+        entries = self._store.key_value_dir_get(f"{self._folder}/{what}/")
+        return {int(key.rpartition("/")[2]): text for key, text in entries}
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:
@@ -266,8 +266,8 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
         lines.append("A step of one's own under jax.jit is seen only if the loop calls watched.steps_of(step).")
     for p, at in sorted(standings.items(), key=lambda item: (item[1].entered, item[0]))[:_SHOWN]:
         last, compiles = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
-        own = f"had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
-        lines.append(f"  process {p} ({at.host}) {own}")
+        steps = f"{at.entered} steps{last}, of which {at.ended} ended{compiles}"
+        lines.append(f"  process {p} ({at.host}) had entered {steps}")
     if elsewhere := sorted(set(range(count)) - set(standings)):
         lines.append(f"Not in this block, or not reached: process {_listed(elsewhere)}.")
     return "\n".join([*lines, f"The stacks of process {process}:", ""])
@@ -280,13 +280,13 @@ def _listed(processes: list[int]) -> str:
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result | None:
     """The result of a function that runs in a thread; None if it fails, or takes longer, and is left behind."""
-    found: list[Result] = []
+    results: list[Result] = []
 
     def run() -> None:
         with suppress(jax.errors.JaxRuntimeError, OSError):
-            found.append(function())
+            results.append(function())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
