@@ -304,9 +304,8 @@ class Pipeline(Tabular):
         """
         checks.check_complete(self.plan, variables)
         asked = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
-        self.agreement.check(prompts, asked.described(), key)
-        static = {"decoding": asked.decoding, "num_tokens": asked.num_tokens}
-        return self._run("generation", self._generator.program, variables, prompts, *asked.drawn_by, **static)
+        self.agreement.check(prompts, asked.words, key)
+        return self._run("generation", self._generator.program, variables, prompts, *asked.drawn_by, **asked.static)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""

@@ -69,7 +69,7 @@ class NamedRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all of them."""
+        """The bytes of all arrays of the record."""
         return sum(shape.size * shape.dtype.itemsize for shape in self.named.values())
 
     def part(self, item: str) -> NamedRecord:
@@ -218,14 +218,14 @@ class Contents:
         return {"layers": layers, "arrays": arrays}
 
     def _named(self, record: NamedRecord, collection: str) -> PyTree:
-        """A layer's tree of a collection with names as leaves."""
+        """A layer's tree of a collection, with the paths of its arrays as leaves."""
         treedef = self.state.variables[collection].layout.treedefs[record.record_type]
         return jax.tree.unflatten(treedef, map(PathLeaf, record.shapes.get(f"{LAYERS}/{collection}", ())))
 
 
 @lru_cache(maxsize=4)
 def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
-    """The same object for the same layouts, since it keeps what was compiled for them."""
+    """Returns the same object for the same layouts, since it keeps the functions that were compiled for them."""
     return Records(dict(layouts))
 
 

@@ -33,7 +33,7 @@ class DamagedError(Exception):
 
 
 def as_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """A user's directory, absolute as orbax wants it; one of a cloud store as it is.
+    """Makes a user's directory absolute, as orbax wants it; one of a cloud store stays as it is.
 
     Raises:
       ValueError: the name is empty.
@@ -45,7 +45,7 @@ def as_path(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManager:
-    """Orbax's manager of a directory, which is made if it isn't there; what an interrupted save left is removed.
+    """Makes orbax's manager of a directory, and the directory too; removes the leftovers of interrupted saves.
 
     Raises:
       OSError: the directory can't be written, or not all processes see it.
@@ -65,7 +65,7 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
 
 
 def _check_shared(directory: epath.Path) -> None:
-    """Makes the directory, and a file in it, which all processes have to see before it is removed."""
+    """Makes the directory, and checks by a file in it that all processes see the same one."""
     probe = directory / ".jpipe_probe"
 
     def make() -> None:
@@ -83,12 +83,12 @@ def _check_shared(directory: epath.Path) -> None:
 
 
 def _of_all(number: int) -> list[int]:
-    """A number of each process; these wait for each other here."""
+    """Returns the number of each process; they wait for each other here."""
     return [number] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(number)).tolist()
 
 
 def if_all_can(work: Callable[[], Result]) -> Result:
-    """The result of `work`, if it succeeds in all processes; nobody is left waiting for one where it fails.
+    """Returns the result of `work` if it succeeds in all processes; where it fails in one, all raise an error.
 
     Raises:
       Exception: what it raised here.
@@ -127,7 +127,7 @@ def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) 
 
 @contextmanager
 def _reading(what: epath.Path) -> Iterator[None]:
-    """Errors of orbax and of files that aren't there as `DamagedError`; others as they are, since they may pass."""
+    """Turns errors of orbax and of missing files into `DamagedError`; others stay, since they may pass."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -162,17 +162,17 @@ def read_about(directory: epath.Path) -> Json:
 
 
 def shapes_in(about: Json) -> Named:
-    """The arrays that a checkpoint says it holds, as shapes by path; without random keys, which it says itself."""
+    """The arrays in a checkpoint as shapes by path, without random keys, which its description holds itself."""
     arrays = [(tuple(path), dtype, shape) for path, dtype, shape in about["arrays"] if not dtype.startswith("key")]
     return {path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, dtype, shape in arrays}
 
 
 def read_arrays(directory: epath.Path, shapes: Named) -> Named:
-    """Some of a checkpoint's arrays.
+    """Reads some of a checkpoint's arrays.
 
     Args:
       directory: a step's.
-      shapes: for each, by path, shape and dtype, and a sharding; without one it is read to the host.
+      shapes: shape, dtype and sharding of each, by path; an array without a sharding is read to the host.
 
     Raises:
       DamagedError: they can't be read.
@@ -194,9 +194,9 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
 
 
 def steps_in(directory: epath.Path) -> list[int]:
-    """The steps of which a directory has a finished checkpoint, damaged ones included, the newest first.
+    """Lists the steps with a finished checkpoint in a directory, the newest first, damaged ones included.
 
-    In a cluster they are those that process 0 sees.
+    In a cluster these are the steps that process 0 sees.
     """
     steps = listed(directory)
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
@@ -205,7 +205,7 @@ def steps_in(directory: epath.Path) -> list[int]:
 
 
 def listed(directory: epath.Path) -> list[int]:
-    """`steps_in` as this process sees it."""
+    """Lists the same as `steps_in`, as this process sees it."""
     steps = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
     return sorted((step for step in steps if (directory / str(step)).is_dir()), reverse=True)
 

@@ -87,7 +87,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
-    """Tokens `[b, T]` of a sequence through all layers, as they decode; forward only."""
+    """Lays out the forward step of tokens `[b, T]` through all layers, as they decode."""
     request, traced = plan.request, plan.traced
     names = {name for group in traced.groups for name in group.variables} - {"params"}
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
@@ -105,7 +105,7 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
 
 
 def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
-    """The type of what the model takes, `[b, T]`."""
+    """Checks that the model maps tokens to logits, and returns the shape and dtype of the tokens, `[b, T]`."""
     inputs, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
     takes_tokens = len(inputs) == 1 and inputs[0].ndim == 2 and jnp.issubdtype(inputs[0].dtype, jnp.integer)
     try:
@@ -125,10 +125,10 @@ def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct
 
 
 def _with_ends_apart(plan: Plan) -> Plan:
-    """The plan with each end on its own stage, where its weights are brought to for all tokens.
+    """The plan with each end on its own stage: its weights are brought there once, for all tokens.
 
     Raises:
-      ValueError: another axis splits the same dimension of such a weight, of which the stages then have no runs.
+      ValueError: another axis splits the same dimension of such a weight, so that no stage can join its parts.
     """
     specs = (spec for layout in plan.layouts.values() for kind in layout.storage.record_types for spec in kind.specs)
     if any(AXIS in names_in(entry) and len(names_in(entry)) > 1 for spec in specs for entry in spec):
@@ -177,7 +177,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
 
 
 def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
-    """The places of all caches, as one device has them, and what each of their buffers starts from."""
+    """Lays out all caches, as one device has them, with the number that each of their buffers starts from."""
     model, place = step.model, step.schedule.placement
     stage_of = [place.stage_of(s) for s, run in enumerate(step.plan.partition.bounds) for _ in range(*run)]
     owners = [[stage_of[i] for i in group.indices] for group in model.groups]
@@ -188,8 +188,8 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     count = place.num_stages
     starts = [_starts(group, step) for group in model.groups]
     numbers = sorted(set(itertools.chain(*starts)))
-    # Each leaf of a cache lies in a buffer of its own: were keys and values in one, a compiler would copy all of it
-    # where one is read after the other was written. So do leaves that start from other numbers: none lies flat.
+    # Each leaf of a cache lies in a buffer of its own. If keys and values shared one, a compiler would copy all of it
+    # where one is read after the other was written. Leaves that start from other numbers have other buffers, too.
     tags = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
     storage = build_storage(
         leaves,

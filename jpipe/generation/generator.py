@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.programs import run_step
+from jpipe.execution.stage import Stage
 from jpipe.generation.decoding import Decoding, PickLogits, make_decoding
 from jpipe.generation.token_ring import Round, run_decoding
 from jpipe.jax_tools.random_keys import as_key
@@ -27,32 +28,18 @@ from jpipe.types import Batch, Leaf
 from jpipe.users_numbers import as_integer, as_number, integer_or_none
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Asked(NamedTuple):
     """The arguments of `Pipeline.generate`, checked.
 
     Attributes:
-      decoding: how the layers decode prompts of these shapes.
-      num_tokens: to add to each prompt.
-      temperature: of samples; 0 takes the likeliest token.
-      prefill: the tokens of a prompt that layers take at a time.
-      key: by which tokens are drawn; None if none are.
+      words: the numbers in words, by which processes compare what they want.
+      drawn_by: the key and the temperature by which tokens are drawn; (None, None) takes the likeliest.
+      static: the keyword arguments of `generate`.
     """
 
-    decoding: Decoding
-    num_tokens: int
-    temperature: float
-    prefill: int
-    key: jax.Array | None
-
-    @property
-    def drawn_by(self) -> tuple[jax.Array | None, jax.Array | None]:
-        """The key and the temperature as `generate` takes them."""
-        return (as_key(self.key), jnp.asarray(self.temperature)) if self.temperature else (None, None)
-
-    def described(self) -> str:
-        """The numbers in words, by which processes compare what they want."""
-        return f"generate {self.num_tokens} tokens at {self.temperature}, prefill {self.prefill}"
+    words: str
+    drawn_by: tuple[jax.Array | None, jax.Array | None]
+    static: dict[str, Decoding | int]
 
 
 class Generator:
@@ -76,7 +63,7 @@ class Generator:
     def clear_cache(self) -> None:
         """Forgets what was traced, laid out and compiled."""
         self.decoding.cache_clear()
-        self.program.clear_cache()
+        self.program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def asked(
         self,
@@ -86,7 +73,7 @@ class Generator:
         temperature: float,
         prefill: int,
         logits: PickLogits | None,
-    ) -> Continuation:
+    ) -> Asked:
         """Checks the arguments of `Pipeline.generate`, and lays out how the layers decode such prompts.
 
         Raises:
@@ -111,7 +98,9 @@ class Generator:
             logits = self._logits.setdefault(fingerprint(logits), logits)
         size = -(-count // (stages * shards)) * shards  # of a micro-batch, which data axes split evenly
         decoding = self.decoding(size, length + num_tokens - 1, fed, logits)
-        return Continuation(decoding, num_tokens, temperature, fed, key)
+        words = f"generate {num_tokens} tokens at {temperature}, prefill {fed}"
+        drawn_by = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
+        return Asked(words, drawn_by, {"decoding": decoding, "num_tokens": num_tokens})
 
     def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
         planner = self._planner
@@ -168,7 +157,10 @@ def generate(
         temperatures = None if temperature is None else jnp.full(size * stages, temperature)
         return filled, jnp.arange(size * stages, dtype=jnp.int32), temperatures
 
-    work = lambda stage: run_decoding(stage, decoding, Round(*stage.batch, num_tokens))
+    def work(stage: Stage) -> jax.Array:
+        own_prompts, rows, temperatures = stage.batch
+        return run_decoding(stage, decoding, Round(own_prompts, rows, temperatures, num_tokens))
+
     return run_step(
         step,
         work,

@@ -2,7 +2,7 @@
 
 Attention without a cache would see one token in place of all, and positions counted within a call would all be the
 first: wrong tokens, and no error. So a layer's jaxpr on whole sequences is partitioned as if each token lay on a device
-of its own. One that treats each by itself then sends nothing, and no device asks which token it has.
+of its own. A layer that treats each token by itself then sends nothing, and no device asks which token it has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
 
 
 def sees_more(function: LayerFunction, length: int) -> str:
-    """Names whatever a layer does besides treating each token by itself; "" if it does nothing else.
+    """Says how a layer looks beyond a single token; "" if it treats each token by itself.
 
     A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
 

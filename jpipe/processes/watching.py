@@ -1,7 +1,7 @@
 """`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
 A process that hangs holds up all others, and seen from outside they are alike: each waits in a collective (JAX issue
-38503). The main thread can say nothing, as it waits in native code. So two threads of their own look on. One has a
+38503). The main thread can say nothing, as it waits in native code. So two other threads look on. One watches the
 clock. The other tells the processes of a cluster, by the key-value store of `jax.distributed`, how many steps each has
 entered; steps themselves pay nothing for it. Here process 1 sleeps before step 812:
 
@@ -37,11 +37,11 @@ from jpipe.types import PyTree
 from jpipe.users_numbers import as_number
 
 EXIT_CODE = 75
-"""With which a process ends whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
+"""The exit code of a process whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
 LONGEST_PAUSE = 5.0
 """Seconds between two looks at the clock, and at the other processes, at most."""
 GRACE = 5.0
-"""Seconds that a process which is about to end waits for others, or for whoever reads what it prints."""
+"""Seconds that a process waits for others, or for whoever reads its output, before it ends."""
 _SHOWN = 16
 _STDERR = 2  # `sys.stderr` may be locked by the thread that hangs
 _blocks = itertools.count()
@@ -240,7 +240,7 @@ class Watch:
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:
-    """The words of a process before its stacks: who had not entered the step that doesn't end.
+    """The text that a process prints before its stacks: who had not entered the step that doesn't end.
 
     Args:
       process: which one says it, of `count`.

@@ -117,10 +117,10 @@ def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
 
 
 def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
-    """The context in which all that is traced comes from the user's line that an equation, or else its caller, has.
+    """A context in which traced operations are attributed to the user's line of an equation, or else of its caller.
 
-    Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports say of a collective that it
-    comes from jpipe, and not by which of the user's lines.
+    Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports show collectives as
+    jpipe's, without the user's line that caused them.
     """
     if source_info_util is None:
         warn_once("this version of JAX has no jax.extend.source_info_util; collectives are shown without users' lines")
@@ -141,7 +141,7 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
 
 
 def raised(error: Exception) -> str:
-    """An error in words, with the innermost of the user's lines that it went through: its number and what it says."""
+    """An error in words, with the innermost of the user's lines in its traceback: number and code."""
     at = ""
     if frames := _users_frames(error):
         frame, number = frames[-1].tb_frame, frames[-1].tb_lineno
@@ -305,7 +305,7 @@ def _lowered(context: mlir.LoweringRuleContext, array: mlir.ir.Value, *, order: 
 
 
 def _batched(arrays: Sequence[jax.Array], dims: Sequence[int], *, order: tuple[int, ...]) -> tuple[jax.Array, int]:
-    """The constraint of many arrays, which lie one after the other."""
+    """Constrains a batch of arrays: the batch dimension is the outermost in memory."""
     (array,), (dim,) = arrays, dims
     return _held_to.bind(array, order=(dim, *(d + (d >= dim) for d in order))), dim
 
