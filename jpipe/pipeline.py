@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from jpipe import checks, saving
 from jpipe.batches import microbatches, rows
 from jpipe.execution import programs
 from jpipe.execution.configuration import Agreement
-from jpipe.execution.decoding import PickLogits
+from jpipe.generation.decoding import PickLogits
+from jpipe.generation.generator import Generator
 from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
-from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import BATCH_AXES
@@ -147,8 +147,7 @@ class Pipeline(Tabular):
         self._train_steps = TrainSteps(partial(programs.value_and_grad, self.planner), self.abstract_state)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad), jit(programs.evaluate)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, "bare"), jax.jit(to_layers)
-        self._jit_generate = jit(programs.generate, "num_tokens", "prefill", "logits")
-        self._logits: dict[Hashable, PickLogits] = {}
+        self._generator = Generator(self.planner)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.schedule.sizes.items())
@@ -303,15 +302,10 @@ class Pipeline(Tabular):
         temperature of 0 takes the likeliest token, others draw by `fold_in(fold_in(key, row), place)` alone. Of a model
         with several outputs `logits(outputs)` says which are the logits `[b, T, vocabulary]`: `lambda out: out[0]`.
         """
-        numbers = checks.check_generation(self.plan, variables, prompts, num_tokens, key, temperature, prefill)
-        num_tokens, temperature, prefill = numbers
-        if logits is not None:  # one made anew runs the program that was compiled for the first
-            logits = self._logits.setdefault(fingerprint(logits), logits)
-        fed = {"num_tokens": num_tokens, "prefill": prefill, "logits": logits}
-        programs.decoding_of(self.planner, prompts.shape, **fed)  # which refuses what can't be decoded
-        self.agreement.check(prompts, f"generate {num_tokens} tokens at {temperature}, prefill {prefill}", key)
-        drawn = (as_key(key), jnp.asarray(temperature)) if temperature else (None, None)
-        return self._run("generation", self._jit_generate, variables, prompts, *drawn, **fed)
+        checks.check_complete(self.plan, variables)
+        asked = self._generator.asked(prompts, num_tokens, key, temperature, prefill, logits)
+        self.agreement.check(prompts, asked.words, key)
+        return self._run("generation", self._generator.program, variables, prompts, *asked.drawn_by, **asked.static)
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
@@ -443,10 +437,11 @@ class Pipeline(Tabular):
     def clear_cache(self) -> None:
         """Drops all that was compiled, as `clear_cache` of a function under `jax.jit` does."""
         self._train_steps.clear()
-        for name in ("value_and_grad", "evaluate", "apply", "generate", "to_layers"):
+        for name in ("value_and_grad", "evaluate", "apply", "to_layers"):
             getattr(self, f"_jit_{name}").clear_cache()
         vars(self).pop("_jit_init", None)
         self.planner.clear_cache()
+        self._generator.clear_cache()
 
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
         """Calls a jitted program, and returns its results."""

@@ -48,6 +48,8 @@ MAY_IMPORT = {
         "batches",
         "planning",
     },
+    "generation": {"seam", "terminal", "jax_tools", "partitioner", "mesh", "layers", "schedules", "model", "memory"}
+    | {"batches", "planning", "execution"},
     "pictures": {"schedules", "planning", "execution"},
     "checkpoints": {
         "seam",

@@ -843,8 +843,8 @@ ELSEWHERE = {
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
         "helpers/process_worker.py"
     ),
-    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
-    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
+    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
+    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
     "pipe.communication(batch) lists them": "profiling/test_communication.py",

@@ -38,9 +38,9 @@ def _has_decode_field(layer: LinenLayer) -> bool:
 
 
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
-    """The layer in decode mode, with caches for sequences of a length; one without such a mode as it is.
+    """The layer in decode mode, with caches for sequences of a length. A layer without such a mode stays as it is.
 
-    A side input is None: there is no batch.
+    A side input is None, since there is no batch.
 
     Args:
       layer: any layer.
@@ -61,9 +61,9 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
 
 
 def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> NnxLayer:
-    """An nnx layer of which all modules are in decode mode, with caches for inputs of this type.
+    """An nnx layer with all its modules in decode mode, with caches for inputs of this shape.
 
-    Where a module says in which dtype it computes, its cache is of that.
+    A cache has the dtype in which its module computes, if the module names one, else `dtype`.
     """
     factory = layer.factory
     if factory is None:  # a ready module's values stay where they are
@@ -77,8 +77,8 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
         for _, part in nnx.iter_graph(module):
             make = getattr(part, "init_cache", None)
             if callable(make):
-                own = getattr(part, "dtype", None) or dtype
-                make(shape, **({"dtype": own} if "dtype" in signature_of(make) else {}))
+                computes_in = getattr(part, "dtype", None) or dtype
+                make(shape, **({"dtype": computes_in} if "dtype" in signature_of(make) else {}))
         return module
 
     made = NnxLayer.from_factory(lambda rngs: prepared(factory(rngs=rngs)), 0)
@@ -87,7 +87,7 @@ def _nnx_decoding(layer: NnxLayer, shape: tuple[int, ...], dtype: jnp.dtype) -> 
 
 @dataclass(frozen=True)
 class DecodingLayer(Passing):
-    """A layer in decode mode: it is called with a few tokens at a time, in evaluation mode, and gives its new cache.
+    """A layer in decode mode: it takes a few tokens at a time, in evaluation mode, and gives its new cache.
 
     Attributes:
       length: of the sequences that it is initialised for.
@@ -104,7 +104,7 @@ class DecodingLayer(Passing):
         return type(self.inner), self.inner.made_of, self.length
 
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        """Variables as for whole sequences, which is what makes the cache as long as they are."""
+        """Makes variables as for whole sequences, so that the cache is as long as these."""
         whole = lambda a: jnp.zeros((a.shape[0], self.length, *a.shape[2:]), a.dtype)
         return self.inner.init(key, jax.tree.map(whole, inputs), batch)
 

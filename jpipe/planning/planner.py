@@ -20,7 +20,6 @@ import jax
 
 from jpipe.batches.microbatches import MicroBatch, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -55,8 +54,6 @@ class Planner:
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
       step: micro-batch, the layers of each group in training -> the step of training.
-      decoding: b, the longest sequence, tokens of a prompt at a time, which outputs are the logits -> what generation
-        follows.
     """
 
     def __init__(self, request: Request):
@@ -65,11 +62,11 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
-        self.step, self.decoding = cache(self._step), cache(self._decoding)
+        self.step = cache(self._step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, self.step, self.decoding):
+        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, self.step):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -214,10 +211,6 @@ class Planner:
         with self.tracing():
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
-
-    def _decoding(self, size: int, length: int, prefill: int, logits: PickLogits | None = None) -> Decoding:
-        with self.tracing(), task(f"tracing {len(self.request.layers)} layers in decode mode"):
-            return make_decoding(self.known_plan(), size, length, prefill, logits)
 
     def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
         """The step forward only, for the shapes of a batch or of its bare inputs."""

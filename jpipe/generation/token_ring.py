@@ -1,13 +1,13 @@
 """Runs generation: tokens go round the stages, K micro-batches in flight, so that after the fill no stage waits.
 
-A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage; what the last one says is
-sent to the first, which goes on with it in the next tick. With K=3, one chunk each, and a prompt of two tokens, p, that
-three more follow, stages take (micro-batch, token) as
+A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage. The last stage chooses the
+next token and sends it to the first, which goes on with it in the next tick. The table shows which (micro-batch, token)
+each stage takes, for K=3, one chunk a stage, and a prompt of two tokens, both "p", to which three are added:
 
     tick       0    1    2    3    4    5    6    7    8   ...
     stage 0   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3  2.3
     stage 1    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3  1.3
-    stage 2    .    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3      its second says token 3 of micro-batch 0, in tick 5
+    stage 2    .    .   0.p  1.p  2.p  0.p  1.p  2.p  0.3      tick 5, the second p of micro-batch 0, gives its token 3
 
 A layer's cache stays on its stage, with a row for each micro-batch. Where layers take several tokens of a prompt at a
 time (prefill), these go round first, as one "token" here; then the first that is said is a prompt of one token.
@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.decoding import Decoding
 from jpipe.execution.executor import moved
 from jpipe.execution.stage import Job, Stage, Turn
+from jpipe.generation.decoding import Decoding
 from jpipe.jax_tools.indexing import Index, put_slice, take_row, take_slice
 from jpipe.jax_tools.loops import when
 from jpipe.jax_tools.memory_order import in_order
@@ -70,8 +70,8 @@ class DecodingCarry(NamedTuple):
 
 
 def ring(placement: Placement, num_rounds: int) -> np.ndarray:
-    """`[ticks, 4, K]`: of each stage in each tick the micro-batch, virtual stage and round (-1 where it idles), and the
-    route by which what it takes in the next tick arrives.
+    """Returns `[ticks, 4, K]`: for each tick and stage its micro-batch, virtual stage, round (-1 where it idles), and
+    the route by which its next activation arrives.
 
     Micro-batch m begins with tick m; where the chain turns (a "v"), with tick 2m, so that no stage has two at a time.
 
@@ -79,22 +79,22 @@ def ring(placement: Placement, num_rounds: int) -> np.ndarray:
     [[0, -1], [0, 0], [1, 0], [1, 1], [-1, 1]]
     """
     count, hop = placement.num_virtual_stages, 2 if placement.style == "v" and placement.num_stages > 1 else 1
-    found = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
-    found[:, 2] = -1
+    table = np.zeros((count * num_rounds + hop * (placement.num_stages - 1), 4, placement.num_stages), np.int32)
+    table[:, 2] = -1
     routes = [{receiver: sender for sender, receiver in route} for route in placement.routes(+1)]
     for m in range(placement.num_stages):
         for t in range(count * num_rounds):
             s = t % count
             k = placement.stage_of(s)
-            found[t + hop * m, :3, k] = m, s, t // count
+            table[t + hop * m, :3, k] = m, s, t // count
             if s > 0:
                 sender = placement.stage_of(s - 1)
-                found[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
-    return found
+                table[t + hop * m - 1, 3, k] = next(i for i, route in enumerate(routes) if route.get(k) == sender)
+    return table
 
 
 def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
-    """Prompts and what follows them, `[K, b, S + num_tokens]`, on one device of a `shard_map`; all stages get it."""
+    """Returns prompts with the tokens that follow, `[K, b, S + num_tokens]`, on any device of a `shard_map`."""
     caches = {n: jnp.full(a.shape, plan.starts[n], a.dtype) for n, a in plan.caches.named_buffers}
     done = call.prompts
     if plan.prefill is not None:
@@ -109,13 +109,14 @@ def run_decoding(stage: Stage, plan: Decoding, call: Round) -> jax.Array:
 
 
 def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tuple[jax.Array, Buffers]:
-    """(what follows prompts, `[K, b, num_tokens]`, on all stages; the caches then)."""
+    """Returns (the tokens that follow prompts, `[K, b, num_tokens]`, on all stages; the caches after them)."""
     step, place, at_once = stage.step, stage.step.schedule.placement, stage.step.model.batch.shape[1]
     num_rounds = call.prompts.shape[-1] // at_once + call.num_tokens - 1
     table = jnp.moveaxis(jnp.asarray(ring(place, num_rounds)), -1, 0)
-    mine = take_row(table, stage.device)
+    turns = take_row(table, stage.device)
     said = jnp.zeros((*call.prompts.shape[:2], call.num_tokens), call.prompts.dtype)
-    # The last layer's weights are brought to their order once: they may lie turned, and be copied in every tick else.
+    # The last layer's weights are brought to their order once. They may lie transposed, and a compiler would copy them
+    # in every tick.
     rows = lambda leaves: [in_order(leaf, tuple(range(leaf.ndim))) for leaf in leaves]
     head = tuple(map(rows, stage.weights(Turn(step.model.last, 0, 0, {}))))
     carry = DecodingCarry(step.activations.empty(), caches, call.prompts[0, :, :at_once], said)
@@ -128,7 +129,7 @@ def _go_round(stage: Stage, plan: Decoding, call: Round, caches: Buffers) -> tup
         return _passed_on(stage, place, route, carry), None
 
     with jax.named_scope("ticks"):
-        carry = jax.lax.scan(tick, carry, mine)[0]
+        carry = jax.lax.scan(tick, carry, turns)[0]
     is_last = stage.device == place.stage_of(place.num_virtual_stages - 1)
     return jax.lax.psum(jnp.where(is_last, carry.said, 0), AXIS), carry.caches
 
@@ -141,7 +142,7 @@ def _work(
     at: tuple[jax.Array, Index, jax.Array],
     carry: DecodingCarry,
 ) -> DecodingCarry:
-    """Tokens through layers; `at` is (micro-batch, virtual stage, round), `head` are the last layer's weights."""
+    """Sends tokens through layers; `at` is (micro-batch, virtual stage, round), `head` the last layer's weights."""
     step, groups, (microbatch, virtual_stage, round_) = stage.step, stage.step.model.groups, at
     prompt_length, at_once = call.prompts.shape[-1], carry.tokens.shape[1]
     begin = round_ * at_once  # of these tokens, counted from the prompt's first
@@ -157,8 +158,8 @@ def _work(
         row = Row(turn.microbatch, stage.device)
         return carry.tokens, x, plan.caches.read(carry.caches, turn.g, turn.position, row)
 
-    def visit(turn: Turn, found: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
-        tokens, x, cache = found
+    def visit(turn: Turn, arrays: tuple[Leaf, list[Leaf], list[Leaf]], carry: DecodingCarry) -> DecodingCarry:
+        tokens, x, cache = arrays
         params, fixed = head if turn.g == step.model.last else stage.weights(turn)
         batch = tokens if step.functions[turn.g].reads_batch else None
         results, _ = step.forwards[turn.g](Arguments(params, cache, fixed, None, batch), x)
@@ -176,7 +177,7 @@ def _work(
 def _said(
     stage: Stage, call: Round, microbatch: Index, count: Index, logits: jax.Array, carry: DecodingCarry
 ) -> DecodingCarry:
-    """The carry with the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
+    """Adds to the carry the token `[b]` that follows `count` others, chosen by logits `[b, vocabulary]`."""
     logits = logits.astype(jnp.promote_types(jnp.float32, logits.dtype))
     if call.temperatures is None:
         token = jnp.argmax(logits, axis=-1)
@@ -191,23 +192,22 @@ def _said(
 
 
 def sample(key: jax.Array | None, rows: jax.Array, place: Index, logits: jax.Array) -> jax.Array:
-    """A token of each row, `[b]`, from `softmax(logits)` `[b, vocabulary]`, by (key, row, place) alone."""
+    """Draws a token for each row, `[b]`, from `softmax(logits)` `[b, vocabulary]`, by (key, row, place) alone."""
     assert key is not None
-    own = lambda row, logits: jax.random.categorical(jax.random.fold_in(jax.random.fold_in(key, row), place), logits)
-    return jax.vmap(own)(rows, logits)
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows)
+    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 def _passed_on(stage: Stage, place: Placement, route: Index, carry: DecodingCarry) -> DecodingCarry:
-    """The carry with what neighbours left: activations, and on the first stage the token that was said."""
-    first, last = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
-    if first != last:
-        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(last, first)]))
+    """Adds to the carry what neighbours sent: activations, and on the first stage the token that was chosen."""
+    begins_on, ends_on = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1)
+    if begins_on != ends_on:
+        carry = carry._replace(tokens=jax.lax.ppermute(carry.tokens, AXIS, [(ends_on, begins_on)]))
     boundaries = stage.step.activations
     sent = boundaries.crossing(carry.activation)
     arrived = [moved(sent, pairs, stage.device) for pairs in place.routes(+1)]
     if not arrived:
         return carry
-    chosen = jax.tree.map(
-        lambda *found: found[0] if len(found) == 1 else jnp.where(route == 1, found[1], found[0]), *arrived
-    )
-    return carry._replace(activation=boundaries.with_crossed(carry.activation, chosen))
+    first, *second = arrived
+    taken = jax.tree.map(lambda a, b: jnp.where(route == 1, b, a), first, *second) if second else first
+    return carry._replace(activation=boundaries.with_crossed(carry.activation, taken))

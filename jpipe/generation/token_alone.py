@@ -2,7 +2,7 @@
 
 Attention without a cache would see one token in place of all, and positions counted within a call would all be the
 first: wrong tokens, and no error. So a layer's jaxpr on whole sequences is partitioned as if each token lay on a device
-of its own. One that treats each by itself then sends nothing, and no device asks which token it has.
+of its own. A layer that treats each token by itself then sends nothing, and no device asks which token it has.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
             if group.indices[0] == 0:  # from inputs on: a batch may be longer than they are
                 (first,) = with_inputs([group.layer], lambda inputs: inputs)
                 function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
-            if found := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
+            if sight := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
                 warn_user(
-                    f"generate: layer {group.indices[0]} ({group.layer.name}) {found}, but keeps no cache in decode "
+                    f"generate: layer {group.indices[0]} ({group.layer.name}) {sight}, but keeps no cache in decode "
                     "mode, where it is called with a token at a time: what follows may be wrong. Give it a field "
                     "`decode` and what it has to know of the tokens before in the collection `cache` (Linen), or "
                     "`init_cache` (nnx)"
@@ -59,7 +59,7 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
 
 
 def sees_more(function: LayerFunction, length: int) -> str:
-    """Names whatever a layer does besides treating each token by itself; "" if it does nothing else.
+    """Says how a layer looks beyond a single token; "" if it treats each token by itself.
 
     A layer with a program of single devices (`jax.shard_map`) can't be tested, since its axes aren't there: "" too.
 

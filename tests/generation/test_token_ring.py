@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpipe.execution.token_ring import ring
+from jpipe.generation.token_ring import ring
 from jpipe.schedules.placement import Placement
 
 

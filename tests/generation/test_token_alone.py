@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
+from jpipe.generation.generator import Generator
 
 WIDTH, LENGTH = 8, 6
 
@@ -82,7 +83,7 @@ def generate(layer, **options):
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=1, num_microbatches=2, balance="even", **options)
     tokens = np.zeros((4, LENGTH), np.int32)
     pipe.init(jax.random.key(0), {"inputs": tokens, "targets": tokens})
-    pipe.planner.decoding(2, 4, 1)
+    Generator(pipe.planner).decoding(2, 4, 1)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -123,4 +124,4 @@ def test_inputs_that_are_cut_out_of_a_longer_batch_say_nothing_of_tokens():
     loss = lambda logits, tokens: optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     pipe = jpipe.Pipeline(layers, loss, num_stages=1, num_microbatches=2, inputs=lambda tokens: tokens[:, :-1])
     pipe.init(jax.random.key(0), np.zeros((4, LENGTH + 1), np.int32))
-    pipe.planner.decoding(2, 4, 1)
+    Generator(pipe.planner).decoding(2, 4, 1)

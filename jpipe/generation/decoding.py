@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.execution.token_alone import warn_of_uncached
+from jpipe.generation.token_alone import warn_of_uncached
 from jpipe.jax_tools.tracing import no_mesh
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
@@ -87,7 +87,7 @@ def make_decoding(plan: Plan, size: int, length: int, prefill: int, logits: Pick
 
 
 def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtypeStruct, length: int) -> Step:
-    """Tokens `[b, T]` of a sequence through all layers, as they decode; forward only."""
+    """Lays out the forward step of tokens `[b, T]` through all layers, as they decode."""
     request, traced = plan.request, plan.traced
     names = {name for group in traced.groups for name in group.variables} - {"params"}
     rules = {**request.rules, **dict.fromkeys(names, KEEP), CACHE: CACHE}
@@ -105,32 +105,32 @@ def _decoding_step(plan: Plan, layers: Sequence[AnyLayer], tokens: jax.ShapeDtyp
 
 
 def _check_tokens(plan: Plan, logits: PickLogits | None) -> jax.ShapeDtypeStruct:
-    """The type of what the model takes, `[b, T]`."""
-    given, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
-    takes = len(given) == 1 and given[0].ndim == 2 and jnp.issubdtype(given[0].dtype, jnp.integer)
+    """Checks that the model maps tokens to logits, and returns the shape and dtype of the tokens, `[b, T]`."""
+    inputs, gives = jax.tree.leaves(plan.traced.inputs), plan.traced.groups[-1].gives
+    takes_tokens = len(inputs) == 1 and inputs[0].ndim == 2 and jnp.issubdtype(inputs[0].dtype, jnp.integer)
     try:
-        said = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
+        logits_leaves = jax.tree.leaves(gives if logits is None else jax.eval_shape(logits, gives))
     except Exception as error:
         raise ValueError(
             f"generate: logits raised {type(error).__name__}: {error}; it is called with the model's outputs, "
             f"{describe(gives)}, and returns those that are logits, as in lambda outputs: outputs[0]"
         ) from error
-    if not takes or len(said) != 1 or said[0].ndim != 3:
+    if not takes_tokens or len(logits_leaves) != 1 or logits_leaves[0].ndim != 3:
         raise ValueError(
             f"generate needs a model that takes tokens [B, T] and gives logits [B, T, vocabulary]; this one takes "
             f"{describe(plan.traced.inputs)} and gives {describe(gives)}. If the logits are among its outputs, say "
             "which they are: pipe.generate(..., logits=lambda outputs: outputs[0])"
         )
-    return given[0]
+    return inputs[0]
 
 
 def _with_ends_apart(plan: Plan) -> Plan:
-    """The plan with each end on its own stage, where its weights are brought to for all tokens.
+    """The plan with each end on its own stage: its weights are brought there once, for all tokens.
 
     Raises:
-      ValueError: another axis splits the same dimension of such a weight, of which the stages then have no runs.
+      ValueError: another axis splits the same dimension of such a weight, so that no stage can join its parts.
     """
-    specs = (spec for layout in plan.layouts.values() for known in layout.storage.record_types for spec in known.specs)
+    specs = (spec for layout in plan.layouts.values() for kind in layout.storage.record_types for spec in kind.specs)
     if any(AXIS in names_in(entry) and len(names_in(entry)) > 1 for spec in specs for entry in spec):
         raise ValueError(
             "generate: ends='shared' splits weights of the ends over the stages and another mesh axis along one "
@@ -177,7 +177,7 @@ def _check_model(plan: Plan, model: Model, length: int) -> None:
 
 
 def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
-    """The places of all caches, as one device has them, and what each of their buffers starts from."""
+    """Lays out all caches, as one device has them, with the number that each of their buffers starts from."""
     model, place = step.model, step.schedule.placement
     stage_of = [place.stage_of(s) for s, run in enumerate(step.plan.partition.bounds) for _ in range(*run)]
     owners = [[stage_of[i] for i in group.indices] for group in model.groups]
@@ -187,21 +187,21 @@ def _cache_storage(step: Step) -> tuple[Storage, dict[str, float]]:
     ]
     count = place.num_stages
     starts = [_starts(group, step) for group in model.groups]
-    numbers = sorted({number for own in starts for number in own})
-    # Each leaf of a cache lies in a buffer of its own: were keys and values in one, a compiler would copy all of it
-    # where one is read after the other was written. So do leaves that start from other numbers: none lies flat.
-    tags = [[(i, numbers.index(number)) for i, number in enumerate(own)] for own in starts]
+    numbers = sorted(set(itertools.chain(*starts)))
+    # Each leaf of a cache lies in a buffer of its own. If keys and values shared one, a compiler would copy all of it
+    # where one is read after the other was written. Leaves that start from other numbers have other buffers, too.
+    tags = [[(i, numbers.index(number)) for i, number in enumerate(group_starts)] for group_starts in starts]
     storage = build_storage(
         leaves,
         owners,
         device_of=range(count),
         rows=[count] * count,
-        orders=[[tuple(range(leaf.ndim)) for leaf in own] for own in leaves],
+        orders=[[tuple(range(leaf.ndim)) for leaf in cache] for cache in leaves],
         tags=tags,
         waste=math.inf,
     )
-    pairs = (zip(known.buffers, own, strict=True) for known, own in zip(storage.record_types, starts, strict=True))
-    return storage, dict(itertools.chain(*pairs))
+    names = itertools.chain(*(record_type.buffers for record_type in storage.record_types))
+    return storage, dict(zip(names, itertools.chain(*starts), strict=True))
 
 
 def _starts(group: LayerGroup, step: Step) -> list[float]:
@@ -216,11 +216,11 @@ def _starts(group: LayerGroup, step: Step) -> list[float]:
         return jax.tree.map(lambda a: jnp.stack([a.min(), a.max()]), made)
 
     with jax.ensure_compile_time_eval(), no_mesh():
-        found = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, jax.jit(extremes)()))
-    for path, (smallest, largest) in found:
+        pairs = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, jax.jit(extremes)()))
+    for path, (smallest, largest) in pairs:
         if smallest != largest:
             raise ValueError(
                 f"generate: the cache of layer {group.indices[0]} ({group.layer.name}) starts from different numbers "
                 f"at {jax.tree_util.keystr(path)}; start from one number, such as 0"
             )
-    return [float(smallest) for _, (smallest, _) in found]
+    return [float(smallest) for _, (smallest, _) in pairs]
