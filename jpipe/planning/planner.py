@@ -60,7 +60,7 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
-      step: micro-batch, the layers of each group in training -> the step of training.
+      step: micro-batch, type of random keys -> the step of training.
       evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
         `known_loss`.
       decoding: b, the longest sequence, tokens of a prompt at a time, which outputs are the logits -> what generation
@@ -256,9 +256,10 @@ class Planner:
 
         It is kept: the order of its residuals in memory may have taken a compilation.
         """
-        return self.step(micro, self.layers(micro, key_shape(key)))
+        return self.step(micro, key_shape(key))
 
-    def _step(self, micro: MicroBatch, layers: tuple[TracedLayer, ...]) -> Step:
+    def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
+        layers = self.layers(micro, key)
         functions = [layer.function for layer in layers]
         with self.tracing():
             schedule, make = self.request.schedule, self.on_device
