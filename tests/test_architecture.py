@@ -38,7 +38,6 @@ MAY_IMPORT = {
         "seam",
         "terminal",
         "jax_tools",
-        "processes",
         "partitioner",
         "mesh",
         "layers",

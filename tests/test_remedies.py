@@ -52,8 +52,7 @@ def traced(pipe, batch=BATCH, key=None):
 
 def planned(pipe, batch=BATCH):
     """A training step as plain data: layers are traced and partitioned."""
-    pipe.planner.plan_for(batch)
-    return pipe.planner.training_step(batch)
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
 
 
 @pytest.fixture(scope="module")

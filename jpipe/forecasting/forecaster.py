@@ -166,7 +166,10 @@ def forecast(
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
         known = replace(known, bytes=held | beyond)
-    return _with_cycles(known, planner.training_step(shapes), read(text), chip_of(device), crossing) if text else known
+    if not text:
+        return known
+    step = planner.training_step(planner.for_training(shapes))
+    return _with_cycles(known, step, read(text), chip_of(device), crossing)
 
 
 def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
@@ -221,7 +224,7 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple
 
     And those among them that cross boundaries.
     """
-    step, sent, crossing = planner.training_step(batch), dict[tuple[str, ...], float](), 0.0
+    step, sent, crossing = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float](), 0.0
     count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
     layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
     for one in communication(planner, batch, title).transfers:

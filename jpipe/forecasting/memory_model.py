@@ -84,8 +84,8 @@ def predict_memory(
 
 def memory_parts(planner: Planner, batch: Batch, optimizer: int = 0, chip: Chip | None = None) -> MemoryParts:
     """The same of a pipeline's planner, and the bytes of an optimiser's state on a device."""
-    step = planner.training_step(batch)
-    at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
+    step = planner.training_step(planner.for_training(batch))
+    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
     uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)

@@ -83,8 +83,8 @@ def predict_time(
       chip: one device (`jpipe.forecasting.hardware.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
-    plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
-    step = pipe.planner.training_step(batch)
+    step = pipe.planner.training_step(pipe.planner.for_training(batch))
+    plan, schedule = step.plan, pipe.schedule
     by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends is not None:
@@ -114,8 +114,7 @@ def layer_seconds(pipe: Pipeline, batch: Batch, chip: Chip) -> list[float]:
 
     0 of a first and a last layer that all stages compute together.
     """
-    pipe.planner.plan_for(batch)
-    step = pipe.planner.training_step(batch)
+    step = pipe.planner.training_step(pipe.planner.for_training(batch))
     seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
     if step.ends is not None:
         seconds[[0, -1]] = 0.0

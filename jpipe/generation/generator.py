@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -58,12 +58,12 @@ class Generator:
         self._planner = planner
         self._logits: dict[Hashable, PickLogits] = {}
         self.decoding = cache(self._decoding)
-        self.program = jax.jit(generate, static_argnames=("decoding", "num_tokens"))
+        self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def clear_cache(self) -> None:
         """Forgets what was traced, laid out and compiled."""
         self.decoding.cache_clear()
-        self.program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        self.program.clear_cache()
 
     def asked(
         self,

@@ -79,11 +79,6 @@ class Layout:
         """A device's own part of zero buffers, inside of a program on all devices."""
         return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
 
-    def on_devices(self, tree: StageTree) -> StageTree:
-        """A tree with those of its arrays that are on the host moved to where they belong."""
-        move = lambda leaf, sharding: jax.device_put(leaf, sharding) if isinstance(leaf, np.ndarray) else leaf
-        return StageTree({name: move(leaf, self.shapes[name].sharding) for name, leaf in tree.items()}, self)
-
 
 NOT_SAVED = (
     "a pipeline's variables and states lie as its own devices need it, so they aren't pickled or serialised as they "

@@ -103,12 +103,10 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       title: the pipeline in a line.
     """
-    plan = planner.plan_for(batch)
-    variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-    traced = jax.make_jaxpr(partial(programs.value_and_grad, planner))(variables, batch, None)
     micro = planner.for_training(batch)
-    layers = planner.layers(micro, key_shape())
-    step = planner.training_step(batch)
+    step, layers = planner.training_step(micro), planner.layers(micro, key_shape())
+    variables = {name: layout.shapes for name, layout in step.plan.layouts.items()}
+    traced = jax.make_jaxpr(partial(programs.value_and_grad, step))(variables, batch, None)
     names = {f"{group.layer.name}.{g}": words_of(group) for g, group in enumerate(step.model.groups)}
     counts: Counter[Transfer] = Counter()
     for sent in sent_in(traced.jaxpr, planner.request.mesh.shape):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jpipe.checks import check_state, check_training
+from jpipe.checks import check_complete, check_state
 from jpipe.pictures.tables import Table, folded
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
@@ -200,4 +200,5 @@ def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> Non
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
     check_state(state)
     as_integer("rounds", rounds, "everything has to be timed at least once")
-    check_training(pipe.planner, state.variables, batch, state.key)
+    pipe.planner.for_training(batch)
+    check_complete(pipe.plan, state.variables)

@@ -19,7 +19,7 @@ def layers_of(pipe, batch):
     """(the layers as traced, as a device runs them)."""
     pipe.planner.plan_for(batch)
     traced = pipe.planner.layers(pipe.planner.for_training(batch), key_shape())
-    return traced, pipe.planner.training_step(batch).layers
+    return traced, pipe.planner.training_step(pipe.planner.for_training(batch)).layers
 
 
 def make(layer, mesh):

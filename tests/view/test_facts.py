@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_arrays(make_mesh, axes):
 )
 def test_rows_of_residuals_are_those_of_the_step(options):
     pipe = make(**options)
-    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(BATCH)
+    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
     arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
     held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
@@ -78,7 +78,7 @@ def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
     """As the page adds it up: rows as the schedule's ticks need them."""
     names = ("fsdp", "tp") if "tp" in axes else (None, None)
     pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
-    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(BATCH).table
+    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH)).table
     rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
     moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
     moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))

@@ -12,7 +12,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jpipe.batches.rows import check_placed
 from jpipe.layers.base import describe
 from jpipe.model.remat import MODES, Remat
 from jpipe.planning.plan import Plan
@@ -56,6 +55,22 @@ class Agreement:
             with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
                 check_agreement({"call": what, **found}, processes_of(mesh))
             self._known.add(step)
+
+
+def check_placed(batch: Batch) -> None:
+    """Checks, where the mesh has devices of several processes, that no array of a batch is on some of one of them.
+
+    Raises:
+      ValueError: naming the first that is.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
+        if own and leaf.committed:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
+                "has those of several processes; give pipe.place(batch), with the rows that this process feeds "
+                "(pipe.data_shard)"
+            )
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:

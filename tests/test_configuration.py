@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.execution.configuration import Agreement, facts, processes_of
+from jpipe.configuration import Agreement, facts, processes_of
 
 BATCH = np.ones((8, 4), np.float32)
 
