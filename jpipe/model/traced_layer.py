@@ -17,7 +17,7 @@ code runs once for both. Names that end in `_at` hold shardings: how arrays lie 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal as OneOf
@@ -115,7 +115,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         return results, vjp
 
     try:
-        # The vjp is a pytree, so tracing returns it with shapes as its leaves, and the backward takes it as an argument.
+        # The vjp is a pytree: tracing returns it with shapes as its leaves, and the backward takes it as an argument.
         jaxpr, (results, vjp) = trace(with_vjp, function.arguments, activation)
         outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
         backward, gradients = trace(lambda vjp, cotangents: Gradients(*vjp(cotangents)), vjp, outputs)
