@@ -156,7 +156,7 @@ def compiler_for(chip: Chip | None) -> Compiler:
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     """The most that a forward or backward action holds for one layer of a group."""
     layer, function = step.layers[g], step.functions[g]
-    layer = replace(layer, program=layer.transposed)  # not as the devices at hand compute it: it may be another chip
+    layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
     outputs = function.differentiated(layer.forward.results.outputs)

@@ -140,7 +140,7 @@ def _layer_seconds(
     The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
     part of the backward which only gradients of parameters need, and what a split backward writes down in between.
     """
-    forward, backward = on_device.forward, on_device.transposed
+    forward, backward = on_device.forward, on_device.backward_jaxpr
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
 
@@ -148,7 +148,7 @@ def _layer_seconds(
         sent = _sent(needed_part(jaxpr, wanted)[0], dict(sizes))
         return np.array([roofline(jaxpr, chip, wanted), sent / chip.link_bandwidth])
 
-    first = again = seconds(forward.jaxpr, [i < results or i in forward.residuals_at for i in numbers])
+    first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
     if stores_residuals:
         again = np.zeros(2)
     else:

@@ -102,8 +102,8 @@ def make_kept_storage(
 def _kept_of(layer: DeviceLayer, mesh: Mesh) -> dict[str, list[tuple[jax.ShapeDtypeStruct, Order | None]]]:
     """The leaves that a layer keeps, by name of their rows, with the orders of dimensions in which they are made."""
     forward, split = layer.forward, layer.split
-    orders = result_orders(forward.jaxpr, forward.residuals_at, mesh)
+    orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
     residuals = list(zip(layer.residuals, orders, strict=True))
     own = lambda waiting: [leaf for leaf, waits in zip(residuals, layer.waits, strict=True) if waits == waiting]
-    stash = zip(split.stash, result_orders(split.jaxpr, split.stash_at, mesh), strict=True) if split else ()
+    stash = zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True) if split else ()
     return {"residual": own(False), "kept": own(True), "stash": list(stash)}

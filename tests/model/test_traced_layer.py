@@ -64,7 +64,7 @@ def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimens
     layers, shapes = as_layers([nn.Dense(4), nn.Dense(5), nn.Dense(3)]), jax.ShapeDtypeStruct((2, 6, 4), jnp.float32)
     group = trace_model(layers, lambda batch: batch, shapes).groups[1]
     layer = trace_layer(LayerFunction(group, key_shape(), as_remat("none"), shapes))
-    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).program.jaxpr)
+    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).backward_program.jaxpr)
     assert len(product[0]) == dimensions
 
 
