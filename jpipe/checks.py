@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.batches.microbatches import check_no_example, is_bare
-from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, describe
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model

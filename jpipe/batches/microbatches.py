@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.tracing import trace
-from jpipe.jax_tools.trees import outline
+from jpipe.arrays.trees import outline
+from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
 

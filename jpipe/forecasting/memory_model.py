@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
 from jpipe.forecasting.hardware import Chip, chip_of
 from jpipe.forecasting.liveness import Compiler, working_bytes
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
-from jpipe.jax_tools.trees import bytes_of
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
-from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
 from jpipe.pipeline import Pipeline
 from jpipe.planning.holdings import holdings
@@ -156,7 +156,7 @@ def compiler_for(chip: Chip | None) -> Compiler:
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     """The most that a forward or backward action holds for one layer of a group."""
     layer, function = step.layers[g], step.functions[g]
-    layer = replace(layer, program=layer.transposed)  # not as the devices at hand compute it: it may be another chip
+    layer = replace(layer, program=layer.backward_jaxpr)  # not as these devices compute it: the chip may be another
     leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
     arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
     outputs = function.differentiated(layer.forward.results.outputs)

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
 from jpipe.execution.shared_weights import send_shared
 from jpipe.forecasting.hardware import Chip
 from jpipe.forecasting.roofline import pass_seconds, roofline
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
-from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages
@@ -141,7 +141,7 @@ def _layer_seconds(
     The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
     part of the backward which only gradients of parameters need, and what a split backward writes down in between.
     """
-    forward, backward = on_device.forward, on_device.transposed
+    forward, backward = on_device.forward, on_device.backward_jaxpr
     results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
     numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
 

@@ -44,11 +44,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.indexing import Index, look_up, take_slice
-from jpipe.jax_tools.loops import each
-from jpipe.jax_tools.memory_order import Order
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.indexing import Index, look_up, take_slice
+from jpipe.arrays.loops import each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
+from jpipe.memory.memory_order import Order
 from jpipe.mesh.specs import on_all_stages
 from jpipe.types import Leaf as Leaf
 
@@ -199,7 +199,7 @@ class Storage:
         `read` may return any pytree. The body runs for records that this device has, and for no others: device k takes
         the first `count[k]` entries of row k of a table `[K, longest]`, which for type 0 of the picture above is
         [[0, 1, 2], [3, 4, 0]], with the counts (3, 2).
-        What `read` gives is tied to the trip before the body gets it (`jpipe.jax_tools.loops`): else a compiler may
+        What `read` gives is tied to the trip before the body gets it (`jpipe.arrays.loops`): else a compiler may
         compute the body ahead of the loop, on devices too that have no such record.
         """
         for t, known in enumerate(self.record_types):

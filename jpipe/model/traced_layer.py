@@ -15,16 +15,16 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
-from jpipe.jax_tools.tracing import replay, trace
-from jpipe.jax_tools.weight_products import weight_products_as_they_lie
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.rewriting import depends_on, uses, without_prints, without_roundings
+from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
 from jpipe.model.split_backward import split_in_two
+from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
-from jpipe.partitioner.shardings import Axis, Sharding, settled
+from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
@@ -223,8 +223,8 @@ class DeviceLayer:
     Attributes:
       forward: the layer's forward that also returns its residuals.
       remake: variables -> those leaves of the vjp that are made again.
-      transposed: leaves of the vjp, cotangents -> what `backward` gives; all flat.
-      program: the same as this kind of device computes it; predictions and plans look at `transposed`.
+      backward_jaxpr: leaves of the vjp, cotangents -> what `backward` gives; all flat.
+      program: the same as this kind of device computes it; predictions and plans look at `backward_jaxpr`.
       gradients: of the structure of that.
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of a device's parts of the residuals.
@@ -235,7 +235,7 @@ class DeviceLayer:
 
     forward: DeviceForward
     remake: Callable[[list[Leaf]], list[Leaf]]
-    transposed: ClosedJaxpr
+    backward_jaxpr: ClosedJaxpr
     program: ClosedJaxpr
     gradients: Gradients
     sources: tuple[_Source, ...]
@@ -293,7 +293,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     """A traced layer as one of the devices of a stage runs it; `in_parts` if its backward may run so."""
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
-    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [settled] * len(layer.remake.out_avals))
+    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
     lying = {
         "argument": shardings.arguments,
         "made again": remake.shardings,
@@ -305,7 +305,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     return DeviceLayer(
         forward=forward,
         remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
-        transposed=backward.jaxpr,
+        backward_jaxpr=backward.jaxpr,
         program=as_computed(backward.jaxpr),
         gradients=layer.gradients,
         sources=layer.sources,
@@ -357,7 +357,7 @@ def _partition_forward(
     # Residuals lie as the rules alone say for gathered weights, partial sums added up: what a plan of the forward
     # splits, so that less is sent, might have to be gathered in the backward. The other leaves of the vjp are dropped.
     by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *given[len(shardings.gathered) :]])[count:]
-    leaves = [always(settled(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
+    leaves = [always(summed(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
     local = jaxpr_per_device(jaxpr, axes, given, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)

@@ -28,9 +28,9 @@ from functools import cache, partial
 import jax
 import numpy as np
 
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, aval_of, flatten
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
-from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.partitioner.rule import RuleResult, aval_of
+from jpipe.partitioner.rule import RuleResult
 from jpipe.partitioner.rules import RULES, part_params
 from jpipe.partitioner.shardings import (
     PARTIAL,

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax_tools.jaxprs import uses
+from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of
+from jpipe.jaxprs.rewriting import uses
 from jpipe.partitioner.choice import Chooser, Handler, always, price
-from jpipe.partitioner.flat_jaxpr import FlatJaxpr
-from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, settled
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -77,7 +76,7 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     p = equation.params
     (num_consts, num_carry), body = scan_counts(equation), chooser.flat(p["jaxpr"])
     first_slice = num_consts + num_carry
-    shardings = list(map(settled, lying))
+    shardings = list(map(summed, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
     carry, results = _loop_shardings(chooser, body, consts, shardings[num_consts:first_slice], slices, ())
     of_each = results[num_carry:]
@@ -117,7 +116,7 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
     fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
-    shardings = list(map(settled, lying))
+    shardings = list(map(summed, lying))
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
     body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
@@ -150,7 +149,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     Operands: the index of the branch, the operands of all branches.
     """
     branches, whole = list(map(chooser.flat, equation.params["branches"])), replicated(chooser.axes)
-    shardings = list(map(settled, lying[1:]))
+    shardings = list(map(summed, lying[1:]))
     results, *others = [chooser.results_at(branch, tuple(shardings)) for branch in branches]
     for found in others:
         pairs = zip(results, found, equation.outvars, strict=True)

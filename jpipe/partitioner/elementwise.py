@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from jpipe.partitioner.rule import RuleResult, aval_of, by_labels, operand_shape, result_shape, where_equal
+from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.partitioner.rule import RuleResult, by_labels, operand_shape, result_shape, where_equal
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 

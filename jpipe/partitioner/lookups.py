@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.rule import Operation, RuleResult, aval_of, by_labels, on_partial, operand_shape, result_shape
+from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.partitioner.rule import Operation, RuleResult, by_labels, on_partial, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn
 

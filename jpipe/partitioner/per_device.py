@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.tracing import replay
 from jpipe.partitioner.choice import Chooser, Wanted, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import (
     Axis,
     Sharding,

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
-from jax.core import ShapedArray
 
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn, Literal, Var
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""
@@ -91,11 +91,6 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
     if PARTIAL not in shardings[:alike]:
         return None
     return RuleResult([PARTIAL] * alike + [REPLICATED] * (len(shardings) - alike), [PARTIAL] * num_results)
-
-
-def aval_of(variable: Var | Literal) -> ShapedArray:
-    """The whole shape and the dtype of an operand or a result."""
-    return cast(ShapedArray, variable.aval)
 
 
 def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:

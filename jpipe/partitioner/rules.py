@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import look_up_entries, write_entries
 from jpipe.partitioner.products import conv_general_dilated, dot_general
@@ -24,7 +25,6 @@ from jpipe.partitioner.rule import (
     Operation,
     Rule,
     RuleResult,
-    aval_of,
     by_labels,
     on_partial,
     operand_shape,

@@ -122,7 +122,7 @@ def replicated(axes: Sequence[Axis]) -> Sharding:
     return (REPLICATED,) * len(axes)
 
 
-def settled(sharding: Sharding) -> Sharding:
+def summed(sharding: Sharding) -> Sharding:
     """The sharding once partial sums are added up: replicated where it was partial."""
     return tuple(REPLICATED if s == PARTIAL else s for s in sharding)
 

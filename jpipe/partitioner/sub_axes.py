@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.partitioner.flat_jaxpr import FlatJaxpr
+from jpipe.jaxprs.flat_jaxpr import FlatJaxpr
+from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.rule import operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding
 from jpipe.partitioner.way import Axes

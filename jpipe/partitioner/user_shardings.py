@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.jaxprs import equations_in
+from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
+from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.flat_jaxpr import flatten
-from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, settled
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -37,7 +36,7 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
     by_spec = of_spec(PartitionSpec(*[tuple(n for n in names_in(entry) if n in own) for entry in spec]), axes)
     wanted = tuple(a if keep else b for a, b, keep in zip(now, by_spec, keeps, strict=True))
     if not is_possible(shape, wanted, axes):  # as far as it can be
-        wanted = settled(now)
+        wanted = summed(now)
         for i, keep in enumerate(keeps):
             changed = (*wanted[:i], by_spec[i], *wanted[i + 1 :])
             wanted = changed if not keep and is_possible(shape, changed, axes) else wanted
@@ -73,7 +72,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in known}
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
-    given = [pick(settled(sharding)) for sharding in lying]
+    given = [pick(summed(sharding)) for sharding in lying]
     wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
     handlers = {**chooser.handlers, **_of_single_devices(alike, known)}
     inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
@@ -141,7 +140,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
         if not {*names} & alike.keys():
             return chooser.by_rule(equation, lying)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(list(map(settled, lying)), lambda x: compare(x, others(names)) if others(names) else x)
+        return run_on_each(list(map(summed, lying)), lambda x: compare(x, others(names)) if others(names) else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""

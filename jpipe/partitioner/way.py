@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
-from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.lookups import dims_of_entries
 from jpipe.partitioner.rule import operand_shape
 from jpipe.partitioner.rules import RULES

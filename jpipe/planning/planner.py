@@ -21,7 +21,6 @@ import jax
 from jpipe.batches.microbatches import MicroBatch, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
 from jpipe.execution.decoding import Decoding, PickLogits, make_decoding
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
@@ -30,6 +29,7 @@ from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.random_keys import key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.partition import Partition

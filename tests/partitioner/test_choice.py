@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner.choice import PRICES, Chooser, cheapest_plan, price
 from jpipe.partitioner.control_flow import CONTROL_FLOW
 from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
-from jpipe.partitioner.flat_jaxpr import flatten
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, settled
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, summed
 
 P = 4
 AXES = (Axis(("model",), (P,)),)
 WHOLE, ROWS, COLUMNS = (REPLICATED,), (Shard(0),), (Shard(1),)
 
 
-def plan_of(function, lying, *shapes, wanted=settled, dtype=jnp.bfloat16):
+def plan_of(function, lying, *shapes, wanted=summed, dtype=jnp.bfloat16):
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
     return cheapest_plan(AXES, CONTROL_FLOW, flatten(jaxpr), lying, [wanted] * len(jaxpr.jaxpr.outvars))
 
@@ -159,7 +159,7 @@ def test_nothing_is_computed_on_every_device_to_save_a_few_bytes():
 def rules_alone(function, lying, *shapes):
     """What the rules say without looking ahead: how much is sent."""
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
-    return Chooser(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [settled] * len(jaxpr.jaxpr.outvars)).cost
+    return Chooser(AXES, CONTROL_FLOW).by_rules(flatten(jaxpr), lying, [summed] * len(jaxpr.jaxpr.outvars)).cost
 
 
 @pytest.mark.parametrize("seed", range(20))

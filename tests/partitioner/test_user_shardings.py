@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.traffic import sent_in
 from jpipe.partitioner.user_shardings import USER_SHARDINGS, _is_manual, named_axes

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.jax_tools.indexing import Index
+from jpipe.arrays.indexing import Index
 from jpipe.types import PyTree
 
 Carry = TypeVar("Carry")

@@ -13,7 +13,7 @@ from collections import Counter
 
 import jax
 
-from jpipe.jax_tools.jaxprs import changed_inside
+from jpipe.jaxprs.rewriting import changed_inside
 from jpipe.seam.inside import in_place_of, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES

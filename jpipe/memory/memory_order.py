@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.seam.inside import held_to, orders_chosen
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.progress import task

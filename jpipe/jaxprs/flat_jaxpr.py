@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jpipe.partitioner.rule import aval_of
 from jpipe.seam.inside import called_by, replaced, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS
@@ -132,6 +131,11 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
         outvars=chosen(flat.results),
     )
     return ClosedJaxpr(jaxpr, list(flat.constants.values()))
+
+
+def aval_of(variable: Var | Literal) -> ShapedArray:
+    """The whole shape and the dtype of an operand or a result."""
+    return cast(ShapedArray, variable.aval)
 
 
 def _without_mesh(constant: Leaf) -> Leaf:
