@@ -13,7 +13,8 @@ from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of
 from jpipe.jaxprs.rewriting import uses
-from jpipe.partitioner.choice import Chooser, Handler, always, price
+from jpipe.partitioner.choice import Chooser, Handler, always
+from jpipe.partitioner.prices import price
 from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
@@ -80,7 +81,7 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
     carry, results = _loop_shardings(chooser, body, consts, shardings[num_consts:first_slice], slices, ())
     of_each = results[num_carry:]
-    plan = chooser.plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
+    plan = chooser.make_plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -121,8 +122,8 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
     body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
     carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
-    test = chooser.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
-    plan = chooser.plan(body, [*consts, *carry], list(map(always, carry)))
+    test = chooser.make_plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
+    plan = chooser.make_plan(body, [*consts, *carry], list(map(always, carry)))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         tested, given = parts[:num_tested], parts[num_tested:first_carry]
@@ -154,7 +155,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     for found in others:
         pairs = zip(results, found, equation.outvars, strict=True)
         results = [_combined(a, b, aval_of(v).shape, chooser.axes) for a, b, v in pairs]
-    plans = [chooser.plan(branch, shardings, list(map(always, results))) for branch in branches]
+    plans = [chooser.make_plan(branch, shardings, list(map(always, results))) for branch in branches]
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
         if platforms := equation.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`: names, or None

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
 from jpipe.jaxprs.rewriting import equations_in
+from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
@@ -79,7 +80,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     gives = inner.results_at(body, tuple(arguments))
     found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
-    plan = inner.plan(body, arguments, [always(pick(sharding)) for sharding in found])
+    plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in found])
     return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
 
@@ -138,7 +139,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
         names = equation.params["axes"]
         others(names)
         if not {*names} & alike.keys():
-            return chooser.by_rule(equation, lying)
+            return way_by_rule(equation, lying, chooser.axes)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
         return run_on_each(list(map(summed, lying)), lambda x: compare(x, others(names)) if others(names) else x)
 
@@ -151,7 +152,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
             return run_on_each(lying, partial(_permuted, equation))
-        return chooser.by_rule(equation, lying)
+        return way_by_rule(equation, lying, chooser.axes)
 
     return {
         **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
-from jpipe.partitioner.lookups import dims_of_entries
-from jpipe.partitioner.rule import operand_shape
+from jpipe.partitioner.prices import NOTHING, Cost
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import (
     PARTIAL,
@@ -30,15 +28,12 @@ from jpipe.partitioner.shardings import (
     Shard,
     Sharding,
     by_mesh_axis,
-    is_possible,
     replicated,
 )
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
-Cost = np.ndarray
-"""`[4]`, how much of what is counted (`jpipe.partitioner.choice`)."""
-NOTHING: Cost = np.zeros(4)
+"""The mesh axes that arrays are split over; a `Sharding` has an entry for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,16 +167,3 @@ class DevicePlan:
                 results = way.run(*operands)
             at_hand.update(zip(zip(makes, way.results, strict=True), results, strict=True))
         return take(self.conversions, self.flat.results, self.results)
-
-
-def added_to_whole(plan: DevicePlan) -> list[dict[int, Sharding]]:
-    """The constants to which every device adds all entries, though each could have a part; and how they lie then."""
-    named = lambda name: [e for e in plan.equations if e.flat.equation.primitive.name == name]
-    constants = {e.flat.makes[0] for e in named("broadcast_in_dim") if not operand_shape(e.flat.equation)}
-    found: list[dict[int, Sharding]] = []
-    for flat, _, way in named("scatter-add"):
-        value, lying, shape = flat.reads[0], way.operands[0], operand_shape(flat.equation)
-        for i in [i for i, along in enumerate(lying) if along == REPLICATED and value in constants]:
-            split = [(*lying[:i], Shard(dim), *lying[i + 1 :]) for dim in dims_of_entries(flat.equation)]
-            found += [{value: own} for own in split if is_possible(shape, own, plan.axes)]
-    return found
