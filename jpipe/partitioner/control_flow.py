@@ -62,8 +62,8 @@ def _loop_shardings(
     shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
         results = chooser.results_at(body, (*consts, *carry, *slices))
-        known = enumerate(zip(carry, results, shapes, strict=False))
-        new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in known]
+        parts = enumerate(zip(carry, results, shapes, strict=False))
+        new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in parts]
         if new == carry:
             return carry, results
         carry = new
@@ -85,8 +85,8 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            found = plan.run(*parts[:num_consts], *state, *xs)
-            return found[:num_carry], found[num_carry:]
+            made = plan.run(*parts[:num_consts], *state, *xs)
+            return made[:num_carry], made[num_carry:]
 
         options = {name: p[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(iteration, list(parts[num_consts:first_slice]), list(parts[first_slice:]), **options)
@@ -126,12 +126,14 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     plan = chooser.make_plan(body, [*consts, *carry], list(map(always, carry)))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
-        tested, given = parts[:num_tested], parts[num_tested:first_carry]
-        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], chooser.axes, [plan])
+        tested, constants = parts[:num_tested], parts[num_tested:first_carry]
+
+        def goes_on(state: list[jax.Array]) -> jax.Array:
+            return _agreed(test.run(*tested, *state)[0], chooser.axes, [plan])
 
         def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             going, old = state
-            new = plan.run(*given, *old)
+            new = plan.run(*constants, *old)
             if many:  # those that have ended stay as they are
                 spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
                 new = [jnp.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
@@ -152,8 +154,8 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     branches, whole = list(map(chooser.flat, equation.params["branches"])), replicated(chooser.axes)
     shardings = list(map(summed, lying[1:]))
     results, *others = [chooser.results_at(branch, tuple(shardings)) for branch in branches]
-    for found in others:
-        pairs = zip(results, found, equation.outvars, strict=True)
+    for of_branch in others:
+        pairs = zip(results, of_branch, equation.outvars, strict=True)
         results = [_combined(a, b, aval_of(v).shape, chooser.axes) for a, b, v in pairs]
     plans = [chooser.make_plan(branch, shardings, list(map(always, results))) for branch in branches]
 
