@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name

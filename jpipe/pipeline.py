@@ -20,7 +20,6 @@ from jpipe.configuration import Agreement
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
-from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
@@ -30,6 +29,7 @@ from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
+from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
 from jpipe.pictures.tables import Table, Tabular

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import jax
 
-from jpipe.jax_tools.tracing import trace
-from jpipe.jax_tools.trees import outline
+from jpipe.arrays.trees import outline
+from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.types import Batch, PyTree, Shapes
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.trees import check_same_structure
+from jpipe.arrays.trees import check_same_structure
 from jpipe.types import Batch, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"

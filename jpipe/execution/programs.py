@@ -12,16 +12,15 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import PartitionSpec
 
+from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.indexing import Index
 from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.random_keys import init_key, key_shape
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
@@ -29,6 +28,7 @@ from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.constants import Constants
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
 from jpipe.model.layer_function import trace_group_init
+from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
@@ -42,7 +42,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 
     Args:
       plan: cuts and layout.
-      key: a random key; see `jpipe.jax_tools.random_keys.init_key`.
+      key: a random key; see `jpipe.model.random_keys.init_key`.
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)

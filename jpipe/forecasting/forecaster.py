@@ -18,8 +18,8 @@ from jpipe.batches.microbatches import cut_for_evaluation
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
 from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.device_order import make_mesh
+from jpipe.model.random_keys import key_shape
 from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs

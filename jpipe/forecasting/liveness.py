@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.jax_tools.trees import bytes_of
-from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.arrays.trees import bytes_of
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS

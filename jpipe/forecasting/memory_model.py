@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
 from jpipe.forecasting.hardware import Chip, chip_of
 from jpipe.forecasting.liveness import Compiler, working_bytes
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
-from jpipe.jax_tools.trees import bytes_of
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
-from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
 from jpipe.pipeline import Pipeline
 from jpipe.planning.holdings import holdings

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 import jax
 from jax.extend.core import jaxprs_in_params
 
+from jpipe.arrays.trees import bytes_of
 from jpipe.forecasting.hardware import Chip
-from jpipe.jax_tools.trees import bytes_of
-from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.planning.flops import flops_of
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of

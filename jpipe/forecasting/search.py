@@ -11,6 +11,7 @@ from typing import cast
 import jax
 import optax
 
+from jpipe.arrays.trees import bytes_of
 from jpipe.batches.microbatches import batch_size, cut_for_evaluation
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
@@ -19,7 +20,6 @@ from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.forecasting.time_model import layer_seconds, predict_time
-from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh
 from jpipe.model.groups import LayerGroup

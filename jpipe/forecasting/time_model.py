@@ -16,11 +16,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
 from jpipe.execution.shared_weights import send_shared
 from jpipe.forecasting.hardware import Chip
 from jpipe.forecasting.roofline import pass_seconds, roofline
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
-from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages

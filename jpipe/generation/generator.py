@@ -17,10 +17,10 @@ from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
 from jpipe.generation.decoding import Decoding, PickLogits, make_decoding
 from jpipe.generation.token_ring import Round, run_decoding
-from jpipe.jax_tools.random_keys import as_key
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import StageTree
+from jpipe.model.random_keys import as_key
 from jpipe.partitioner.shardings import to_spec
 from jpipe.planning.planner import Planner
 from jpipe.terminal.progress import task
@@ -63,7 +63,7 @@ class Generator:
     def clear_cache(self) -> None:
         """Forgets what was traced, laid out and compiled."""
         self.decoding.cache_clear()
-        self.program.clear_cache()
+        self.program.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     def asked(
         self,

@@ -47,11 +47,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.indexing import Index, look_up, take_slice
-from jpipe.jax_tools.loops import each
-from jpipe.jax_tools.memory_order import Order
+from jpipe.arrays.dtypes import is_float
+from jpipe.arrays.indexing import Index, look_up, take_slice
+from jpipe.arrays.loops import each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
+from jpipe.memory.memory_order import Order
 from jpipe.mesh.specs import on_all_stages
 from jpipe.types import Leaf as Leaf
 
@@ -204,7 +204,7 @@ class Storage:
         It is called in a program on the stages. `record` is traced, `read` may return any pytree. The body runs for
         records that this device has, and for no others: device k takes the first `count[k]` entries of line k of a
         table `[K, longest]`. For record type 0 of the picture above the table is [[0, 1, 2], [3, 4, 0]], and the counts
-        are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.jax_tools.loops`). Else a
+        are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.arrays.loops`). Else a
         compiler may compute the body ahead of the loop, also on devices that have no such record.
 
         Args:

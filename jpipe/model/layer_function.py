@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.tracing import no_mesh, replay, trace
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.seam.inside import needed_part, replaced, traced_apart
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CHEAP, FREE, is_by_element

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from jpipe.jax_tools.jaxprs import uses
-from jpipe.jax_tools.random_keys import key_shape
-from jpipe.jax_tools.tracing import trace
+from jpipe.jaxprs.rewriting import uses
+from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import AnyLayer, LayerError, describe, innermost
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
@@ -40,8 +39,9 @@ from jpipe.model.groups import (
     with_variable_sets,
 )
 from jpipe.model.layer_function import trace_call, trace_init
+from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import results_by_rules
-from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
+from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -193,7 +193,7 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     arguments_at = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
     results_at = results_by_rules(jaxpr, splits.axes, arguments_at)
-    return list(map(settled, results_at[: len(jax.tree.leaves(group.gives))]))
+    return list(map(summed, results_at[: len(jax.tree.leaves(group.gives))]))
 
 
 @cache

@@ -25,16 +25,16 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
-from jpipe.jax_tools.tracing import replay, trace
-from jpipe.jax_tools.weight_products import weight_products_as_they_lie
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.rewriting import depends_on, uses, without_prints, without_roundings
+from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
 from jpipe.model.split_backward import SplitBackward, split_in_two
+from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
-from jpipe.partitioner.shardings import Axis, Sharding, settled
+from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
@@ -287,7 +287,7 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     """
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
-    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [settled] * len(layer.remake.out_avals))
+    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
     values_at = {
         "argument": shardings.arguments,
         "remade": remake.shardings,
@@ -329,7 +329,7 @@ def _partition_forward(
     # Residuals lie as the rules alone say for gathered weights, with partial sums added up. A plan of the forward might
     # split them further to send less, but the backward might then have to gather them. The other leaves are dropped.
     by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *inputs_at[len(shardings.gathered) :]])[count:]
-    leaves = [always(settled(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
+    leaves = [always(summed(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
     local = jaxpr_per_device(jaxpr, axes, inputs_at, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)

@@ -17,11 +17,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.random_keys import example_key
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
+from jpipe.model.random_keys import example_key
 from jpipe.model.traced_layer import TracedLayer, partition_layer
 from jpipe.planning.flops import count_flops
 from jpipe.seam.inside import needed_part

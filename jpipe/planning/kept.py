@@ -17,8 +17,8 @@ from typing import TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.memory_order import Order, result_orders
+from jpipe.arrays.indexing import Index
+from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.schedules.ticks import ROWS

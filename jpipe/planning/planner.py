@@ -24,7 +24,6 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.jax_tools.random_keys import Key, key_shape
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -34,6 +33,7 @@ from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.balance import measure_of

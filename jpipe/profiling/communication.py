@@ -10,9 +10,9 @@ from functools import partial
 import jax
 
 from jpipe.execution import programs
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
+from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.traffic import Sent, sent_in
 from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.planner import Planner

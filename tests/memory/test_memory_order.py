@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.memory_order import compact_order, in_order, result_orders
+from jpipe.memory.memory_order import compact_order, in_order, result_orders
 from tpu_program import needs_tpu_compiler, tpu_devices
 
 

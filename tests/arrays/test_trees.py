@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
 
 EXPECTED = {"inputs": np.zeros((8, 4), np.float32), "targets": np.zeros(8, np.int32)}
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.jax_tools.indexing import Index
+from jpipe.arrays.indexing import Index
 from jpipe.types import PyTree
 
 Carry = TypeVar("Carry")
@@ -84,12 +84,12 @@ def when(
 ) -> Carry:
     """The carry after `body(values, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
     trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
-    found = None if reads is None else lambda _, given, carry: reads(given, carry)
-    return each(0, trips, given, lambda _, values, carry: body(values, carry), carry, reads=found)
+    reads_in_trip = None if reads is None else lambda _, given, carry: reads(given, carry)
+    return each(0, trips, given, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
 
 
 def of_trip(array: jax.Array, trip: Index) -> jax.Array:
-    """The array, multiplied by a one that only the trip knows of, so that no compiler casts it ahead of the loop.
+    """Multiplies an array by a one that is computed in the trip, so that no compiler casts it ahead of the loop.
 
     A TPU's compiler sees through ties and slices, and casts whole stacks of parameters ahead of all loops. The product
     is fused with the cast and takes no memory.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.random_keys import as_key, example_key, init_key, key_shape, layer_key
+from jpipe.model.random_keys import as_key, example_key, init_key, key_shape, layer_key
 
 KEY = jax.random.key(7)
 IMPLEMENTATIONS = ["threefry2x32", "rbg", "unsafe_rbg"]

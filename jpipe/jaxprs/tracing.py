@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from jpipe.jax_tools.jaxprs import changed
+from jpipe.jaxprs.rewriting import changed
 from jpipe.seam.inside import replaced, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES

@@ -9,8 +9,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 from cases import assert_close
-from jpipe.jax_tools.weight_products import weight_products_as_they_lie
 from jpipe.mesh.splits import WHOLE, Splits
+from jpipe.model.weight_products import weight_products_as_they_lie
 
 NARROW, WIDE = (3, 5), (5, 3)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.loops import each, of_trip, when
+from jpipe.arrays.loops import each, of_trip, when
 
 
 def visited(start, stop, *, reverse=False):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.partitioner.flat_jaxpr import flatten
+from jpipe.jaxprs.flat_jaxpr import flatten
 
 
 @jax.jit

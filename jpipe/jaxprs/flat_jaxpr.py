@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jpipe.partitioner.rule import aval_of
 from jpipe.seam.inside import called_by, replaced, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
 from jpipe.seam.primitives import CALLS
@@ -44,7 +43,7 @@ class FlatJaxpr:
 
     Attributes:
       avals: by number of a value its whole shape and its dtype.
-      constants: the values that are known.
+      constants: the values that are the same in every call, by number.
       arguments: the numbers of its arguments.
       equations: what it computes, in order.
       results: the numbers of its results.
@@ -84,14 +83,14 @@ def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: boo
     def visit(closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
         """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-            known[variable] = new(variable)
-            constants[known[variable]] = _without_mesh(constant)
+            numbers[variable] = new(variable)
+            constants[numbers[variable]] = _without_mesh(constant)
 
         def read(variable: Var | Literal) -> int:
             if not isinstance(variable, Literal):
-                return known[variable]
+                return numbers[variable]
             number = new(variable)
             constants[number] = np.asarray(variable.val, avals[number].dtype)
             return number
@@ -103,7 +102,7 @@ def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: boo
             else:
                 makes = tuple(map(new, equation.outvars))
                 equations.append(FlatEquation(equation, callers, reads, makes))
-            known.update(zip(equation.outvars, makes, strict=True))
+            numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
     arguments = tuple(map(new, closed.jaxpr.invars))
@@ -132,6 +131,11 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
         outvars=chosen(flat.results),
     )
     return ClosedJaxpr(jaxpr, list(flat.constants.values()))
+
+
+def aval_of(variable: Var | Literal) -> ShapedArray:
+    """The whole shape and the dtype of an operand or a result."""
+    return cast(ShapedArray, variable.aval)
 
 
 def _without_mesh(constant: Leaf) -> Leaf:

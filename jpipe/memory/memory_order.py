@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.seam.inside import held_to, orders_chosen
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.terminal.progress import task
@@ -50,8 +50,8 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     if mesh.devices.flat[0].platform != "tpu" or not chosen:
         return [_row_major_order(shapes[i]) for i in results]
     orders = _compiled_orders(jaxpr, chosen, mesh)
-    found = dict(zip(chosen, orders, strict=True)) if orders else {}
-    return [found.get(i, _row_major_order(shapes[i])) for i in results]
+    order_of = dict(zip(chosen, orders, strict=True)) if orders else {}
+    return [order_of.get(i, _row_major_order(shapes[i])) for i in results]
 
 
 def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
@@ -82,8 +82,8 @@ def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> 
     shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
 
     def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        found = run(*arguments)
-        return [found[i] for i in results], found
+        outputs = run(*arguments)
+        return [outputs[i] for i in results], outputs
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
         everything = PartitionSpec()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.interpret import interpret
+from jpipe.jaxprs.numpy_interpreter import interpret
 
 RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.standard_normal((3, 4)).astype(np.float32) for _ in range(2))

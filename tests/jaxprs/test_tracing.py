@@ -10,7 +10,7 @@ from flax import nnx
 
 import jpipe
 from cases import assert_close, assert_equal
-from jpipe.jax_tools.tracing import replay, trace
+from jpipe.jaxprs.tracing import replay, trace
 
 BATCH = {
     "inputs": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32),

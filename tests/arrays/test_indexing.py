@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.indexing import look_up, put_row, put_slice, take_row, take_slice
+from jpipe.arrays.indexing import look_up, put_row, put_slice, take_row, take_slice
 
 ARRAY = np.arange(4 * 3 * 5, dtype=np.float32).reshape(4, 3, 5)
 

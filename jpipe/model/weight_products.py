@@ -13,7 +13,7 @@ from collections import Counter
 
 import jax
 
-from jpipe.jax_tools.jaxprs import changed_inside
+from jpipe.jaxprs.rewriting import changed_inside
 from jpipe.seam.inside import in_place_of, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
@@ -86,13 +86,13 @@ def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
     With few columns on the left XLA's product is faster. Without the barrier its compiler would swap them back.
     """
     summed = len(product.params["dimension_numbers"][0][0])
-    given = {name: product.params[name] for name in ("precision", "preferred_element_type")}
+    options = {name: product.params[name] for name in ("precision", "preferred_element_type")}
 
     def multiply(x: jax.Array, dy: jax.Array) -> jax.Array:
         shape = x.shape[summed:] + dy.shape[summed:]
         rows = math.prod(x.shape[:summed])
         x, dy = (a.reshape(rows, math.prod(a.shape[summed:])) for a in (x, dy))  # of no elements too
-        over_rows = lambda a, b: jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), **given)
+        over_rows = lambda a, b: jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), **options)
         if x.shape[1] <= dy.shape[1]:
             return over_rows(x, dy).reshape(shape)
         return jax.lax.optimization_barrier(over_rows(dy, x)).T.reshape(shape)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
-from jpipe.jax_tools.jaxprs import (
+from jpipe.jaxprs.rewriting import (
     changed,
     depends_on,
     uses,

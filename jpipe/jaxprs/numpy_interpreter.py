@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.seam.inside import called_by, carry_out
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
 from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
 
 SUMMED_IN = [
     (jnp.bfloat16, np.float32),
