@@ -6,6 +6,7 @@ import re
 import tokenize
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import flax.linen as nn
@@ -152,22 +153,22 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", HAND_OVER)
-def test_tools_are_imported_when_they_are_called(name):
-    assert HAND_OVER[name] <= IMPORTS[name]
-    assert not HAND_OVER[name] & imported_at_once(TREES[name])
+def test_tools_are_imported_when_they_are_called():
+    for name, tools in HAND_OVER.items():
+        assert tools <= IMPORTS[name], name
+        assert not tools & imported_at_once(TREES[name]), name
 
 
 def test_every_folder_has_its_line():
     assert {path.parent.name for path in FILES} - {"jpipe"} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_a_folder_imports_only_what_its_line_allows(folder):
-    for name, modules in OWN.items():
-        if name.startswith(f"jpipe.{folder}."):
-            found = {module.split(".")[1] for module in modules} - {folder, "types", "users_numbers"}
-            assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
+def test_folders_import_only_what_their_lines_allow():
+    for folder in MAY_IMPORT:
+        for name, modules in OWN.items():
+            if name.startswith(f"jpipe.{folder}."):
+                found = {module.split(".")[1] for module in modules} - {folder, "types", "users_numbers"}
+                assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
 
 
 def test_schedules_know_no_jax():
@@ -200,15 +201,20 @@ def test_names_that_users_may_want_are_free():
     assert not (PACKAGE / "plan.py").exists() and not (PACKAGE / "plan").exists()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_can_be_read_at_one_sitting(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 500
-    for node in ast.walk(ast.parse(text)):
+def too_long(path: Path) -> Iterator[str]:
+    """What of a file is too long to be read at one sitting."""
+    if len(path.read_text().splitlines()) > 500:
+        yield f"{name_of(path)} has more than 500 lines"
+    for node in ast.walk(TREES[name_of(path)]):
         if isinstance(node, ast.FunctionDef):
             docstring = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
             body = node.body[docstring:] or node.body
-            assert node.end_lineno - body[0].lineno < 50, f"{node.name} is too long"
+            if node.end_lineno - body[0].lineno >= 50:
+                yield f"{name_of(path)}.{node.name} has more than 50 lines"
+
+
+def test_files_can_be_read_at_one_sitting():
+    assert not [fault for path in FILES for fault in too_long(path)]
 
 
 @pytest.mark.parametrize("remat", ["none", "stage"])
@@ -257,14 +263,20 @@ HANGING = re.compile(r"(Of|In|By|What|With|That) ")
 """The beginnings of docstrings that name nothing before what they say of it."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_docstrings_begin_with_a_verb_or_a_noun(path):
+def hanging(path: Path) -> Iterator[str]:
+    """The docstrings of a file whose first lines are no line, or don't say what something is or does."""
     line = file_index.first_line(path)
-    assert line and len(line) <= 120 and line.endswith((".", "?")), line
+    if not line or len(line) > 120 or not line.endswith((".", "?")):
+        yield f"{name_of(path)} begins with no line of its own: {line}"
     for node in ast.walk(TREES[name_of(path)]):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             begin = (ast.get_docstring(node) or "").partition("\n")[0]
-            assert not HANGING.match(begin), f"{getattr(node, 'name', path)}: say what it is, or does: {begin}"
+            if HANGING.match(begin):
+                yield f"{name_of(path)}.{getattr(node, 'name', '')}: say what it is, or does: {begin}"
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert not [fault for path in FILES for fault in hanging(path)]
 
 
 # --- one name, one thing ----------------------------------------------------------------------------------------------
