@@ -19,8 +19,8 @@ from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, 
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.forecasting.hardware import parse_topology
-from jpipe.forecasting.memory_model import MemoryParts, predict_memory
+from jpipe.costs.chips import parse_topology
+from jpipe.costs.memory_model import MemoryParts, predict_memory
 
 KEPT = Path(__file__).parent / "data" / "memory_model.csv"
 OPTIMIZERS = {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3)}
@@ -90,7 +90,7 @@ class Point:
         """Bytes of a device by part, as the model says them: of a pipeline on CPU, as if on these chips."""
         chip = None if self.where == "cpu" else parse_topology(self.where).chip
         pipe, batch = self.pipeline(jax.devices("cpu")), batch_shapes(self.size, self.M)
-        return asdict(predict_memory(pipe, batch, OPTIMIZERS[self.tx], chip))
+        return asdict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], chip))
 
     def compiled(self) -> dict[str, int]:
         """Bytes of a device, as the compiler says them."""

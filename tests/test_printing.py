@@ -12,13 +12,12 @@ import optax
 import pytest
 
 import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import MemoryParts, predict_memory
+from jpipe.costs.time_model import StepTime, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import MemoryParts, predict_memory
 from jpipe.forecasting.settings import Setting
-from jpipe.forecasting.time_model import StepTime, predict_time
-from jpipe.pictures.tables import bytes_in_words
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.device_memory import Memory
 from jpipe.profiling.findings import Finding
@@ -26,6 +25,7 @@ from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
+from jpipe.terminal.tables import bytes_in_words
 from jpipe.view.facts import facts_of
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
@@ -117,8 +117,8 @@ def test_layers_that_cost_nothing(chip):
     assert "2 layers" not in str(pipe) and "stage" in str(pipe)
     jax.eval_shape(pipe.init, jax.random.key(0), batch)
     assert "bubble" in str(pipe) and "slowest" in str(pipe.partition)
-    time = predict_time(pipe, batch, CHIPS[chip])
-    memory = predict_memory(pipe, batch, optax.sgd(0.1), CHIPS[chip])
+    time = predict_time(pipe.planner, batch, CHIPS[chip])
+    memory = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])
     setting = Setting((("stage", 2),), 2)
     choice = Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
     assert "ms a step" in str(Choices("plans", (choice,), advice_on(choice, [choice], [])))

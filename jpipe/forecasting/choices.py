@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import overload
 
+from jpipe.costs.memory_model import MemoryParts
+from jpipe.costs.time_model import StepTime
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.memory_model import MemoryParts
 from jpipe.forecasting.settings import Setting, word_of
-from jpipe.forecasting.time_model import StepTime
 from jpipe.mesh.axes import AXIS
-from jpipe.pictures.tables import Table, Tabular, bytes_in_words
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1

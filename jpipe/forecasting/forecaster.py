@@ -15,21 +15,22 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.batches.microbatches import cut_for_evaluation
+from jpipe.costs.chips import Chip, chip_of, parse_topology
+from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
+from jpipe.costs.holdings import on_device
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
-from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
 from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.device_order import make_mesh
-from jpipe.pictures.tables import Table, Tabular, bytes_in_words
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.schedules.simulate import Timeline
 from jpipe.seam.runtime import found_no_room
 from jpipe.terminal.progress import task
-from jpipe.types import Batch, Device, PyTree
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words
+from jpipe.types import Batch, Device
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +149,7 @@ def forecast(
     state = there.abstract_state(shapes, tx)
     others = {name: tree for name, tree in state.variables.items() if name != "params"}
     parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other variables": others}
-    held = {name: _on_a_device(tree) for name, tree in parts.items()}
+    held = {name: on_device(tree) for name, tree in parts.items()}
     title = f"A step of {pipe!r} on {topology or device.device_kind}"
     sent, crossing = _collectives(planner, shapes, title)
     known = Forecast(title, True, held, _flops(planner, shapes), None, sent, None, None)
@@ -201,12 +202,6 @@ def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> P
         chosen = np.asarray(devices[: mesh.size]).reshape(mesh.devices.shape)
         there = Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
     return cast("partial[Pipeline]", pipe.__reduce__()[0])(mesh=there)
-
-
-def _on_a_device(tree: PyTree) -> int:
-    """Bytes of each device's part of arrays."""
-    shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return sum(int(np.prod(shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _flops(planner: Planner, batch: Batch) -> float:

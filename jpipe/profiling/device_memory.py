@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 import jax
 
-from jpipe.pictures.tables import Table
 from jpipe.profiling.measure import Program
+from jpipe.terminal.tables import Table
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import jax
 
 from jpipe.checks import check_state, check_training
-from jpipe.pictures.tables import Table, folded
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
@@ -25,6 +24,7 @@ from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
+from jpipe.terminal.tables import Table, folded
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
 from jpipe.users_numbers import as_integer

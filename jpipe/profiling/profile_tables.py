@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import StageTimes
 from jpipe.schedules.schedule import Schedule
+from jpipe.terminal.tables import Table
 
 
 def stage_table(

@@ -7,18 +7,18 @@ import optax
 import pytest
 
 import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import Setting
-from jpipe.forecasting.time_model import predict_time
 
 
 @pytest.fixture(scope="module")
 def choice():
     pipe = jpipe.Pipeline([nn.Dense(8)] * 2, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
     batch = {"inputs": jax.ShapeDtypeStruct((4, 8), "float32")}
-    time, memory = predict_time(pipe, batch, CHIPS["v5e"]), predict_memory(pipe, batch, optax.sgd(0.1))
+    time, memory = predict_time(pipe.planner, batch, CHIPS["v5e"]), predict_memory(pipe.planner, batch, optax.sgd(0.1))
     setting = Setting((("stage", 2),), 2)
     return Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
 

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jpipe.forecasting.hardware import Chip, chip_of
-from jpipe.forecasting.liveness import Compiler, working_bytes
+from jpipe.costs.chips import Chip, chip_of
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.liveness import Compiler, working_bytes
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.at_work import WorkLayout
@@ -20,21 +21,16 @@ from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.shardings import part_structs
-from jpipe.pipeline import Pipeline
-from jpipe.planning.holdings import holdings
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import Literal, shapes_of
-from jpipe.types import Batch, PyTree
-
-VMEM = {"v2": 16, "v3": 16, "v4": 16, "v5e": 128, "v5p": 64, "v6e": 128}
-"""MiB of a TPU core's vector memory, by chip: JAX's `pallas.tpu.get_tpu_info`."""
+from jpipe.types import Batch
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes on each device: all hold as much, whatever their stage (`planning.holdings`).
+    """Bytes on each device: all hold as much, whatever their stage (`costs.holdings`).
 
     Attributes:
       parameters: at rest.
@@ -65,25 +61,20 @@ class MemoryParts:
 
 
 def predict_memory(
-    pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip | None = None
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
 ) -> MemoryParts:
     """Predicts the bytes that a training step will hold on a device.
 
     Args:
-      pipe: the pipeline; its mesh may be of devices that aren't there.
+      planner: the pipeline's; its mesh may be of devices that aren't there.
       batch: a batch `[B, ...]`, or its shapes.
-      tx: the optimiser.
+      tx: the optimiser; default: one without state.
       chip: of which kind the devices are (default: those of the mesh).
 
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    optimizer = _on_device(pipe.abstract_state(batch, tx).opt_state)
-    return memory_parts(pipe.planner, batch, optimizer, chip)
-
-
-def memory_parts(planner: Planner, batch: Batch, optimizer: int = 0, chip: Chip | None = None) -> MemoryParts:
-    """The same of a pipeline's planner, and the bytes of an optimiser's state on a device."""
+    optimizer = optimizer_bytes(planner, batch, tx)
     step = planner.training_step(batch)
     at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
     layouts = step.plan.at_work
@@ -126,11 +117,6 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
     return total
 
 
-def _on_device(tree: PyTree) -> int:
-    """Bytes of a device's parts of arrays with shardings."""
-    return bytes_of([jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(tree)])
-
-
 def _brought(layout: WorkLayout, used: set[str] | None) -> int:
     """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
     at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
@@ -148,9 +134,9 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
     Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
     """
-    if chip is None or chip.name not in VMEM:
+    if chip is None or not chip.vector_memory:
         return Compiler()
-    return Compiler(into_products=True, near=VMEM[chip.name] * 2**20 // 2)
+    return Compiler(into_products=True, near=chip.vector_memory // 2)
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jpipe.costs.chips import Chip
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.roofline import pass_seconds, roofline
 from jpipe.execution.shared_weights import send_shared
-from jpipe.forecasting.hardware import Chip
-from jpipe.forecasting.roofline import pass_seconds, roofline
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.layout import device_index
@@ -28,8 +29,7 @@ from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.traffic import sent_in
-from jpipe.pipeline import Pipeline
-from jpipe.planning.holdings import holdings
+from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.simulate import Timeline, Work, in_time
 from jpipe.seam.inside import needed_part
@@ -73,18 +73,18 @@ class StepTime:
 
 
 def predict_time(
-    pipe: Pipeline, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
+    planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
 ) -> StepTime:
     """Predicts how long a step of training takes; nothing is compiled.
 
     Args:
-      pipe: the pipeline.
+      planner: the pipeline's.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
-      chip: one device (`jpipe.forecasting.hardware.CHIPS`).
+      chip: one device (`jpipe.costs.chips.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
-    plan, schedule = pipe.planner.plan_for(batch), pipe.schedule
-    step = pipe.planner.training_step(batch)
+    plan, schedule = planner.plan_for(batch), planner.request.schedule
+    step = planner.training_step(batch)
     by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends is not None:
@@ -98,8 +98,8 @@ def predict_time(
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     timeline = in_time(schedule, work, bytes_of(crossing) / chip.link_bandwidth)
     busy = float(np.mean(timeline.busy))
-    passes = _update_passes(pipe, [layer.forward.results.outputs for layer in step.layers])
-    moved = passes * holdings(plan).device["params"].bytes + 2 * _state_bytes(pipe, batch, tx)
+    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
     return StepTime(
         computation=busy + float(shared),
         bubble=timeline.makespan - busy,
@@ -109,13 +109,13 @@ def predict_time(
     )
 
 
-def layer_seconds(pipe: Pipeline, batch: Batch, chip: Chip) -> list[float]:
+def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
 
     0 of a first and a last layer that all stages compute together.
     """
-    pipe.planner.plan_for(batch)
-    step = pipe.planner.training_step(batch)
+    planner.plan_for(batch)
+    step = planner.training_step(batch)
     seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
     if step.ends is not None:
         seconds[[0, -1]] = 0.0
@@ -187,19 +187,11 @@ def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:
     return sum(one.bytes * math.prod(one.loops) for one in sent_in(closed.jaxpr, sizes))
 
 
-def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
+def _update_passes(planner: Planner, activations: PyTree) -> int:
     """How often the parameters' bytes are read or written once a step.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
     with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
     """
     narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
-    return 7 + 2 * (narrow and pipe.planner.request.options.cast == "step")
-
-
-def _state_bytes(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation | None) -> int:
-    """The bytes of the optimiser's state, on a device."""
-    if tx is None:
-        return 0
-    leaves = jax.tree.leaves(pipe.abstract_state(batch, tx).opt_state)
-    return bytes_of([jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves])
+    return 7 + 2 * (narrow and planner.request.options.cast == "step")
