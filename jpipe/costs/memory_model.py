@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jpipe.costs.chips import Chip, chip_of
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.liveness import Compiler, working_bytes
+from jpipe.costs.step_cost import Parts
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
 from jpipe.memory.at_work import WorkLayout
@@ -28,42 +29,17 @@ from jpipe.seam.jaxpr_types import Literal, shapes_of
 from jpipe.types import Batch
 
 
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes on each device: all hold as much, whatever their stage (`costs.holdings`).
-
-    Attributes:
-      parameters: at rest.
-      optimizer: the optimiser's state.
-      gradients: their sums, as they are at work.
-      other_variables: other collections and their sums; parameters that are gathered, or brought to their stage.
-      batch: all micro-batches of the device.
-      boundaries: activations and cotangents at boundaries: the stage's own, those that wait, those on their way.
-      residuals: what actions keep for later ones.
-      work: the most that a layer's forward or backward holds besides, what it computes anew included.
-      casts: narrow copies of parameters, made once a step.
-    """
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    other_variables: int
-    batch: int
-    boundaries: int
-    residuals: int
-    work: int
-    casts: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(asdict(self).values())
-
-
 def predict_memory(
     planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
-) -> MemoryParts:
-    """Predicts the bytes that a training step will hold on a device.
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on each device: all hold as much, whatever their stage.
+
+    The parts are `parameters` at rest, the state of the `optimizer`, the sums of `gradients` as they are at work,
+    `other_variables` (other collections and their sums; parameters that are gathered, or brought to their stage), the
+    device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
+    those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
+    backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
+    step).
 
     Args:
       planner: the pipeline's; its mesh may be of devices that aren't there.
@@ -83,7 +59,7 @@ def predict_memory(
     compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
-    return MemoryParts(
+    return Parts(
         parameters=at_rest.pop("params"),
         optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jpipe.costs.chips import Chip
 from jpipe.costs.holdings import holdings, optimizer_bytes
 from jpipe.costs.roofline import pass_seconds, roofline
+from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.execution.shared_weights import send_shared
 from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
 from jpipe.jax_tools.trees import bytes_of
@@ -31,51 +31,21 @@ from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.traffic import sent_in
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.schedules.simulate import Work, in_time
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a training step, by part.
-
-    Attributes:
-      computation: of the stages' actions, of a stage on average, and of ends that all compute together.
-      bubble: what stages wait: for each other, and for what crosses boundaries.
-      collectives: once a step, over axes other than `stage`, and of ends that all stages compute together; those of
-        other layers are in their computation.
-      update: of the optimiser, by the bytes that it reads and writes.
-      timeline: the schedule, simulated in seconds.
-    """
-
-    computation: float
-    bubble: float
-    collectives: float
-    update: float
-    timeline: Timeline
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by part; they add up to the step."""
-        return {name: getattr(self, name) for name in ("computation", "bubble", "collectives", "update")}
-
-    @property
-    def limit(self) -> str:
-        """The part that takes longest."""
-        return max(self.parts, key=lambda name: self.parts[name])
-
-
 def predict_time(
     planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
-) -> StepTime:
-    """Predicts how long a step of training takes; nothing is compiled.
+) -> StepCost:
+    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+
+    The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
+    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (once a step, over axes
+    other than `stage`, and of ends that all stages compute together; those of other layers are in their computation),
+    and `update` (the optimiser's, by the bytes that it reads and writes). The timeline is in seconds.
 
     Args:
       planner: the pipeline's.
@@ -100,13 +70,13 @@ def predict_time(
     busy = float(np.mean(timeline.busy))
     passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
     moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
-    return StepTime(
+    seconds = Parts(
         computation=busy + float(shared),
         bubble=timeline.makespan - busy,
         collectives=float(apart),
         update=moved / chip.pass_bandwidth,
-        timeline=timeline,
     )
+    return StepCost("predicted", seconds, Parts(), timeline)
 
 
 def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:

@@ -270,10 +270,10 @@ class Search:
 
     def _predict(self, setting: Setting) -> Choice:
         pipe = self._like_others(setting, self.balance if self.balance is not None else self._predicted_costs(setting))
-        time = predict_time(pipe.planner, self.batch, self.chip, tx=self.tx)
-        memory = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
+        held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
+        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
         counts = list(pipe.partition.counts)
-        return Choice(setting, {**setting.options, "balance": counts}, time, memory, memory.total <= self.room)
+        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""

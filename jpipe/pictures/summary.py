@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from itertools import groupby
 
 import numpy as np
@@ -105,7 +104,7 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
         found = predict_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    total, parts = bytes_in_words(found.total), sorted(asdict(found).items(), key=lambda part: -part[1])
+    total, parts = bytes_in_words(found.total), sorted(found.items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in parts if size)
     return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
 

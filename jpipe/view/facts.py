@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from jpipe.costs.holdings import holdings
-from jpipe.costs.memory_model import MemoryParts, predict_memory
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.step_cost import Parts
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
@@ -185,7 +186,7 @@ def _is_known(schedule: Schedule) -> bool:
     return False
 
 
-def _variables(step: Step, memory: MemoryParts) -> tuple[Held, Held, Held]:
+def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
     """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
     found, placement = holdings(step.plan), step.schedule.placement
 

@@ -42,7 +42,7 @@ def test_parts_by_hand(remat):
     assert parts.parameters == parts.gradients == stage
     assert parts.optimizer == 2 * stage + 4  # and a step count
     assert (parts.batch, parts.other_variables, parts.casts) == (8 * WIDTH * 4, 0, 0)
-    assert parts.total == sum(vars(parts).values())
+    assert parts.total == sum(parts.values())
 
 
 def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
