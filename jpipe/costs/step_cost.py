@@ -51,7 +51,7 @@ class Parts(Mapping[str, Number]):
 
 @dataclass(frozen=True)
 class StepCost(Tabular):
-    """What a step of training takes; printed, or shown in a notebook, it is a table.
+    """The cost of a step of training; printed, or shown in a notebook, it is a table.
 
     Attributes:
       source: where the numbers come from: "predicted", "compiled" or "measured".
