@@ -17,6 +17,7 @@ from jpipe import checks, saving
 from jpipe.batches import rows
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
+from jpipe.costs.communication import Communication, communication
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
@@ -32,7 +33,6 @@ from jpipe.model.merging import check_rules
 from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
-from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
@@ -43,14 +43,15 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
+from jpipe.terminal.tables import Table, Tabular
 from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, state_shardings
 from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, Leaf, PyTree
+from jpipe.view.facts import facts_of
+from jpipe.view.page import Page, show
 
 if TYPE_CHECKING:
-    from jpipe.profiling.communication import Communication
     from jpipe.profiling.gradient_check import GradientCheck
-    from jpipe.view.page import Page
 
 saving.register()
 
@@ -326,8 +327,6 @@ class Pipeline(Tabular):
 
     def communication(self, batch: Batch) -> Communication:
         """Lists what devices send in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
-        from jpipe.profiling.communication import communication
-
         return communication(self.planner, batch, repr(self))
 
     def check_gradients(
@@ -361,9 +360,7 @@ class Pipeline(Tabular):
           batch: a batch `[B, ...]` or its shapes; default: the first that was seen.
           path: of the file; default: a temporary one. A browser opens it if it can, a notebook shows the result.
         """
-        from jpipe.view import facts, page
-
-        return page.show(facts.facts_of(self.planner, repr(self), batch), path)
+        return show(facts_of(self.planner, repr(self), batch), path)
 
     def create_state(
         self, key: jax.Array, batch: Batch, tx: optax.GradientTransformation, variables: Variables | None = None

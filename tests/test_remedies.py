@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.batches.rows import data_shard
-from jpipe.forecasting.hardware import parse_topology
+from jpipe.costs.chips import parse_topology
 from small_pipeline import dense, loss_fn, make
 
 FOLLOWED: set[str] = set()

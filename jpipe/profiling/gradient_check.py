@@ -27,10 +27,10 @@ from jpipe.model.groups import Model
 from jpipe.model.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import summed
-from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.planner import Planner
 from jpipe.seam.inside import raised
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch, PyTree
 
 Params = Mapping[int, PyTree]

@@ -12,7 +12,7 @@ import pytest
 
 import jpipe
 from cases import compilations
-from jpipe.forecasting.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_memory
 from jpipe.view.facts import facts_of
 
 BATCH = np.ones((8, 16), np.float32)
@@ -83,7 +83,7 @@ def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
     moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
     moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
     fixed = found.parameters.room + found.gradients.room + found.other.room
-    assert fixed + moving == predict_memory(pipe, BATCH, optax.sgd(0.1)).total
+    assert fixed + moving == predict_memory(pipe.planner, BATCH, optax.sgd(0.1)).total
 
 
 @pytest.mark.parametrize("remat", ["none", "stage"])

@@ -12,9 +12,11 @@ from jpipe.types import Device
 
 GIB, MIB = 2**30, 2**20
 CLOUD = "Cloud TPU documentation, system architecture of the version: FLOP/s, memory"
-BOOK = "How to Scale Your Model, 'TPU specs': links"
+BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
+BOTH = f"{CLOUD}; {PAPER}"
 NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
+MEGACORE = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,17 @@ class Chip:
       link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
       clock: cycles/s that a TPU compiler's estimates count; None for others.
       source: where that is written; the clock, if no word says so, is the peak over products a cycle.
+      example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
+      cores: devices of JAX that a chip is.
       tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
         `jax.experimental.pallas.tpu.get_tpu_info` has it.
+      vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 of others.
       on_chip: bytes up to which an array that is made and read in between stays in the vector memory: half of it, by
         `get_tpu_info`; 0 of two cores that are one device (v4, v5p), since each has its own.
       counted: bytes/s of a pass over an array as the TPU compiler estimates it for `x * 2 + 1` alone, by
         `benchmarks/time_model.py rates`, or as it was measured; None: the memory's.
       start: seconds that any kernel takes, however small: the same estimate for an array of 8x128.
+      config: options of JAX's `get_topology_desc` for such chips.
     """
 
     name: str
@@ -45,10 +51,14 @@ class Chip:
     link_bandwidth: float
     clock: float | None
     source: str
+    example: str = ""
+    cores: int = 1
     tile: int = 1
+    vector_memory: int = 0
     on_chip: int = 0
     counted: float | None = None
     start: float = 0.0
+    config: tuple[tuple[str, str], ...] = ()
 
     @property
     def pass_bandwidth(self) -> float:
@@ -64,25 +74,22 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in [
-        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, 128, 8 * MIB, 309e9, 0.29e-6),
-        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, f"{CLOUD}; {PAPER}", 128, 8 * MIB, 418e9, 0.28e-6),
-        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, f"{CLOUD}; {BOOK}", 128, 0, 925e9, 0.59e-6),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, f"{CLOUD}; {BOOK}", 128, 64 * MIB, 664e9, 1.22e-6),
-        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, f"{CLOUD}; {BOOK}", 128, 0, 1988e9, 1.22e-6),
-        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, f"{CLOUD}; {BOOK}", 256, 64 * MIB, 1316e9, 1.21e-6),
-        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA),
-        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA),
+        Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
+        Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
+        Chip(
+            "v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, MEGACORE
+        ),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
+        Chip("h100", 989e12, 80 * 10**9, 3.35e12, 450e9, None, NVIDIA, "8"),
+        Chip("h200", 989e12, 141 * 10**9, 4.8e12, 450e9, None, NVIDIA, "8"),
     ]
 }
 """The chips by name."""
 
-KINDS = {
-    "v5 lite": "v5e",
-    "v5e": "v5e",
-    "v6 lite": "v6e",
-    "v5p": "v5p",
-    "v5": "v5p",
-    **{n: n for n, chip in CHIPS.items() if chip.clock},
+KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v5p": "v5p", "v5": "v5p"} | {
+    name: name for name, chip in CHIPS.items() if chip.clock
 }
 """TPUs by a part of what JAX calls them, those first that begin like others."""
 GPUS = {"nvidia h100 80gb hbm3": "h100", "nvidia h200": "h200"}
@@ -90,17 +97,8 @@ GPUS = {"nvidia h100 80gb hbm3": "h100", "nvidia h200": "h200"}
 MOST_GPUS = 8
 """The GPUs of one host, whose links are those of the table."""
 
-EXAMPLES = {
-    "v2": "2x2",
-    "v3": "2x2",
-    "v4": "2x2x2",
-    "v5e": "2x4",
-    "v5p": "2x2x2",
-    "v6e": "2x4",
-    "h100": "8",
-    "h200": "8",
-}
-"""A shape of each, which has as many numbers as all its shapes."""
+EXAMPLES = {name: chip.example for name, chip in CHIPS.items()}
+"""A shape of each."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class Topology:
     @property
     def num_devices(self) -> int:
         """Devices of JAX; two a chip on TPU v2 and v3."""
-        return math.prod(self.shape) * (2 if self.chip.name in ("v2", "v3") else 1)
+        return math.prod(self.shape) * self.chip.cores
 
     def devices(self) -> list[Device]:
         """Devices for which programs compile, whether or not they are there.
@@ -139,7 +137,7 @@ class Topology:
         from jax.experimental import topologies
 
         try:
-            options = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}  # both cores are a device
+            options = dict(self.chip.config)
             return list(topologies.get_topology_desc(platform="tpu", topology_name=str(self), **options).devices)
         except Exception as error:  # its type differs by what is wrong
             raise ValueError(f"the TPU compiler refuses topology='{self}': {str(error).splitlines()[0]}") from error

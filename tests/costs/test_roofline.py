@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe.forecasting.hardware import CHIPS, Chip
-from jpipe.forecasting.roofline import roofline
+from jpipe.costs.chips import CHIPS, Chip
+from jpipe.costs.roofline import roofline
 
 V5E = replace(CHIPS["v5e"], start=0.0)  # of kernels' starts there is a test of its own
 CPU = Chip("cpu", 50e9, 2**34, 10e9, 10e9, None, "none")

@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jpipe.forecasting.liveness import Compiler, working_bytes
+from jpipe.costs.liveness import Compiler, working_bytes
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
 ARRAY = 8 * 8 * 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -18,9 +17,11 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.dtypes import accumulator_dtype, is_float
 from jpipe.arrays.trees import bytes_of
+from jpipe.costs.chips import Chip
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.roofline import pass_seconds, roofline
+from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.execution.shared_weights import send_shared
-from jpipe.forecasting.hardware import Chip
-from jpipe.forecasting.roofline import pass_seconds, roofline
 from jpipe.memory.layout import device_index
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import on_stages
@@ -28,63 +29,32 @@ from jpipe.model.groups import WEIGHTS
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.traffic import sent_in
-from jpipe.pipeline import Pipeline
-from jpipe.planning.holdings import holdings
+from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.schedules.simulate import Timeline, Work, in_time
+from jpipe.schedules.simulate import Work, in_time
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, PyTree
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a training step, by part.
-
-    Attributes:
-      computation: of the stages' actions, of a stage on average, and of ends that all compute together.
-      bubble: what stages wait: for each other, and for what crosses boundaries.
-      collectives: once a step, over axes other than `stage`, and of ends that all stages compute together; those of
-        other layers are in their computation.
-      update: of the optimiser, by the bytes that it reads and writes.
-      timeline: the schedule, simulated in seconds.
-    """
-
-    computation: float
-    bubble: float
-    collectives: float
-    update: float
-    timeline: Timeline
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by part; they add up to the step."""
-        return {name: getattr(self, name) for name in ("computation", "bubble", "collectives", "update")}
-
-    @property
-    def limit(self) -> str:
-        """The part that takes longest."""
-        return max(self.parts, key=lambda name: self.parts[name])
-
-
 def predict_time(
-    pipe: Pipeline, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
-) -> StepTime:
-    """Predicts how long a step of training takes; nothing is compiled.
+    planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
+) -> StepCost:
+    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+
+    The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
+    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (once a step, over axes
+    other than `stage`, and of ends that all stages compute together; those of other layers are in their computation),
+    and `update` (the optimiser's, by the bytes that it reads and writes). The timeline is in seconds.
 
     Args:
-      pipe: the pipeline.
+      planner: the pipeline's.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
-      chip: one device (`jpipe.forecasting.hardware.CHIPS`).
+      chip: one device (`jpipe.costs.chips.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
-    step = pipe.planner.training_step(pipe.planner.for_training(batch))
-    plan, schedule = step.plan, pipe.schedule
+    plan, schedule = planner.plan_for(batch), planner.request.schedule
+    step = planner.training_step(planner.for_training(batch))
     by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends is not None:
@@ -98,23 +68,24 @@ def predict_time(
     crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
     timeline = in_time(schedule, work, bytes_of(crossing) / chip.link_bandwidth)
     busy = float(np.mean(timeline.busy))
-    passes = _update_passes(pipe, [layer.forward.results.outputs for layer in step.layers])
-    moved = passes * holdings(plan).device["params"].bytes + 2 * _state_bytes(pipe, batch, tx)
-    return StepTime(
+    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
+    seconds = Parts(
         computation=busy + float(shared),
         bubble=timeline.makespan - busy,
         collectives=float(apart),
         update=moved / chip.pass_bandwidth,
-        timeline=timeline,
     )
+    return StepCost("predicted", seconds, Parts(), timeline)
 
 
-def layer_seconds(pipe: Pipeline, batch: Batch, chip: Chip) -> list[float]:
+def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
 
     0 of a first and a last layer that all stages compute together.
     """
-    step = pipe.planner.training_step(pipe.planner.for_training(batch))
+    planner.plan_for(batch)
+    step = planner.training_step(planner.for_training(batch))
     seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
     if step.ends is not None:
         seconds[[0, -1]] = 0.0
@@ -186,19 +157,11 @@ def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:
     return sum(one.bytes * math.prod(one.loops) for one in sent_in(closed.jaxpr, sizes))
 
 
-def _update_passes(pipe: Pipeline, activations: PyTree) -> int:
+def _update_passes(planner: Planner, activations: PyTree) -> int:
     """How often the parameters' bytes are read or written once a step.
 
     Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
     with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
     """
     narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
-    return 7 + 2 * (narrow and pipe.planner.request.options.cast == "step")
-
-
-def _state_bytes(pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation | None) -> int:
-    """The bytes of the optimiser's state, on a device."""
-    if tx is None:
-        return 0
-    leaves = jax.tree.leaves(pipe.abstract_state(batch, tx).opt_state)
-    return bytes_of([jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves])
+    return 7 + 2 * (narrow and planner.request.options.cast == "step")

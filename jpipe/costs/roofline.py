@@ -22,7 +22,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jpipe.arrays.trees import bytes_of
-from jpipe.forecasting.hardware import Chip
+from jpipe.costs.chips import Chip
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.planning.flops import flops_of
 from jpipe.seam.inside import needed_part
@@ -41,7 +41,7 @@ def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = No
     """Seconds of a function on one device.
 
     >>> import jax
-    >>> from jpipe.forecasting.hardware import CHIPS
+    >>> from jpipe.costs.chips import CHIPS
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
     >>> f"{1e3 * roofline(jax.make_jaxpr(lambda x: x @ x)(x), CHIPS['v5e']):.2f} ms"  # 2 * 4096**3 / 197e12, and bytes
     '1.00 ms'

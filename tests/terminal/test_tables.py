@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import jpipe
 from html_tables import cells
-from jpipe.pictures.tables import Table
+from jpipe.terminal.tables import Table
 
 
 def test_a_partition_has_the_same_table_in_text_and_in_html():

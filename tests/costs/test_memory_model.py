@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import predict_memory
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
 from tpu_program import needs_tpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -37,12 +37,12 @@ def rows(count):
 
 @pytest.mark.parametrize("remat", ["layer", "full"])
 def test_parts_by_hand(remat):
-    parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat), rows(8), optax.adam(1e-3))
+    parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat).planner, rows(8), optax.adam(1e-3))
     stage = 2 * (WIDTH + 1) * WIDTH * 4  # two layers, in float32
     assert parts.parameters == parts.gradients == stage
     assert parts.optimizer == 2 * stage + 4  # and a step count
     assert (parts.batch, parts.other_variables, parts.casts) == (8 * WIDTH * 4, 0, 0)
-    assert parts.total == sum(vars(parts).values())
+    assert parts.total == sum(parts.values())
 
 
 def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
@@ -50,7 +50,7 @@ def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
     make = lambda cast: jpipe.Pipeline(
         layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[2, 2], cast=cast
     )
-    casts = {cast: predict_memory(make(cast), rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
+    casts = {cast: predict_memory(make(cast).planner, rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
     assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
 
 
@@ -58,7 +58,7 @@ def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
 def test_arguments_are_the_compilers(remat):
     pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)
     compiled = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(rows(8), tx), rows(8)).compile()
-    parts = predict_memory(pipe, rows(8), tx)
+    parts = predict_memory(pipe.planner, rows(8), tx)
     small = 64  # the step's number and its random key
     found = compiled.memory_analysis().argument_size_in_bytes
     assert abs(parts.parameters + parts.optimizer + parts.batch - found) < small
@@ -70,7 +70,7 @@ ACTIVATION = WIDTH * 4
 def papers_parts(num_stages, num_microbatches, remat):
     """What is predicted for 40 equal layers and 128 examples, on a TPU."""
     pipe = dense_pipeline(40, num_stages, num_microbatches, remat=remat, schedule="gpipe")
-    return predict_memory(pipe, rows(128), optax.sgd(1e-3), CHIPS["v5e"])
+    return predict_memory(pipe.planner, rows(128), optax.sgd(1e-3), CHIPS["v5e"])
 
 
 def test_the_papers_example():
@@ -101,7 +101,7 @@ def test_a_tpu_holds_a_table_and_a_head_apart_once_they_are_cast():
     layers = [nn.Embed(64, WIDTH, dtype=jnp.bfloat16), nn.Dense(64, use_bias=False, dtype=jnp.bfloat16)]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[1, 1])
     batch = {"inputs": jax.ShapeDtypeStruct((8,), "int32")}
-    parts = predict_memory(pipe, batch, optax.sgd(1e-3), CHIPS["v5e"])
+    parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])
     assert (parts.parameters, parts.casts) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,86 +13,53 @@ from jax.sharding import AxisType, Mesh
 
 from jpipe.arrays.dtypes import accumulator_dtype, is_float
 from jpipe.arrays.trees import bytes_of
-from jpipe.forecasting.hardware import Chip, chip_of
-from jpipe.forecasting.liveness import Compiler, working_bytes
+from jpipe.costs.chips import Chip, chip_of
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.liveness import Compiler, working_bytes
+from jpipe.costs.step_cost import Parts
 from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.memory.at_work import WorkLayout
 from jpipe.memory.buffers import FlatBuffer
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import part_structs
-from jpipe.pipeline import Pipeline
-from jpipe.planning.holdings import holdings
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.seam.inside import with_axis_types, with_named_axes
 from jpipe.seam.jaxpr_types import Literal, shapes_of
-from jpipe.types import Batch, PyTree
-
-VMEM = {"v2": 16, "v3": 16, "v4": 16, "v5e": 128, "v5p": 64, "v6e": 128}
-"""MiB of a TPU core's vector memory, by chip: JAX's `pallas.tpu.get_tpu_info`."""
-
-
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes on each device: all hold as much, whatever their stage (`planning.holdings`).
-
-    Attributes:
-      parameters: at rest.
-      optimizer: the optimiser's state.
-      gradients: their sums, as they are at work.
-      other_variables: other collections and their sums; parameters that are gathered, or brought to their stage.
-      batch: all micro-batches of the device.
-      boundaries: activations and cotangents at boundaries: the stage's own, those that wait, those on their way.
-      residuals: what actions keep for later ones.
-      work: the most that a layer's forward or backward holds besides, what it computes anew included.
-      casts: narrow copies of parameters, made once a step.
-    """
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    other_variables: int
-    batch: int
-    boundaries: int
-    residuals: int
-    work: int
-    casts: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(asdict(self).values())
+from jpipe.types import Batch
 
 
 def predict_memory(
-    pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation, chip: Chip | None = None
-) -> MemoryParts:
-    """Predicts the bytes that a training step will hold on a device.
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on each device: all hold as much, whatever their stage.
+
+    The parts are `parameters` at rest, the state of the `optimizer`, the sums of `gradients` as they are at work,
+    `other_variables` (other collections and their sums; parameters that are gathered, or brought to their stage), the
+    device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
+    those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
+    backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
+    step).
 
     Args:
-      pipe: the pipeline; its mesh may be of devices that aren't there.
+      planner: the pipeline's; its mesh may be of devices that aren't there.
       batch: a batch `[B, ...]`, or its shapes.
-      tx: the optimiser.
+      tx: the optimiser; default: one without state.
       chip: of which kind the devices are (default: those of the mesh).
 
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
     """
-    optimizer = _on_device(pipe.abstract_state(batch, tx).opt_state)
-    return memory_parts(pipe.planner, batch, optimizer, chip)
-
-
-def memory_parts(planner: Planner, batch: Batch, optimizer: int = 0, chip: Chip | None = None) -> MemoryParts:
-    """The same of a pipeline's planner, and the bytes of an optimiser's state on a device."""
+    optimizer = optimizer_bytes(planner, batch, tx)
     step = planner.training_step(planner.for_training(batch))
-    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
+    at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
     uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)
     compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
-    return MemoryParts(
+    return Parts(
         parameters=at_rest.pop("params"),
         optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),
@@ -126,11 +93,6 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
     return total
 
 
-def _on_device(tree: PyTree) -> int:
-    """Bytes of a device's parts of arrays with shardings."""
-    return bytes_of([jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(tree)])
-
-
 def _brought(layout: WorkLayout, used: set[str] | None) -> int:
     """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
     at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
@@ -148,9 +110,9 @@ def compiler_for(chip: Chip | None) -> Compiler:
 
     Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
     """
-    if chip is None or chip.name not in VMEM:
+    if chip is None or not chip.vector_memory:
         return Compiler()
-    return Compiler(into_products=True, near=VMEM[chip.name] * 2**20 // 2)
+    return Compiler(into_products=True, near=chip.vector_memory // 2)
 
 
 def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.planning.holdings import Amount, holdings
+from jpipe.costs.holdings import Amount, holdings
 
 TOKENS = np.ones((8, 5), np.int32)
 

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import optax
 from jax.sharding import NamedSharding
 
+from jpipe.arrays.trees import bytes_of
 from jpipe.memory.layout import Layout
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import split_by
+from jpipe.model.random_keys import key_shape
 from jpipe.planning.plan import Plan
-from jpipe.types import Leaf
+from jpipe.planning.planner import Planner
+from jpipe.training.train_state import abstract_state
+from jpipe.types import Batch, Leaf, PyTree
 
 
 class Amount(NamedTuple):
@@ -43,6 +48,21 @@ class Holdings:
     room: dict[str, Amount]
     device: dict[str, Amount]
     shared: tuple[tuple[int, ...], ...]
+
+
+def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> int:
+    """The bytes of an optimiser's state on each device, for batches like this one; 0 without an optimiser."""
+    if tx is None:
+        return 0
+    plan = planner.plan_for(batch)
+    variables = {name: layout.shapes for name, layout in plan.layouts.items()}
+    return on_device(abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state)
+
+
+def on_device(tree: PyTree) -> int:
+    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings."""
+    part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+    return bytes_of(list(map(part, jax.tree.leaves(tree))))
 
 
 def holdings(plan: Plan) -> Holdings:
@@ -74,5 +94,5 @@ def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDt
 
 
 def _amount(arrays: Iterable[Leaf]) -> Amount:
-    sizes = [(math.prod(array.shape), array.dtype.itemsize) for array in arrays]
-    return Amount(sum(size for size, _ in sizes), sum(size * itemsize for size, itemsize in sizes))
+    arrays = list(arrays)
+    return Amount(sum(math.prod(array.shape) for array in arrays), bytes_of(arrays))

@@ -14,10 +14,10 @@ from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import LayerGroup
 from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.traffic import Sent, sent_in
-from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.planner import Planner
 from jpipe.planning.unsplit import WholeOperation, unsplit_in
 from jpipe.schedules.actions import ACTION_KINDS
+from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch
 
 MIB = 2**20

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpipe.forecasting.hardware import CHIPS, EXAMPLES, chip_of, parse_topology
+from jpipe.costs.chips import CHIPS, EXAMPLES, chip_of, parse_topology
 from tpu_program import needs_tpu_compiler
 
 

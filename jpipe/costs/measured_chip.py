@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.forecasting.hardware import Chip
+from jpipe.costs.chips import Chip
 from jpipe.types import Device
 
 WIDTH, COPIED, ROUNDS = 1024, 2**24, 3
