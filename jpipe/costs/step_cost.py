@@ -82,10 +82,14 @@ class StepCost(Tabular):
         parts = {**self.bytes, "all": self.bytes.total} if self.bytes else {}
         return [(name.replace("_", " "), bytes_in_words(size)) for name, size in parts.items()]
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Seconds by slice and bytes by part, with their shares."""
         rows = []
         for texts, parts in ((self.rows_of_seconds(), self.seconds), (self.rows_of_bytes(), self.bytes)):
             for (name, text), amount in zip(texts, [*parts.values(), parts.total], strict=False):
                 rows.append((name, text, f"{amount / parts.total:.1%}" if parts.total else "-"))
         header = ("of a device", self.source, "share")
         return Table("A training step, by what its time goes into, and what it holds", header, rows, {}, self.notes)
+
+    def _table(self) -> Table:
+        return self.table()

@@ -98,7 +98,7 @@ class Profile:
             ),
             *([tables.process_table(self.processes)] if self.processes else []),
             tables.size_table(self.sizes, self.schedule.num_microbatches),
-            self.cost._table(),
+            self.cost.table(),
         ]
 
     def as_dict(self) -> dict[str, object]:
