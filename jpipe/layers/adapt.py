@@ -41,7 +41,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
     places = [_place(mark.layer) for mark in marks]
     _check_repeats(places, opened is not layers)
-    adapted = [_as_layer(place, index) for index, place in enumerate(places)]
+    adapted = [replace(_as_layer(place, index), shared=place.shared) for index, place in enumerate(places)]
     _check_variable_types(adapted)
     for index, first in _repeats(places, adapted).items():
         adapted[index] = replace(adapted[index], repeats=first)
@@ -174,22 +174,22 @@ def _repeats(places: Sequence[_Place], adapted: Sequence[AnyLayer]) -> dict[int,
 
 
 def _as_layer(place: _Place, index: int) -> AnyLayer:
-    layer, shared, method = place.module, place.shared, place.method
+    layer, method = place.module, place.method
     if isinstance(layer, Marked):
         raise TypeError(
             f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
             "jpipe.stash(jpipe.Shared(layer), 'name')"
         )
     if isinstance(layer, nn.Module):
-        return linen_layer(layer, index, shared, method)
+        return linen_layer(layer, index, method)
     if isinstance(layer, nnx.Module):
-        return layer_of_module(layer, index, shared, method)
+        return layer_of_module(layer, index, method)
     if isinstance(layer, Layer):
         apply = _function_instead(method, layer.name, index)
-        return layer_of_functions(layer if apply is None else replace(layer, apply=apply), shared)
+        return layer_of_functions(layer if apply is None else replace(layer, apply=apply))
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
-        return layer_of_factory(layer, index, shared, method)
+        return layer_of_factory(layer, index, method)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
         raise TypeError(
@@ -199,7 +199,7 @@ def _as_layer(place: _Place, index: int) -> AnyLayer:
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
-        return layer_of_function(_function_instead(method, name, index) or layer, name, shared)
+        return layer_of_function(_function_instead(method, name, index) or layer, name)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"

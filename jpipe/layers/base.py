@@ -88,7 +88,8 @@ class AnyLayer:
       decode: (takes, size, length) -> the layer in decode mode, with caches for `size` sequences of `length` tokens;
         `takes` are the shapes that it takes in training, `[b, T, ...]`. None for a layer that decodes as it evaluates.
       keeps_cache: whether it has a cache in decode mode.
-      dropouts: the context in which it is traced in training. Gives its dropouts as words, some only after the call.
+      dropouts: the context in which it is traced in training. Gives its dropouts as words, of some kinds only
+        after the call.
       ready: the values that the layer already has, or None if `init` makes them.
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
@@ -127,12 +128,12 @@ def is_same(a: AnyLayer, b: AnyLayer) -> bool:
 
     Such layers are compiled once. Callers ask it of layers that take inputs of the same shapes.
     """
-    return same_value(a.made_of, b.made_of)
+    return a.shared is b.shared and same_value(a.made_of, b.made_of)
 
 
 def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
     """Whether both are the same but for numbers in `made_of`; their traces tell what these numbers do."""
-    return differ_in_numbers(a.made_of, b.made_of)
+    return a.shared is b.shared and differ_in_numbers(a.made_of, b.made_of)
 
 
 def describe(tree: PyTree) -> str:

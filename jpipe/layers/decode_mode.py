@@ -28,7 +28,8 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
       size: the sequences that it is called with at a time.
       length: of the longest sequence.
     """
-    return token_by_token(layer, length) if layer.decode is None else layer.decode(takes, size, length)
+    decoder = token_by_token(layer, length) if layer.decode is None else layer.decode(takes, size, length)
+    return replace(decoder, shared=layer.shared, repeats=layer.repeats)
 
 
 def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:

@@ -22,17 +22,16 @@ from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
 from jpipe.layers.functions import ModeArguments, mode_arguments, modes
-from jpipe.layers.shared import Method, Shared
+from jpipe.layers.shared import Method
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 
-def linen_layer(module: nn.Module, index: int, shared: Shared | None, method: Method | None) -> AnyLayer:
+def linen_layer(module: nn.Module, index: int, method: Method | None) -> AnyLayer:
     """Adapts a Linen module; its variables are those that `module.init` returns, metadata boxes included.
 
     Args:
       module: the module.
       index: the layer's, for errors.
-      shared: the shared layer that this is a use of, if it is.
       method: called instead of `__call__`.
 
     Raises:
@@ -43,21 +42,21 @@ def linen_layer(module: nn.Module, index: int, shared: Shared | None, method: Me
     if module.scope is not None:
         raise TypeError(f"layers[{index}] ({kind}) is a bound linen module; pass it unbound")
     check_method(type(module), module.name or kind, method, index)
-    return _adapted(_Calls(module, method), shared)
+    return _adapted(_Calls(module, method))
 
 
-def _adapted(calls: _Calls, shared: Shared | None) -> AnyLayer:
+def _adapted(calls: _Calls) -> AnyLayer:
     module, fields = calls.module, dataclasses.fields(calls.module)
     can_decode = any(field.name == "decode" for field in fields)
 
     def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
         decoder = dataclasses.replace(calls, module=module.clone(decode=True), writes=(CACHE,))
-        return token_by_token(_adapted(decoder, shared), length)
+        return token_by_token(_adapted(decoder), length)
 
     values = [getattr(module, field.name, None) for field in fields if field.name not in ("name", "parent")]
     return AnyLayer(
         name=module.name or type(module).__name__,
-        made_of=("linen", type(module), shared, calls.method, values),
+        made_of=("linen", type(module), calls.method, values),
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
@@ -66,7 +65,6 @@ def _adapted(calls: _Calls, shared: Shared | None) -> AnyLayer:
         decode=decode if can_decode else None,
         keeps_cache=can_decode,
         dropouts=calls.dropouts,
-        shared=shared,
     )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
@@ -26,7 +26,7 @@ from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
 from jpipe.layers.functions import mode_arguments, signature_of
-from jpipe.layers.shared import Method, Shared
+from jpipe.layers.shared import Method
 from jpipe.seam.flax_inside import collection_of, unsharded_creation
 from jpipe.seam.inside import raised, shortened
 from jpipe.types import Batch, Leaf, Shapes
@@ -37,16 +37,15 @@ ARRAYS = "arrays"
 """The collection of the arrays that modules hold without an `nnx.Variable` around them (masks, tables)."""
 
 Factory = Callable[..., object]
-"""`rngs -> module`, of which a user may have made something else."""
+"""A user's function `rngs -> module`; whether it makes a module is checked when it is called."""
 
 
-def layer_of_module(module: nnx.Module, index: int, shared: Shared | None, method: Method | None) -> AnyLayer:
+def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> AnyLayer:
     """Adapts a module that has its values already.
 
     Args:
       module: the module.
       index: the layer's, for errors.
-      shared: the shared layer that this is a use of, if it is.
       method: the name of the method to be called instead of `__call__`.
 
     Raises:
@@ -55,33 +54,23 @@ def layer_of_module(module: nnx.Module, index: int, shared: Shared | None, metho
     """
     graphdef, state = nnx.split(module)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    calls = _Calls(graphdef, template, method)
-    ready = _collections(state)
+    calls, ready = _Calls(graphdef, template, method), _collections(state)
 
     def copy(rngs: nnx.Rngs) -> nnx.Module:
-        """A module for decode mode, for which `ready` stays where it is."""
+        """A module for decode mode, with zeros for values: `ready` stays where it is."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), ready)
         return nnx.merge(graphdef, calls.state(zeros, None))
 
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return ready
-
-    return _adapted(calls, index, shared, init, copy, ("ready",), ready)
+    layer = _adapted(calls, copy, index)
+    return replace(layer, made_of=("ready", layer.made_of), init=lambda *_: ready, ready=ready)
 
 
-def layer_of_factory(
-    factory: Factory,
-    index: int,
-    shared: Shared | None,
-    method: Method | None,
-    writes: tuple[str, ...] = (),
-) -> AnyLayer:
+def layer_of_factory(factory: Factory, index: int, method: Method | None, writes: tuple[str, ...] = ()) -> AnyLayer:
     """Adapts a factory `lambda rngs: Module(..., rngs=rngs)`; it is traced here, and computes nothing.
 
     Args:
       factory: `rngs -> module`.
       index: the layer's, for errors.
-      shared: the shared layer that this is a use of, if it is.
       method: the name of the method to be called instead of `__call__`.
       writes: the collections of which the module gives new values in evaluation too.
 
@@ -111,63 +100,51 @@ def layer_of_factory(
         )
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
-    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        with unsharded_creation():
-            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(key)))))
-
-    # Factories that compute other initial values make other layers, unless the traces of `init` show that only
-    # numbers differ.
+    # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.
     initial_values = ShownByTraces(f"{closed} {constants}")
-    calls = _Calls(graphdef, template, method, writes)
-    return _adapted(calls, index, shared, init, factory, ("made", initial_values), None)
+    layer = _adapted(_Calls(graphdef, template, method, writes), factory, index)
+    return replace(layer, made_of=("made", initial_values, layer.made_of))
 
 
-def _adapted(
-    calls: _Calls,
-    index: int,
-    shared: Shared | None,
-    init: Callable[[jax.Array, Inputs, Batch], LayerVariables],
-    factory: Factory,
-    origin: tuple[str, ...],
-    ready: LayerVariables | None,
-) -> AnyLayer:
-    """Adapts a module.
+def _adapted(calls: _Calls, factory: Factory, index: int) -> AnyLayer:
+    """Adapts a module that is ready or made by a factory, but for the values that it starts from.
 
     Args:
       calls: the ways in which it is called.
+      factory: makes the module anew, for `init` and for decode mode.
       index: the layer's, for errors.
-      shared: the shared layer that this is a use of, if it is.
-      init: see `AnyLayer`.
-      factory: makes the module anew, for decode mode.
-      origin: what its initial values come from.
-      ready: see `AnyLayer`.
     """
     variables = nnx.to_flat_state(calls.template)
     types = [type(v) for _, v in variables if not isinstance(v, nnx.Param | nnx.RngState)]
     shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in variables]
     module = nnx.merge(calls.graphdef, calls.template)
+    parts = [part for _, part in nnx.iter_graph(module)]
+    # None of a method, which may call only some of the parts.
+    dropouts = [words for part in parts for words in dropout_in_words(part) if calls.method is None]
     name = type(module).__name__
     if callable(calls.method):
         raise TypeError(f"layers[{index}] uses {name} through a function; name one of its methods")
     check_method(type(module), name, calls.method, index)
 
+    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+        with unsharded_creation():
+            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(key)))))
+
     def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
         make = functools.partial(_with_caches, factory, takes, size, length)
-        return token_by_token(layer_of_factory(make, index, shared, calls.method, writes=(CACHE,)), length)
+        return token_by_token(layer_of_factory(make, index, calls.method, writes=(CACHE,)), length)
 
     return AnyLayer(
         name=name,
-        made_of=("nnx", origin, shared, calls.method, calls.graphdef, shapes),
+        made_of=("nnx", calls.method, calls.graphdef, shapes),
         init=init,
         apply=calls.apply,
         bind=calls.bind,
         from_item=as_collections,
         partition_specs=calls.partition_specs,
         decode=decode,
-        keeps_cache=any(callable(getattr(part, "init_cache", None)) for _, part in nnx.iter_graph(module)),
-        dropouts=calls.dropouts,
-        ready=ready,
-        shared=shared,
+        keeps_cache=any(callable(getattr(part, "init_cache", None)) for part in parts),
+        dropouts=lambda: nullcontext(dropouts),
         variable_types={kind: _collection(kind) for kind in types},
     )
 
@@ -252,12 +229,6 @@ class _Calls:
         module = nnx.merge(self.graphdef, self.state(as_collections(item), None))
         module.eval()
         return self._function(module)
-
-    @contextmanager
-    def dropouts(self) -> Iterator[list[str]]:
-        """Gives the dropouts that the module holds; none for a method, which may call only some of its parts."""
-        parts = nnx.iter_graph(nnx.merge(self.graphdef, self.template)) if self.method is None else ()
-        yield [words for _, part in parts for words in dropout_in_words(part)]
 
 
 def _stream_key(variable: nnx.RngKey, key: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ import jax
 
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerVariables, bind_by_call
 from jpipe.layers.functions import mode_arguments, signature_of
-from jpipe.layers.shared import Shared
 from jpipe.types import Batch, PyTree
 
 
@@ -37,8 +36,8 @@ class Layer:
                 raise TypeError(f"jpipe.Layer: {what}={getattr(self, what)!r} is not callable; pass a function")
 
 
-def layer_of_functions(layer: Layer, shared: Shared | None = None) -> AnyLayer:
-    """Adapts a `Layer`, or one use of a shared one; its item is its bare parameters."""
+def layer_of_functions(layer: Layer) -> AnyLayer:
+    """Adapts a `Layer`; its item is its bare parameters."""
 
     def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         return from_item(layer.init(key, *inputs))
@@ -57,17 +56,16 @@ def layer_of_functions(layer: Layer, shared: Shared | None = None) -> AnyLayer:
 
     return AnyLayer(
         name=layer.name,
-        made_of=("two functions", shared, layer.init, layer.apply),
+        made_of=("two functions", layer.init, layer.apply),
         init=init,
         apply=apply,
         bind=bind_by_call(apply, from_item),
         to_item=to_item,
         from_item=from_item,
-        shared=shared,
     )
 
 
-def layer_of_function(function: Callable[..., Activation], name: str, shared: Shared | None = None) -> AnyLayer:
+def layer_of_function(function: Callable[..., Activation], name: str) -> AnyLayer:
     """Adapts a function of the activations, which has no parameters."""
 
     def no_variables(*_: object) -> LayerVariables:
@@ -78,10 +76,9 @@ def layer_of_function(function: Callable[..., Activation], name: str, shared: Sh
 
     return AnyLayer(
         name=name,
-        made_of=("one function", shared, function),
+        made_of=("one function", function),
         init=no_variables,
         apply=apply,
         bind=bind_by_call(apply, no_variables),
         from_item=no_variables,
-        shared=shared,
     )
