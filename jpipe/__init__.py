@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jpipe.forecasting.forecaster import Forecast, forecast
 from jpipe.forecasting.search import plan
-from jpipe.layers.base import Layer
 from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
+from jpipe.layers.plain import Layer
 from jpipe.layers.shared import Shared
 from jpipe.mesh.device_order import make_mesh
 from jpipe.pictures.figures import compare

@@ -182,7 +182,7 @@ def test_schedules_know_no_jax():
 
 def test_flax_is_known_to_the_adapters_and_to_saving_alone():
     known = {name for name, modules in IMPORTS.items() if any(m.partition(".")[0] == "flax" for m in modules)}
-    adapters = {"jpipe.layers.flax", "jpipe.layers.adapt", "jpipe.layers.decode_mode"}
+    adapters = {f"jpipe.layers.{name}" for name in ("flax", "linen", "nnx", "adapt")}
     assert known == {*adapters, "jpipe.saving", "jpipe.seam.flax_inside"}
 
 

@@ -47,7 +47,7 @@ def warn_of_uncached(plan: Plan, decoding: Model) -> None:
         if not decoding.group_at(group.indices[0]).variables.get(CACHE):
             function = LayerFunction(group, None, remat, traced.batch)
             if group.indices[0] == 0:  # from inputs on: a batch may be longer than they are
-                (first,) = with_inputs([group.layer], lambda inputs: inputs)
+                (first,) = with_inputs(plan.request.layers[:1], lambda inputs: inputs)
                 function = LayerFunction(replace(group, layer=first), None, remat, traced.inputs)
             if sight := sees_more(function, jax.tree.leaves(traced.inputs)[0].shape[1]):
                 warn_user(

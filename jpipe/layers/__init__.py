@@ -1,4 +1,4 @@
 """Puts all that a model is made of behind one interface: Flax modules, functions, skips, shared weights.
 
-Only `flax`, `adapt` and `decode_mode` know Flax.
+Only `flax`, `linen`, `nnx` and `adapt` know Flax.
 """

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from inspect import ismethod
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from inspect import getclosurevars, isfunction, ismethod
 from itertools import pairwise
 
 import flax.linen as nn
 from flax import nnx
 
-from jpipe.layers.base import AnyLayer, Layer, PlainLayer, is_same
+from jpipe.layers.base import AnyLayer, LayerError, is_same
 from jpipe.layers.connections import Marked, connect
-from jpipe.layers.flax import LinenLayer, NnxLayer, check_variable_types, parts_of
-from jpipe.layers.frozen import Frozen, FrozenLayer, Where
+from jpipe.layers.fingerprint import values_within
+from jpipe.layers.frozen import Frozen, frozen_layer
 from jpipe.layers.functions import signature_of
-from jpipe.layers.shared import Shared, Use, how_to_share
+from jpipe.layers.linen import linen_layer
+from jpipe.layers.nnx import layer_of_factory, layer_of_module
+from jpipe.layers.plain import Layer, layer_of_function, layer_of_functions
+from jpipe.layers.shared import Method, Shared, Use, how_to_share
 
 
 def as_layers(layers: object) -> tuple[AnyLayer, ...]:
@@ -35,87 +39,157 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
-    given = [Use(mark.layer, None) if isinstance(mark.layer, Shared) else mark.layer for mark in marks]
-    plain, wheres = zip(*map(_bare, given), strict=True)
-    _check_repeats(plain, opened is not layers)
-    bare = [_as_layer(layer, index) for index, layer in enumerate(plain)]
-    check_variable_types(bare)
-    for index, first in _repeats(plain, bare).items():
-        if isinstance(layer := bare[index], LinenLayer):
-            bare[index] = replace(layer, repeats=first)
-    adapted = [layer if where is None else FrozenLayer(layer, where) for layer, where in zip(bare, wheres, strict=True)]
-    return connect(adapted, marks)
+    places = [_place(mark.layer) for mark in marks]
+    _check_repeats(places, opened is not layers)
+    adapted = [replace(_as_layer(place, index), shared=place.shared) for index, place in enumerate(places)]
+    _check_variable_types(adapted)
+    for index, first in _repeats(places, adapted).items():
+        adapted[index] = replace(adapted[index], repeats=first)
+    return connect([_frozen(*pair, index) for index, pair in enumerate(zip(adapted, places, strict=True))], marks)
 
 
-def _bare(layer: object) -> tuple[object, Where | None]:
-    """(a layer without `freeze`, which of its parameters that freezes); of a use, those of the layer that is shared."""
-    held = layer.shared.layer if isinstance(layer, Use) else layer
-    where = held.where if isinstance(held, Frozen) else None
-    return (layer.layer if isinstance(layer, Frozen) else layer), where
+@dataclass(frozen=True)
+class _Place:
+    """One place in the user's sequence, taken apart.
+
+    Attributes:
+      module: the module, `Layer` or function.
+      shared: the `Shared` around it, if there is one.
+      method: how a shared layer is called here.
+      frozen: the `Frozen` around it, if there is one.
+    """
+
+    module: object
+    shared: Shared | None
+    method: Method | None
+    frozen: Frozen | None
 
 
-def _check_repeats(layers: Sequence[object], in_sequential: bool) -> None:
+def _place(layer: object) -> _Place:
+    use = Use(layer, None) if isinstance(layer, Shared) else layer
+    shared, method = (use.shared, use.method) if isinstance(use, Use) else (None, None)
+    inner = layer if shared is None else shared.layer
+    frozen = inner if isinstance(inner, Frozen) else None
+    return _Place(inner if frozen is None else frozen.layer, shared, method, frozen)
+
+
+def _frozen(layer: AnyLayer, place: _Place, index: int) -> AnyLayer:
+    try:
+        return layer if place.frozen is None else frozen_layer(layer, place.frozen.where)
+    except LayerError as error:
+        raise ValueError(f"layer {index} ({layer.name}) {error}") from error
+
+
+def _check_repeats(places: Sequence[_Place], in_sequential: bool) -> None:
     """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
-    what stands inside one `Shared` has. A module that a function encloses has parameters of its own, if it has any.
+    the places inside one `Shared` have. A module that a function encloses has parameters of its own, if it has any.
     """
-    # By the id of a part: the first layer that has it, the Shared around that layer, whether its parameters are tied,
-    # whether it is a module.
-    owners: dict[int, tuple[int, Shared | None, bool, bool]] = {}
-    for index, layer in enumerate(layers):
-        owner = layer.shared if isinstance(layer, Use) else None
-        module = owner.layer if owner else layer
-        module = _bare(module)[0]
-        ties = bool(owner) or isinstance(module, nnx.Module) or (in_sequential and isinstance(module, nn.Module))
-        is_module = isinstance(module, nn.Module | nnx.Module)
-        for part in parts_of(module):
-            first, other, tied, was_module = owners.setdefault(id(part), (index, owner, ties, is_module))
-            if first != index and (ties or tied or is_module is not was_module) and (owner is not other or not owner):
-                held = part if isinstance(part, nn.Module) else layers[first] if was_module else module
-                kind = type(held.shared.layer if isinstance(held, Use) else held).__name__
+
+    def is_tied(place: _Place) -> bool:
+        kinds = (nn.Module, nnx.Module) if in_sequential else nnx.Module
+        return place.shared is not None or isinstance(place.module, kinds)
+
+    def is_module(place: _Place) -> bool:
+        return isinstance(place.module, nn.Module | nnx.Module)
+
+    first_places: dict[int, int] = {}  # by the id of a part
+    for index, place in enumerate(places):
+        for part in _parts(place.module):
+            at = first_places.setdefault(id(part), index)
+            first = places[at]
+            looks_tied = is_tied(place) or is_tied(first) or is_module(place) is not is_module(first)
+            is_one_shared = place.shared is not None and place.shared is first.shared
+            if at != index and looks_tied and not is_one_shared:
+                holder = first.module if is_module(first) else place.module
+                kind = type(part if isinstance(part, nn.Module) else holder).__name__
                 raise ValueError(
-                    f"layers[{index}] ({type(module).__name__}) is or holds the same {type(part).__name__} object as "
-                    f"layers[{first}]; {how_to_share(kind)}; or make two modules"
+                    f"layers[{index}] ({type(place.module).__name__}) is or holds the same {type(part).__name__} "
+                    f"object as layers[{at}]; {how_to_share(kind)}; or make two modules"
                 )
 
 
-def _repeats(layers: Sequence[object], adapted: Sequence[AnyLayer]) -> dict[int, int]:
-    """Where linen modules stand once more as one would tie them, with the index at which each stands first.
+def _parts(layer: object) -> list[object]:
+    """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
 
-    `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own, and
-    `[embed, *blocks, embed]` isn't: it stands nowhere twice in a row, and what lies between the two in no other place.
+    A function's are itself and those of the modules that it names; an nnx module without Variables has none. Anything
+    else is its own only part.
     """
-    found: dict[int, int] = {}
-    kinds: list[int] = []  # of each layer: the first one that is the same function
-    places: dict[int, list[int]] = {}
+    if isfunction(layer):
+        modules: list[object] = []
+        with suppress(ValueError):  # a variable that isn't set yet
+            variables = getclosurevars(layer)
+            values = (*variables.nonlocals.values(), *variables.globals.values())
+            modules = [value for value in values if isinstance(value, nn.Module | nnx.Module)]
+        return [layer, *(part for module in modules for part in _parts(module))]
+    if isinstance(layer, nnx.Module):
+        variables = [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
+        return [variable for variable in variables if not isinstance(variable, nnx.RngState)]
+    if isinstance(layer, nn.Module):
+        return [part for part in values_within(layer) if isinstance(part, nn.Module)]
+    return [layer]
+
+
+def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
+    """Refuses nnx variables of two types with one name, which would be one collection, under one rule of `merge`.
+
+    Raises:
+      ValueError: naming the first layer with such variables, and both types.
+    """
+    types: dict[str, type] = {"params": nnx.Param}
     for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            places.setdefault(id(layer), []).append(index)
-    for first, *others in places.values():
+        for kind, name in layer.variable_types.items():
+            other = types.setdefault(name, kind)
+            if other is not kind:
+                raise ValueError(
+                    f"layers[{index}] ({layer.name}) has variables of the type {kind.__module__}.{kind.__qualname__}, "
+                    f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
+                    "one of the two types another name"
+                )
+
+
+def _repeats(places: Sequence[_Place], adapted: Sequence[AnyLayer]) -> dict[int, int]:
+    """The places where a linen module stands once more as one would tie it, and the index at which it stands first.
+
+    `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own. But
+    `[embed, *blocks, embed]` isn't: `embed` stands nowhere twice in a row, and the layers between the two are in no
+    other place.
+    """
+    repeats: dict[int, int] = {}
+    kinds: list[int] = []  # of each layer: the first one that is the same function
+    places_of: dict[int, list[int]] = {}
+    for index, place in enumerate(places):
+        if isinstance(place.module, nn.Module) and place.shared is None:
+            places_of.setdefault(id(place.module), []).append(index)
+    for first, *others in places_of.values():
         if any(end == start + 1 for start, end in pairwise([first, *others])):
             continue  # it is used as a pattern
         for start, end in pairwise([first, *others]):
             kinds = kinds or [next(j for j, other in enumerate(adapted) if is_same(other, layer)) for layer in adapted]
             between, size = kinds[start + 1 : end], end - start - 1
             if not any(kinds[i : i + size] == between for i in range(len(kinds)) if i != start + 1):
-                found[end] = first
-    return found
+                repeats[end] = first
+    return repeats
 
 
-def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
-    if isinstance(layer, Use):
-        return _as_use(layer, index)
+def _as_layer(place: _Place, index: int) -> AnyLayer:
+    layer, method = place.module, place.method
+    if isinstance(layer, Marked):
+        raise TypeError(
+            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
+            "jpipe.stash(jpipe.Shared(layer), 'name')"
+        )
     if isinstance(layer, nn.Module):
-        if layer.scope is not None:
-            raise TypeError(f"layers[{index}] ({type(layer).__name__}) is a bound linen module; pass it unbound")
-        return LinenLayer(layer)
+        return linen_layer(layer, index, method)
     if isinstance(layer, nnx.Module):
-        return NnxLayer.from_module(layer)
+        return layer_of_module(layer, index, method)
     if isinstance(layer, Layer):
-        return PlainLayer(layer.name, layer.init, layer.apply)
+        apply = _function_instead(method, layer.name, index)
+        return layer_of_functions(layer if apply is None else replace(layer, apply=apply))
+    # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
-        return NnxLayer.from_factory(layer, index)
+        return layer_of_factory(layer, index, method)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
         raise TypeError(
@@ -124,7 +198,8 @@ def _as_layer(layer: object, index: int) -> PlainLayer | LinenLayer | NnxLayer:
         )
     if callable(layer):
         _check_no_method(layer, index)
-        return PlainLayer(getattr(function, "__name__", type(function).__name__), None, layer)
+        name = getattr(function, "__name__", type(function).__name__)
+        return layer_of_function(_function_instead(method, name, index) or layer, name)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
@@ -142,29 +217,11 @@ def _check_no_method(layer: Callable, index: int) -> None:
         )
 
 
-def _as_use(use: Use, index: int) -> PlainLayer | LinenLayer | NnxLayer:
-    """The layer that a use shares, called through the use's method."""
-    if isinstance(use.shared.layer, Marked):
+def _function_instead(method: Method | None, name: str, index: int) -> Callable | None:
+    """The function through which functions are shared, checked; None if they are called as usual."""
+    if isinstance(method, str):
         raise TypeError(
-            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
-            "jpipe.stash(jpipe.Shared(layer), 'name')"
+            f"layers[{index}] uses {name} through {method!r}, but functions have no methods; pass a function "
+            "`apply(params, x)`"
         )
-    layer, method = _as_layer(_bare(use.shared.layer)[0], index), use.method
-    if method is None:
-        return replace(layer, shared=use.shared)
-    if isinstance(layer, PlainLayer):
-        if isinstance(method, str):
-            raise TypeError(
-                f"layers[{index}] uses {layer.name} through {method!r}, but functions have no methods; pass a function "
-                "`apply(params, x)`"
-            )
-        return replace(layer, apply_fn=method, shared=use.shared)
-    module = type(layer.module) if isinstance(layer, LinenLayer) else layer.module_type
-    if not isinstance(method, str):
-        if isinstance(layer, NnxLayer):
-            raise TypeError(f"layers[{index}] uses {layer.name} through a function; name one of its methods")
-    elif not callable(getattr(module, method, None)):
-        raise ValueError(
-            f"layers[{index}] uses {layer.name} through {method!r}, which it doesn't have; name one of its methods"
-        )
-    return replace(layer, method=method, shared=use.shared)
+    return method

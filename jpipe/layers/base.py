@@ -1,22 +1,23 @@
-"""The interface `AnyLayer`, by which all other code sees a layer, and `PlainLayer`: layers from functions.
+"""`AnyLayer`: a layer as the rest of the package knows it, a name and a few functions; and when two are the same.
 
-A model is a sequence of unlike layers. Everything after this module sees only `AnyLayer`: a name, `init`, `apply`, and
-the translation between the variables that jpipe works on (a dict by collection) and the item that a user knows.
+A model is a sequence of unlike layers. Each kind of layer (functions, Linen, NNX) makes an `AnyLayer`. Connections,
+frozen parameters and decode mode replace some of its functions. All other code calls these functions, and never asks
+for the kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.fingerprint import differ_in_numbers, same_value
-from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.layers.shared import Shared
-from jpipe.types import Batch, Leaf, PyTree
+from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Activation: TypeAlias = PyTree
 """The input or output of a layer: any pytree of arrays (of their shapes, where nothing is computed)."""
@@ -52,80 +53,87 @@ class Context(NamedTuple):
     batch: Batch = None
 
 
-class AnyLayer(Protocol):
-    """The interface by which the rest of the package knows a layer."""
+def unchanged(variables: LayerVariables) -> Item:
+    """The variables themselves, for layers whose library has them by collection too."""
+    return variables
 
-    @property
-    def name(self) -> str:
-        """A short name for tables and errors."""
-        ...
 
-    @property
-    def ready(self) -> LayerVariables | None:
-        """The values that the layer already has, or None if `init` makes them."""
-        ...
+def split_over_nothing(variables: LayerVariables) -> Specs:
+    """The specs of a layer without metadata: no leaf is split over an axis."""
+    return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
-    @property
-    def reads_batch(self) -> bool:
-        """Whether it needs the micro-batch in its context."""
-        ...
 
-    @property
-    def shared(self) -> Shared | None:
-        """The shared layer whose parameters it uses; None if they are its own."""
-        ...
+def no_dropouts() -> AbstractContextManager[list[str]]:
+    """The context of a layer of which no dropout is known."""
+    return nullcontext([])
 
-    @property
-    def repeats(self) -> int | None:
-        """The index of the first layer that is the same object, where one would think the two tied; else None."""
-        ...
 
-    @property
-    def made_of(self) -> Sequence[object]:
-        """The values that decide what it computes of (variables, inputs, context), on which shapes; see `is_same`."""
-        ...
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AnyLayer:
+    """A layer, whatever it was made from. It holds no variables: its functions take them.
 
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        """New variables for a layer that is called with `inputs`; `batch` is for layers that read it."""
-        ...
+    The first five attributes make a layer; the others have defaults that fit most.
 
-    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        """(outputs, new values of all collections but the parameters; no collections in evaluation)."""
-        ...
+    Attributes:
+      name: a short name for tables and errors.
+      made_of: the kind of the layer, and all values that decide what it computes of (variables, inputs, context), on
+        variables of which shapes; see `is_same`.
+      init: (key, inputs, batch) -> new variables, for a layer that is called with `inputs`.
+      apply: (variables, inputs, context) -> (outputs, new values of all collections but the parameters). In evaluation
+        it gives no new values, but for caches in decode mode.
+      bind: item -> the layer with these variables as a function of its inputs, in evaluation mode.
+      to_item: variables -> the same as the layer's own library would have returned them.
+      from_item: the inverse of `to_item`.
+      partition_specs: variables -> the mesh axes that the layer's metadata names.
+      decode: (takes, size, length) -> the layer in decode mode, with caches for `size` sequences of `length` tokens;
+        `takes` are the shapes that it takes in training, `[b, T, ...]`. None for a layer that decodes as it evaluates.
+      keeps_cache: whether it has a cache in decode mode.
+      dropouts: the context in which it is traced in training. Gives its dropouts as words, of some kinds only
+        after the call.
+      ready: the values that the layer already has, or None if `init` makes them.
+      reads_batch: whether it needs the micro-batch in its context.
+      shared: the shared layer whose parameters it uses; None if they are its own.
+      repeats: the index of the first layer that is the same object, where one would think the two tied; else None.
+      variable_types: the collection that variables of each type are in, for libraries in which types name collections.
+    """
 
-    def to_item(self, variables: LayerVariables) -> Item:
-        """The variables as the layer's own library would have returned them."""
-        ...
+    name: str
+    made_of: Sequence[object]
+    init: Callable[[jax.Array, Inputs, Batch], LayerVariables]
+    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]]
+    bind: Callable[[Item], Callable[..., Activation]]
+    to_item: Callable[[LayerVariables], Item] = unchanged
+    from_item: Callable[[Item], LayerVariables] = unchanged
+    partition_specs: Callable[[LayerVariables], Specs] = split_over_nothing
+    decode: Callable[[Shapes, int, int], AnyLayer] | None = None
+    keeps_cache: bool = False
+    dropouts: Callable[[], AbstractContextManager[list[str]]] = no_dropouts
+    ready: LayerVariables | None = None
+    reads_batch: bool = False
+    shared: Shared | None = None
+    repeats: int | None = None
+    variable_types: Mapping[type, str] = field(default_factory=dict)
 
-    def from_item(self, item: Item) -> LayerVariables:
-        """The inverse of `to_item`."""
-        ...
 
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        """The mesh axes named by the layer's metadata."""
-        ...
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        """The layer with these variables as a function of its inputs, in evaluation mode."""
-        ...
+def bind_by_call(
+    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]],
+    from_item: Callable[[Item], LayerVariables],
+) -> Callable[[Item], Callable[..., Activation]]:
+    """An `AnyLayer.bind` that calls `apply` in evaluation mode, for layers whose library has no modules to bind."""
+    return lambda item: lambda *inputs: apply(from_item(item), inputs, Context(None, train=False))[0]
 
 
 def is_same(a: AnyLayer, b: AnyLayer) -> bool:
     """Whether both compute the same function of (variables, inputs, context), on variables of the same shapes.
 
-    Such layers are compiled once. It is asked of layers that take inputs of the same shapes.
+    Such layers are compiled once. Callers ask it of layers that take inputs of the same shapes.
     """
-    return type(a) is type(b) and same_value(a.made_of, b.made_of)
-
-
-def innermost(layer: AnyLayer) -> AnyLayer:
-    """The layer inside of all those that are around it."""
-    return innermost(layer.inner) if isinstance(layer, Around) else layer
+    return a.shared is b.shared and same_value(a.made_of, b.made_of)
 
 
 def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
-    """Whether both are the same but for numbers among what they are made of; their traces tell what these do."""
-    return type(a) is type(b) and differ_in_numbers(a.made_of, b.made_of)
+    """Whether both are the same but for numbers in `made_of`; their traces tell what these numbers do."""
+    return a.shared is b.shared and differ_in_numbers(a.made_of, b.made_of)
 
 
 def describe(tree: PyTree) -> str:
@@ -148,128 +156,3 @@ class _Text(str):
 def positional(inputs: Activation) -> Inputs:
     """The positional arguments that a layer is called with: a tuple is passed as several."""
     return inputs if type(inputs) is tuple else (inputs,)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer made of two plain functions.
-
-    Args:
-      init: `init(key, x) -> params`, a pytree of floating-point arrays.
-      apply: `apply(params, x) -> y`. If its signature has a parameter `key` it is given the layer's own random key
-        (None in evaluation); if it has one of those that `Pipeline` knows (`train`, `deterministic`, ...), the mode.
-      name: shown in tables and errors.
-
-    `x` and `y` are any pytrees of arrays; a tuple `x` is passed as several positional arguments. With `jpipe.pop` or
-    `jpipe.reads` both functions get the further arguments.
-    """
-
-    init: Callable[..., PyTree]
-    apply: Callable[..., Activation]
-    name: str = "Layer"
-
-    def __post_init__(self):
-        for what in ("init", "apply"):
-            if not callable(getattr(self, what)):
-                raise TypeError(f"jpipe.Layer: {what}={getattr(self, what)!r} is not callable; pass a function")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Single:
-    """A base of all layers without connections; see `AnyLayer`.
-
-    Attributes:
-      writes: the collections of which they give new values in evaluation too.
-    """
-
-    ready: LayerVariables | None = None
-    reads_batch: bool = False
-    shared: Shared | None = None
-    repeats: int | None = None
-    writes: tuple[str, ...] = ()
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return variables
-
-
-@dataclass(frozen=True)
-class Around:
-    """A base of all layers around another one; see `AnyLayer`.
-
-    Attributes:
-      inner: the other layer.
-    """
-
-    inner: AnyLayer
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def shared(self) -> Shared | None:
-        return self.inner.shared
-
-    @property
-    def repeats(self) -> int | None:
-        return self.inner.repeats
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        """The inner layer, to be called with its own inputs."""
-        return self.inner.bind(item)
-
-
-@dataclass(frozen=True)
-class Passing(Around):
-    """A base of layers around another one that have its variables as they are."""
-
-    @property
-    def ready(self) -> LayerVariables | None:
-        return self.inner.ready
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return self.inner.to_item(variables)
-
-    def from_item(self, item: Item) -> LayerVariables:
-        return self.inner.from_item(item)
-
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        return self.inner.partition_specs(variables)
-
-
-@dataclass(frozen=True)
-class PlainLayer(Single):
-    """Adapts `Layer`, and plain functions without parameters (`init_fn=None`)."""
-
-    name: str
-    init_fn: Callable[..., PyTree] | None
-    apply_fn: Callable[..., Activation]
-
-    @property
-    def made_of(self) -> Sequence[object]:
-        return self.shared, self.init_fn, self.apply_fn
-
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return {} if self.init_fn is None else {"params": self.init_fn(key, *inputs)}
-
-    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        """Calls the user's `apply`, with key and mode if its signature takes them."""
-        options = mode_arguments(self.apply_fn, context.train)
-        if self.init_fn is None:
-            return self.apply_fn(*inputs, **options), {}
-        if "key" in signature_of(self.apply_fn):
-            options["key"] = context.key if context.train else None
-        return self.apply_fn(variables["params"], *inputs, **options), {}
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        return variables if self.init_fn is None else variables.get("params")
-
-    def from_item(self, item: Item) -> LayerVariables:
-        return {} if self.init_fn is None else {"params": item}
-
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        """No mesh axes: plain functions have no metadata."""
-        return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
-
-    def bind(self, item: Item) -> Callable[..., Activation]:
-        return lambda *inputs: self.apply(self.from_item(item), inputs, Context(None, train=False))[0]

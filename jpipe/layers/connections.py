@@ -1,10 +1,10 @@
 """Connections besides the chain: skips to a later layer (`stash`, `pop`), and side inputs from the batch (`reads`).
 
-A skip is what a layer stashes and a later one pops. It travels with the activations: in between, every layer takes and
-gives `WithSkips(x, skips)`, and computes with `x` alone. A skip that passes a layer is no residual of it, and is freed
-with the boundary that it crossed. Skips are told apart by numbers, each the lowest free one, and not by the
-user's names, so that layers with skips of their own are the same function and compiled once. A side input doesn't
-travel at all: every stage reads it from the micro-batch at hand.
+A skip is an output that one layer stashes and a later one pops. It travels with the activations: every layer between
+the two takes and gives `WithSkips(x, skips)`, and computes with `x` alone. A skip that passes a layer isn't a residual
+of it, and is freed with the boundary that it crossed. Skips have numbers, each the lowest free one. With the user's
+names instead, equal layers with skips of different names would be different functions, and compiled several times. A
+side input doesn't travel at all: every stage reads it from the micro-batch at hand.
 """
 
 from __future__ import annotations
@@ -17,19 +17,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jpipe.layers.base import (
-    Activation,
-    AnyLayer,
-    Context,
-    Inputs,
-    LayerError,
-    LayerVariables,
-    Passing,
-    describe,
-    positional,
-)
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerError, LayerVariables, describe, positional
+from jpipe.layers.decode_mode import decoding
 from jpipe.seam.inside import raised
-from jpipe.types import Batch, PyTree
+from jpipe.types import Batch, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
 """A user's function from the micro-batch to a layer's side input, any pytree of arrays."""
@@ -102,7 +93,7 @@ def reads(layer: object, read: Read) -> Marked:
 
 
 def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLayer, ...]:
-    """The adapted layers with their connections: a `ConnectedLayer` around each that has some or that skips pass.
+    """The adapted layers, with connections around each that has some or that skips pass.
 
     Args:
       layers: the adapted layers.
@@ -120,6 +111,7 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
         where = f"layer {index} ({layer.name})"
         passing = tuple(sorted(numbers.values()))
         pops = stashes = None
+        # The pop comes first: a layer that does both may stash under the number that its pop makes free.
         if mark.pops is not None:
             if mark.pops not in stashed:
                 raise ValueError(f"{where} pops {mark.pops!r}, which no earlier layer stashes; stash it before")
@@ -139,8 +131,8 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
             stashed[mark.stashes] = index
             stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
             numbers[mark.stashes] = stashes
-        plain = not passing and stashes is None and pops is None and mark.read is None
-        connected.append(layer if plain else ConnectedLayer(layer, passing, stashes, pops, mark.read))
+        connections = Connections(passing, stashes, pops, mark.read)
+        connected.append(layer if connections == Connections() else _around(layer, connections))
     for name in numbers:
         where = f"layer {stashed[name]} ({layers[stashed[name]].name})"
         raise ValueError(f"{where} stashes {name!r}, which no later layer pops; pop it")
@@ -157,57 +149,27 @@ class WithSkips(NamedTuple):
     skips: dict[int, Activation]
 
 
-@dataclass(frozen=True)
-class ConnectedLayer(Passing):
-    """A layer that is called with more or with less than the activation; its variables are those of the layer inside.
-
-    Where skips are under way it takes and gives `WithSkips`.
+class Connections(NamedTuple):
+    """The inputs of a layer besides the activation, and the skips around it.
 
     Attributes:
       passing: the numbers of the skips that arrive with its inputs.
       stashes: the number under which its output leaves as a skip, if it does.
       pops: the number of the skip that it is called with, if it pops one.
       read: from the batch to its side input, if it has one.
-      read_inputs: of the model's first layer, from the batch to what it is called with: it takes no activation.
     """
 
     passing: tuple[int, ...] = ()
     stashes: int | None = None
     pops: int | None = None
     read: Read | None = None
-    read_inputs: Read | None = None
 
-    @property
-    def reads_batch(self) -> bool:
-        return self.read_inputs is not None or self.read not in (None, no_batch) or self.inner.reads_batch
-
-    @property
-    def made_of(self) -> Sequence[object]:
-        connections = self.passing, self.stashes, self.pops, self.read, self.read_inputs
-        return type(self.inner), self.inner.made_of, connections
-
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        own, _ = self._split(inputs, batch)
-        with self._called_with(own):
-            return self.inner.init(key, own, batch)
-
-    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        """Calls the layer with its own inputs, and passes the other skips on."""
-        own, skips = self._split(inputs, context.batch)
-        with self._called_with(own):
-            outputs, updates = self.inner.apply(variables, own, context)
-        if self.stashes is not None:
-            skips = {**skips, self.stashes: outputs}
-        return (WithSkips(outputs, skips) if skips else outputs), updates
-
-    def _split(self, inputs: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
-        """(the layer's own positional inputs, the skips that pass it)."""
-        skips: dict[int, Activation] = {}
-        if self.read_inputs is not None:
-            inputs = positional(self.read_inputs(batch))
-        elif self.passing:
-            ((x, arriving),) = inputs
-            inputs, skips = positional(x), dict(arriving)
+    def split(self, arriving: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
+        """(the positional inputs of the layer itself, the skips that pass it)."""
+        inputs, skips = arriving, dict[int, Activation]()
+        if self.passing:
+            ((x, skips_here),) = arriving
+            inputs, skips = positional(x), dict(skips_here)
         extra = [] if self.pops is None else [skips.pop(self.pops)]
         extra += [] if self.read is None else [_side_input(self.read, batch)]
         if extra:
@@ -215,16 +177,46 @@ class ConnectedLayer(Passing):
         return inputs, skips
 
     @contextmanager
-    def _called_with(self, own: Inputs) -> Iterator[None]:
-        """The context in which the layer is called with `own`: errors describe `own`, if no layer gave just that."""
+    def called_with(self, inputs: Inputs) -> Iterator[None]:
+        """The context in which the layer is called: errors describe its inputs, unless they are a layer's outputs."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
             yield
         except Exception as error:
             if isinstance(error, LayerError) or (len(names) == 1 and not self.passing):
                 raise
-            shown = f"({', '.join(names)}) = {describe(own)}" if len(names) > 1 else describe(own)
+            shown = f"({', '.join(names)}) = {describe(inputs)}" if len(names) > 1 else describe(inputs)
             raise LayerError(f"raised {raised(error)}. It is called with {shown}") from error
+
+
+def _around(layer: AnyLayer, connections: Connections) -> AnyLayer:
+    """A layer with connections. Where skips are under way it takes and gives `WithSkips`."""
+
+    def init(key: jax.Array, arriving: Inputs, batch: Batch) -> LayerVariables:
+        inputs, _ = connections.split(arriving, batch)
+        with connections.called_with(inputs):
+            return layer.init(key, inputs, batch)
+
+    def apply(variables: LayerVariables, arriving: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        inputs, skips = connections.split(arriving, context.batch)
+        with connections.called_with(inputs):
+            outputs, updates = layer.apply(variables, inputs, context)
+        if connections.stashes is not None:
+            skips[connections.stashes] = outputs
+        return (WithSkips(outputs, skips) if skips else outputs), updates
+
+    def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
+        read = None if connections.read is None else no_batch
+        return _around(decoding(layer, takes, size, length), connections._replace(read=read))
+
+    return replace(
+        layer,
+        made_of=("connected", layer.made_of, connections),
+        init=init,
+        apply=apply,
+        decode=decode,
+        reads_batch=connections.read not in (None, no_batch) or layer.reads_batch,
+    )
 
 
 def _side_input(read: Read, batch: Batch) -> PyTree:
@@ -251,7 +243,15 @@ def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]
 
     Args:
       layers: the layers as `connect` gives them.
-      read_inputs: micro-batch -> what the first one is called with.
+      read_inputs: micro-batch -> the inputs of the first one.
     """
-    first = layers[0] if isinstance(layers[0], ConnectedLayer) else ConnectedLayer(layers[0])
-    return [replace(first, read_inputs=read_inputs), *layers[1:]]
+    first = layers[0]
+
+    def init(key: jax.Array, nothing: Inputs, batch: Batch) -> LayerVariables:
+        return first.init(key, positional(read_inputs(batch)), batch)
+
+    def apply(variables: LayerVariables, nothing: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        return first.apply(variables, positional(read_inputs(context.batch)), context)
+
+    made_of = ("reads its inputs", first.made_of, read_inputs)
+    return [replace(first, made_of=made_of, init=init, apply=apply, decode=None, reads_batch=True), *layers[1:]]

@@ -1,20 +1,21 @@
 """`freeze`: keeps parameters that aren't trained in a collection of their own, which is only read.
 
 They have no gradients, no place in the optimiser's state, and nothing is added up for them. The layer inside sees them
-among its parameters, as ever, and so does who asks for the layer's own variables.
+among its parameters, and so do users who ask for the layer's own variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 
-from jpipe.layers.base import Activation, Around, Context, Inputs, Item, LayerError, LayerVariables, Specs
+from jpipe.layers.base import AnyLayer, LayerError, LayerVariables, Specs
 from jpipe.layers.connections import Marked
+from jpipe.layers.decode_mode import decoding
 from jpipe.layers.shared import Shared, Use
-from jpipe.types import Batch, PyTree
+from jpipe.types import PyTree
 
 Where = Callable[[str], bool]
 """From a parameter's path in its layer, such as "attention/query/kernel", to whether it is frozen."""
@@ -25,7 +26,7 @@ FROZEN = "frozen"
 
 @dataclass(frozen=True)
 class Frozen:
-    """A user's layer with frozen parameters: what `freeze` returns."""
+    """A user's layer with frozen parameters, as `freeze` returns it."""
 
     layer: object
     where: Where
@@ -56,78 +57,56 @@ def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
     return replace(layer, layer=freeze(layer.layer, where)) if isinstance(layer, Marked) else Frozen(layer, where)
 
 
-@dataclass(frozen=True)
-class FrozenLayer(Around):
-    """A layer of whose parameters some are in the collection `FROZEN`, the others' places being None.
+def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
+    """A layer with some parameters in the collection `FROZEN`; in "params" their places are None.
 
-    The inner layer has them all in "params".
+    The layer inside has all of them in "params".
 
-    Attributes:
-      where: which are frozen.
+    Raises:
+      LayerError: it has its values already, and `where` names none of its parameters.
     """
 
-    where: Where
+    def is_frozen(params: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: bool(where(_as_text(path))), params)
 
-    @property
-    def ready(self) -> LayerVariables | None:
-        return None if self.inner.ready is None else self._apart(self._checked(self.inner.ready))
-
-    @property
-    def reads_batch(self) -> bool:
-        return self.inner.reads_batch
-
-    @property
-    def made_of(self) -> Sequence[object]:
-        return type(self.inner), self.inner.made_of, self.where
-
-    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return self._apart(self._checked(self.inner.init(key, inputs, batch)))
-
-    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return self.inner.apply(thawed(variables), inputs, context)
-
-    def to_item(self, variables: LayerVariables) -> Item:
-        """The inner layer's, without what is missing: gradients have nothing that is frozen."""
-        whole = thawed(variables)
-        if FROZEN not in variables and "params" in whole:
-            whole["params"] = _without_holes(whole["params"])
-        return self.inner.to_item(whole)
-
-    def from_item(self, item: Item) -> LayerVariables:
-        return self._apart(self.inner.from_item(item))
-
-    def partition_specs(self, variables: LayerVariables) -> Specs:
-        """The specs that the inner layer's metadata names, for the parameters of each collection."""
-        whole = thawed(variables)
-        specs = self.inner.partition_specs(whole)
-        is_frozen = jax.tree.leaves(self._frozen(whole.get("params", {})))
-        known = list(zip(specs.get("params", []), is_frozen, strict=True))
-        apart = {name: [spec for spec, is_ in known if is_ == (name == FROZEN)] for name in ("params", FROZEN)}
-        return {name: apart.get(name, specs.get(name, [])) for name in variables}
-
-    def _apart(self, variables: LayerVariables) -> LayerVariables:
-        """The variables with frozen parameters in their own collection."""
+    def apart(variables: LayerVariables) -> LayerVariables:
         if FROZEN in variables:
             raise LayerError(
                 f"has a collection {FROZEN!r} of its own; don't freeze it, or give that another name (variables of a "
                 "frozen layer have all parameters in 'params', as its library has them)"
             )
         params = variables.get("params", {})
-        frozen = self._frozen(params)
-        only = lambda wanted: jax.tree.map(lambda leaf, is_: leaf if is_ == wanted else None, params, frozen)
+        flags = is_frozen(params)
+        only = lambda wanted: jax.tree.map(lambda leaf, flag: leaf if flag == wanted else None, params, flags)
         return variables | {"params": only(False), FROZEN: only(True)}
 
-    def _checked(self, variables: LayerVariables) -> LayerVariables:
-        """All of the inner layer's variables, of which some parameter has to be frozen."""
+    def new(variables: LayerVariables) -> LayerVariables:
+        """New variables apart, some parameter of which has to be frozen."""
         params = variables.get("params", {})
-        if not any(jax.tree.leaves(self._frozen(params))) and jax.tree.leaves(params):
+        if jax.tree.leaves(params) and not any(jax.tree.leaves(is_frozen(params))):
             paths = parameter_paths(params)
             raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
-        return variables
+        return apart(variables)
 
-    def _frozen(self, params: PyTree) -> PyTree:
-        """For each parameter whether it is frozen."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: bool(self.where(_as_text(path))), params)
+    def partition_specs(variables: LayerVariables) -> Specs:
+        whole = thawed(variables)
+        specs = layer.partition_specs(whole)
+        flags = jax.tree.leaves(is_frozen(whole.get("params", {})))
+        flagged = list(zip(specs.get("params", []), flags, strict=True))
+        parts = {name: [spec for spec, flag in flagged if flag == (name == FROZEN)] for name in ("params", FROZEN)}
+        return {name: parts.get(name, specs.get(name, [])) for name in variables}
+
+    return replace(
+        layer,
+        made_of=("frozen", layer.made_of, where),
+        init=lambda key, inputs, batch: new(layer.init(key, inputs, batch)),
+        apply=lambda variables, inputs, context: layer.apply(thawed(variables), inputs, context),
+        to_item=lambda variables: layer.to_item(_without_missing(variables)),
+        from_item=lambda item: apart(layer.from_item(item)),
+        partition_specs=partition_specs,
+        decode=lambda takes, size, length: frozen_layer(decoding(layer, takes, size, length), where),
+        ready=None if layer.ready is None else new(layer.ready),
+    )
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -142,14 +121,21 @@ def _as_text(path: tuple[object, ...]) -> str:
 
 
 def thawed(variables: LayerVariables) -> LayerVariables:
-    """A layer's variables with what is frozen among the parameters; places that nothing is known of are None."""
-    is_hole = lambda x: x is None
-    given = [variables[name] for name in ("params", FROZEN) if name in variables]
-    if not given:
+    """A layer's variables with frozen parameters among the others; a parameter that is in neither place is None."""
+    trees = [variables[name] for name in ("params", FROZEN) if name in variables]
+    if not trees:
         return variables
-    joined = jax.tree.map(lambda *found: next((x for x in found if x is not None), None), *given, is_leaf=is_hole)
+    first_value = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
     others = {name: tree for name, tree in variables.items() if name not in ("params", FROZEN)}
-    return {"params": joined, **others}
+    return {"params": jax.tree.map(first_value, *trees, is_leaf=lambda x: x is None), **others}
+
+
+def _without_missing(variables: LayerVariables) -> LayerVariables:
+    """The variables of the layer inside, without frozen parameters if these are missing, as they are of gradients."""
+    whole = thawed(variables)
+    if FROZEN not in variables and "params" in whole:
+        whole["params"] = _without_holes(whole["params"])
+    return whole
 
 
 def _without_holes(tree: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
-from jpipe.layers.decode_mode import CACHE, decoding, keeps_cache
+from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import (
     Constants,
@@ -84,7 +84,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     with suppress(Exception):
         jaxprs[EVALUATION], results[EVALUATION] = call(None)
     first = next(iter(jax.tree.leaves(group.takes)), None)
-    if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and keeps_cache(layer):
+    if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and layer.keeps_cache:
         with suppress(Exception):  # it can't decode such sequences, which `generate` will say
             decoder = decoding(layer, group.takes, *first.shape[:2])
             jaxprs[DECODE], made = trace_init(decoder, key_shape(), group.takes, batch)

@@ -18,10 +18,9 @@ from jax.experimental import io_callback
 
 from jpipe.jaxprs.rewriting import uses
 from jpipe.jaxprs.tracing import trace
-from jpipe.layers.base import AnyLayer, LayerError, describe, innermost
+from jpipe.layers.base import AnyLayer, LayerError, describe
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
-from jpipe.layers.flax import dropouts_of
 from jpipe.layers.frozen import FROZEN
 from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import how_to_share
@@ -150,7 +149,7 @@ def _trace_layer(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
             )
-        with dropouts_of(innermost(layer)) as dropouts:
+        with layer.dropouts() as dropouts:
             jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
         _check_updates(variables, updates, jaxpr)
         asked = layer.partition_specs(variables)

@@ -1,0 +1,278 @@
+"""Adapts `flax.nnx` modules, which hold their variables; these become a dict of collections by variable type.
+
+Random number streams are seeded from the one key that a layer gets for a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from jpipe.jaxprs.tracing import no_mesh
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
+from jpipe.layers.decode_mode import CACHE, token_by_token
+from jpipe.layers.fingerprint import ShownByTraces, values_within
+from jpipe.layers.flax import NO_KEY, SOWN, as_collections, check_method, dropout_in_words
+from jpipe.layers.functions import mode_arguments, signature_of
+from jpipe.layers.shared import Method
+from jpipe.seam.flax_inside import collection_of, unsharded_creation
+from jpipe.seam.inside import raised, shortened
+from jpipe.types import Batch, Leaf, Shapes
+
+Module = TypeVar("Module")
+
+ARRAYS = "arrays"
+"""The collection of the arrays that modules hold without an `nnx.Variable` around them (masks, tables)."""
+
+Factory = Callable[..., object]
+"""A user's function `rngs -> module`; whether it makes a module is checked when it is called."""
+
+
+def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> AnyLayer:
+    """Adapts a module that has its values already.
+
+    Args:
+      module: the module.
+      index: the layer's, for errors.
+      method: the name of the method to be called instead of `__call__`.
+
+    Raises:
+      TypeError: the method is a function.
+      ValueError: the module has no such method.
+    """
+    graphdef, state = nnx.split(module)
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    calls, ready = _Calls(graphdef, template, method), _collections(state)
+
+    def copy(rngs: nnx.Rngs) -> nnx.Module:
+        """A module for decode mode, with zeros for values: `ready` stays where it is."""
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), ready)
+        return nnx.merge(graphdef, calls.state(zeros, None))
+
+    layer = _adapted(calls, copy, index)
+    return replace(layer, made_of=("ready", layer.made_of), init=lambda *_: ready, ready=ready)
+
+
+def layer_of_factory(factory: Factory, index: int, method: Method | None, writes: tuple[str, ...] = ()) -> AnyLayer:
+    """Adapts a factory `lambda rngs: Module(..., rngs=rngs)`; it is traced here, and computes nothing.
+
+    Args:
+      factory: `rngs -> module`.
+      index: the layer's, for errors.
+      method: the name of the method to be called instead of `__call__`.
+      writes: the collections of which the module gives new values in evaluation too.
+
+    Raises:
+      TypeError: it makes no nnx module, or one that hides an array from nnx; or the method is a function.
+      ValueError: the module has no such method.
+    """
+
+    def make(key: jax.Array) -> tuple[nnx.GraphDef[nnx.Module], nnx.State]:
+        try:
+            with unsharded_creation():
+                module = factory(rngs=nnx.Rngs(key))
+        except TypeError as error:
+            remedy = "it is called with rngs alone, which it hands on, as in lambda rngs: Block(width, rngs=rngs)"
+            raise TypeError(f"layers[{index}] raised {raised(error)}; {remedy}") from shortened(error)
+        if not isinstance(module, nnx.Module):
+            made = type(module).__name__
+            raise TypeError(f"layers[{index}] takes rngs, so it should make an nnx module, but it returned {made}")
+        return nnx.split(_mark_arrays(module))
+
+    with no_mesh():
+        closed, (graphdef, template) = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
+    if any(isinstance(value, Tracer) for value in values_within(graphdef)):
+        raise TypeError(
+            f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
+            "make the array an attribute of the module, or make it in __call__"
+        )
+    constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
+
+    # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.
+    initial_values = ShownByTraces(f"{closed} {constants}")
+    layer = _adapted(_Calls(graphdef, template, method, writes), factory, index)
+    return replace(layer, made_of=("made", initial_values, layer.made_of))
+
+
+def _adapted(calls: _Calls, factory: Factory, index: int) -> AnyLayer:
+    """Adapts a module that is ready or made by a factory, but for the values that it starts from.
+
+    Args:
+      calls: the ways in which it is called.
+      factory: makes the module anew, for `init` and for decode mode.
+      index: the layer's, for errors.
+    """
+    variables = nnx.to_flat_state(calls.template)
+    types = [type(v) for _, v in variables if not isinstance(v, nnx.Param | nnx.RngState)]
+    shapes = [(path, _value(v).shape, _value(v).dtype) for path, v in variables]
+    module = nnx.merge(calls.graphdef, calls.template)
+    parts = [part for _, part in nnx.iter_graph(module)]
+    # None of a method, which may call only some of the parts.
+    dropouts = [words for part in parts for words in dropout_in_words(part) if calls.method is None]
+    name = type(module).__name__
+    if callable(calls.method):
+        raise TypeError(f"layers[{index}] uses {name} through a function; name one of its methods")
+    check_method(type(module), name, calls.method, index)
+
+    def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+        with unsharded_creation():
+            return _collections(nnx.state(_mark_arrays(factory(rngs=nnx.Rngs(key)))))
+
+    def decode(takes: Shapes, size: int, length: int) -> AnyLayer:
+        make = functools.partial(_with_caches, factory, takes, size, length)
+        return token_by_token(layer_of_factory(make, index, calls.method, writes=(CACHE,)), length)
+
+    return AnyLayer(
+        name=name,
+        made_of=("nnx", calls.method, calls.graphdef, shapes),
+        init=init,
+        apply=calls.apply,
+        bind=calls.bind,
+        from_item=as_collections,
+        partition_specs=calls.partition_specs,
+        decode=decode,
+        keeps_cache=any(callable(getattr(part, "init_cache", None)) for part in parts),
+        dropouts=lambda: nullcontext(dropouts),
+        variable_types={kind: _collection(kind) for kind in types},
+    )
+
+
+def _with_caches(factory: Factory, takes: Shapes, size: int, length: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Makes a module of which all parts are in decode mode, with caches of their own dtype, or of what they take."""
+    module = factory(rngs=rngs)
+    assert isinstance(module, nnx.Module)
+    no_method = lambda _, part: not callable(getattr(part, "decode", None))  # a table's method `decode` is no mode
+    module.set_attributes(no_method, decode=True, raise_if_not_found=False)
+    first = jax.tree.leaves(takes)[0]
+    taken = first.dtype if jnp.issubdtype(first.dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    for _, part in nnx.iter_graph(module):
+        init_cache = getattr(part, "init_cache", None)
+        if callable(init_cache):
+            dtype = {"dtype": getattr(part, "dtype", None) or taken} if "dtype" in signature_of(init_cache) else {}
+            init_cache((size, length, *(first.shape[2:] or (1,))), **dtype)
+    return module
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The ways in which a module is called.
+
+    Attributes:
+      graphdef: the module without its state.
+      template: the state with ShapeDtypeStructs as leaves: paths, variable types and metadata.
+      method: the name of the method to be called instead of `__call__`.
+      writes: the collections of which it gives new values in evaluation too.
+    """
+
+    graphdef: nnx.GraphDef[nnx.Module]
+    template: nnx.State
+    method: Method | None
+    writes: tuple[str, ...] = ()
+
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        """Merges a fresh module, sets its mode, calls it, and splits its state again."""
+        key, train, _ = context
+        state = self.state(variables, key)
+        module = nnx.merge(self.graphdef, state)
+        module.train() if train else module.eval()
+        function, drawn = self._function(module), _counts(state)
+        outputs = function(*inputs, **mode_arguments(function, train))
+        after = nnx.state(_mark_arrays(module))
+        if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
+            raise LayerError(NO_KEY)
+        collections = _collections(after)
+        if lost := [name for name in collections if train and name not in (*variables, "intermediates")]:
+            raise LayerError(f"makes the collection {lost[0]!r} in training, as {SOWN}")
+        written = [name for name in collections if name in variables and name != "params"]
+        return outputs, {name: collections[name] for name in written if train or name in self.writes}
+
+    def _function(self, module: nnx.Module) -> Callable[..., Activation]:
+        return getattr(module, self.method) if isinstance(self.method, str) else module
+
+    def state(self, variables: LayerVariables, key: jax.Array | None) -> nnx.State:
+        """The module's whole state: the variables, and random number streams that start from `key`."""
+        seed, numbers = jax.random.key(0) if key is None else key, itertools.count()
+        filled = []
+        for path, variable in nnx.to_flat_state(self.template):
+            if isinstance(variable, nnx.RngKey):
+                value = _stream_key(variable, jax.random.fold_in(seed, next(numbers)))
+            elif isinstance(variable, nnx.RngState):
+                value = jnp.zeros(_value(variable).shape, _value(variable).dtype)
+            else:
+                value = functools.reduce(lambda tree, name: tree[name], path, variables[_collection(type(variable))])
+            filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
+        return nnx.from_flat_state(filled)
+
+    def partition_specs(self, variables: LayerVariables) -> Specs:
+        """The axes that `nnx.with_partitioning` names, translated by the rules in context and the variable's own."""
+        try:
+            specs = _collections(nnx.get_partition_spec(self.template))
+        except ValueError as error:
+            raise LayerError(f"names axes that its rules can't translate. Flax says: {error}") from error
+        leaves = lambda tree: jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+        return {name: [spec or PartitionSpec() for spec in leaves(tree)] for name, tree in specs.items()}
+
+    def bind(self, item: Item) -> Callable[..., Activation]:
+        """Returns the module itself, in evaluation mode, or its method."""
+        module = nnx.merge(self.graphdef, self.state(as_collections(item), None))
+        module.eval()
+        return self._function(module)
+
+
+def _stream_key(variable: nnx.RngKey, key: jax.Array) -> jax.Array:
+    """`key` in the form in which a module keeps it."""
+    if not jnp.issubdtype(_value(variable).dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key)  # modules of the older style keep raw keys
+    shape = _value(variable).shape
+    return jax.random.split(key, shape) if shape else key  # one key for each copy of a vmapped module
+
+
+def _mark_arrays(module: Module) -> Module:
+    """Marks traced arrays of the module that are no Variables as data, which nnx does only for arrays with values.
+
+    Without the mark nnx takes a traced array for a part of the graph definition, where it outlives its trace.
+    """
+    for node in [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]:
+        for name, value in vars(node).items():
+            if not nnx.is_data(value) and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+                setattr(node, name, nnx.data(value))
+    return module
+
+
+def _value(variable: nnx.Variable | Leaf) -> Leaf:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _collection(kind: type) -> str:
+    """The collection of variables of a type, or of bare arrays."""
+    if not issubclass(kind, nnx.Variable):
+        return ARRAYS
+    if issubclass(kind, nnx.Param):  # also of a user's subclass, such as LoRAParam
+        return "params"
+    return collection_of(kind)
+
+
+def _collections(state: nnx.State) -> LayerVariables:
+    """`{collection: nested dict by path}` of every variable that is no random number state."""
+    variables: dict[str, dict[tuple, Leaf]] = {}
+    for path, variable in nnx.to_flat_state(state):
+        if not isinstance(variable, nnx.RngState):
+            variables.setdefault(_collection(type(variable)), {})[path] = _value(variable)
+    return {name: unflatten_dict(tree) for name, tree in variables.items()}
+
+
+def _counts(state: nnx.State) -> dict[tuple, Leaf]:
+    """How often each random number stream was drawn from, by path."""
+    return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}

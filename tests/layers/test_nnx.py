@@ -1,0 +1,165 @@
+"""NNX modules as layers, ready or made by factories."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jpipe
+from cases import assert_close, assert_equal
+from jpipe.layers.adapt import as_layers
+from jpipe.layers.base import Context, is_same
+
+X = np.ones((2, 4), np.float32)
+
+
+def adapt(layer):
+    return as_layers([layer])[0]
+
+
+def test_nnx_item_is_a_pure_dict(key):
+    layer = adapt(lambda rngs: nnx.Linear(4, 3, rngs=rngs))
+    variables = layer.init(key, (X,), None)
+    module = nnx.Linear(4, 3, rngs=nnx.Rngs(key))
+    assert_equal(variables, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
+    assert_close(layer.bind(variables)(X), module(X))
+    assert layer.ready is None
+
+
+def test_ready_nnx_module_keeps_its_values(key):
+    module = nnx.Linear(4, 3, rngs=nnx.Rngs(7))
+    layer = adapt(module)
+    assert_equal(layer.ready, {"params": {"kernel": module.kernel[...], "bias": module.bias[...]}})
+    assert_equal(layer.init(key, (X,), None), layer.ready)
+
+
+def test_the_users_nnx_module_is_not_changed():
+    module = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    layer = adapt(module)
+    before = np.asarray(module.mean[...])
+    _, updates = layer.apply(layer.ready, (3 * X,), Context(None, True))
+    assert not np.array_equal(updates["batch_stats"]["mean"], before)
+    assert_equal(np.asarray(module.mean[...]), before)
+    assert module.use_running_average is False
+
+
+def test_two_nnx_streams_of_one_layer_differ(key):
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.first(x), self.second(x)
+
+    (a, b), _ = adapt(lambda rngs: Two(rngs)).apply({}, (np.ones((20, 20), np.float32),), Context(key, True))
+    assert not np.array_equal(a, b)
+
+
+def test_parameters_of_types_of_their_own_are_parameters():
+    """A regression: LoRA's were state, and never trained."""
+
+    def make(rngs):
+        return nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+
+    (layer,) = as_layers([make])
+    variables = layer.init(jax.random.key(0), (jnp.ones((1, 4), jnp.float32),), None)
+    assert set(variables) == {"params"}
+    assert set(variables["params"]) == {"base_module", "lora_a", "lora_b"}
+    outputs, _ = layer.apply(variables, (jnp.ones((1, 4), jnp.float32),), Context(None, True))
+    expected = make(nnx.Rngs(jax.random.key(0)))(jnp.ones((1, 4), jnp.float32))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-6)
+
+
+class NnxConstant(nnx.Module):
+    def __init__(self, c):
+        self.c = c
+
+    def __call__(self, x):
+        return x * jnp.copysign(1.0, jnp.asarray(self.c, jnp.float32))
+
+
+def test_nnx_modules_of_other_bits_are_other_layers():
+    """A regression, as above."""
+    for a, b, same in [(0.0, -0.0, False), (1, True, False), (float("nan"), float("nan"), True), (2.0, 2.0, True)]:
+        first, second = as_layers([NnxConstant(a), NnxConstant(b)])
+        assert is_same(first, second) is same
+
+
+class Masked(nnx.Module):
+    """Holds arrays that are no Variables, as masks and rotary tables are."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.mask = jnp.tril(jnp.ones((4, 4), jnp.float32))
+        self.order = np.asarray([3, 2, 1, 0])
+        self.tables = nnx.data((jnp.full(4, -jnp.inf), {"random": jax.random.normal(rngs.params(), (4,))}))
+
+    def __call__(self, x):
+        x = jnp.where(self.mask[0] > 0, self.linear(x) @ self.mask, 1.0)[:, self.order]
+        return x * jnp.exp(self.tables[0]) + self.tables[1]["random"] * x
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_arrays_in_nnx_modules(ready):
+    """A regression: `init` of a factory passed, then UnexpectedTracerError; a ready module was refused."""
+    modules = [Masked(nnx.Rngs(seed)) for seed in range(2)]
+    layers = modules if ready else [lambda rngs: Masked(rngs) for _ in range(2)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=2, balance="even")
+    assert is_same(as_layers(layers)[0], as_layers(layers)[1])
+    variables = pipe.init(jax.random.key(0), X)
+    trees = pipe.layer_variables(variables)
+    assert_equal(trees[1]["arrays"]["mask"], jnp.tril(jnp.ones((4, 4), jnp.float32)))
+    assert not np.array_equal(*(tree["arrays"]["tables"][1]["random"] for tree in trees))
+    (loss, updates), grads = pipe.value_and_grad(variables, X)
+    assert_equal(updates["arrays"], variables["arrays"], "what isn't written stays")
+    x = X
+    for module in pipe.modules(variables):
+        x = module(x)
+    assert_close(pipe.apply(variables, X), x)
+    assert_close(loss, jnp.mean(x))
+    assert set(grads) == set(variables["params"])
+    assert_equal(pipe.from_layer_variables(trees), variables)
+    if ready:
+        assert_equal(trees[1]["arrays"]["tables"][1]["random"], modules[1].tables[1]["random"])
+
+
+def test_an_array_out_of_sight_in_an_nnx_factory():
+    """A regression: an UnexpectedTracerError in the first step."""
+
+    class Hidden(nnx.Module):
+        def __init__(self, rngs):
+            mask = jnp.ones(4)
+            self.linear, self.function = nnx.Linear(4, 4, rngs=rngs), lambda x: x * mask
+
+        def __call__(self, x):
+            return self.function(self.linear(x))
+
+    with pytest.raises(TypeError, match=r"layers\[0\] makes a module that keeps an array where nnx doesn't see it"):
+        as_layers([lambda rngs: Hidden(rngs)])
+
+
+class Kept(nnx.Module):
+    def __init__(self, kind):
+        self.kept = kind(jnp.ones(4))
+
+    def __call__(self, x):
+        return x + self.kept[...]
+
+
+def variable_type(name):
+    return type(name, (nnx.Variable,), {"__module__": "users"})
+
+
+def test_two_variable_types_of_one_name():
+    """A regression: their variables silently shared a collection."""
+    first, second, params = variable_type("State"), variable_type("State"), variable_type("params")
+    both = r"layers\[1\] \(Kept\) has variables of the type users\.State, .* 'State', as that of users\.State; give one"
+    with pytest.raises(ValueError, match=both):
+        as_layers([lambda rngs: Kept(first), Kept(second)])
+    with pytest.raises(
+        ValueError, match=r"layers\[0\] .* would be 'params', as that of flax\.nnx\.\w+\.Param; give one"
+    ):
+        as_layers([Kept(params)])
+    alike = as_layers([Kept(first), Kept(first), lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs)])
+    assert [set(layer.ready) for layer in alike[:2]] == [{"State"}] * 2
