@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.batches.rows import data_shard
-from jpipe.forecasting.hardware import parse_topology
+from jpipe.costs.chips import parse_topology
 from small_pipeline import dense, loss_fn, make
 
 FOLLOWED: set[str] = set()
@@ -52,8 +52,7 @@ def traced(pipe, batch=BATCH, key=None):
 
 def planned(pipe, batch=BATCH):
     """A training step as plain data: layers are traced and partitioned."""
-    pipe.planner.plan_for(batch)
-    return pipe.planner.training_step(batch)
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
 
 
 @pytest.fixture(scope="module")
@@ -843,8 +842,8 @@ ELSEWHERE = {
     "bring it to the hosts first: jax.experimental.multihost_utils.process_allgather(array, tiled=True)": (
         "helpers/process_worker.py"
     ),
-    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "execution/test_decoding.py",
-    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "execution/test_decoding.py",
+    "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
+    "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
     "pipe.communication(batch) lists them": "profiling/test_communication.py",

@@ -15,7 +15,7 @@ from etils import epath
 from jax.core import Tracer
 
 from jpipe import __version__
-from jpipe.batches.microbatches import on_all
+from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference
@@ -31,7 +31,7 @@ from jpipe.training.train_state import TrainState
 from jpipe.types import Batch, PyTree
 from jpipe.users_numbers import as_integer
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class Checkpointer:
@@ -73,7 +73,7 @@ class Checkpointer:
             keep = as_integer("keep", keep, "keep at least 1 checkpoint, or None for all")
         self.directory = files.as_path(directory)
         self._manager = files.make_manager(self.directory, keep)
-        self._own: set[int] = set()  # steps restored or saved by this object
+        self._done = set[int]()  # steps restored or saved by this object
         self._damaged: list[int] = []
         self._waiting = "waiting for the last checkpoint"
         self._preemption, self._is_closed = Preemption(), False
@@ -151,7 +151,7 @@ class Checkpointer:
         check_variables(pipe.plan, state.variables)
         contents, step = Contents(pipe.plan.model, state), int(state.step)
         encoded = containers_to_json(position, value_to_json)
-        if step in self._own:
+        if step in self._done:
             return
         if self._damaged:  # out of the way, so that their steps can be saved again
             self.wait()
@@ -176,7 +176,7 @@ class Checkpointer:
             named = take_all(contents, advance)
             with task(self._waiting):
                 files.write(self._manager, step, named, about)
-        self._own.add(step)
+        self._done.add(step)
         self._waiting = f"waiting until step {step} ({in_units(size, 'bytes')}) is on disk"
 
     def _check(self, pipe: Pipeline) -> None:
@@ -197,7 +197,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._own.intersection_update(files.listed(self.directory))  # what wasn't written may be saved again
+            self._done.intersection_update(files.listed(self.directory))  # what wasn't written may be saved again
             whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
@@ -233,9 +233,11 @@ class Checkpointer:
         steps = files.steps_in(self.directory)
         if not steps:
             return None, None
-        step, found, self._damaged = _newest(self.directory, steps, lambda step: self._restored(step, pipe, batch, tx))
-        self._own.add(step)
-        return found
+        step, restored, self._damaged = _newest(
+            self.directory, steps, lambda step: self._restored(step, pipe, batch, tx)
+        )
+        self._done.add(step)
+        return restored
 
     def _restored(
         self, step: int, pipe: Pipeline, batch: Batch, tx: optax.GradientTransformation
@@ -246,9 +248,9 @@ class Checkpointer:
         state = pipe.abstract_state(batch, tx, keys["key"])
         pipe.agreement.check(batch, "init")
         contents = Contents(pipe.plan.model, state)
-        own = contents.description()
-        origin = origin_of(about, own, contents)
-        difference = first_difference(origin.renamed(about, own), own)
+        wanted = contents.description()
+        origin = origin_of(about, wanted, contents)
+        difference = first_difference(origin.renamed(about, wanted), wanted)
         if difference is not None:
             raise ValueError(
                 f"the checkpoint {directory} doesn't fit this pipeline and optimiser: {difference}; use the same, or "
@@ -290,14 +292,14 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
         about = files.read_about(path / str(step))
         wanted = {name: shape for name, shape in files.shapes_in(about).items() if name[0] == LAYERS}
         with task(f"reading the layers of step {step}"):
-            found = files.read_arrays(path / str(step), wanted)
-        array_of = lambda path: found[tuple(path)]
+            arrays = files.read_arrays(path / str(step), wanted)
+        array_of = lambda path: arrays[tuple(path)]
         return [containers_from_json(layer["item"], array_of) for layer in about["layers"]]
 
     return _newest(path, steps if step is None else [step], read)[1]
 
 
-def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Found]) -> tuple[int, Found, list[int]]:
+def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Value]) -> tuple[int, Value, list[int]]:
     """`(step, what read gives for it, steps that are damaged)` of the first of some steps that can be read.
 
     Raises:
@@ -306,13 +308,13 @@ def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], F
     reasons: dict[int, str] = {}
     for step in steps:
         try:
-            found = read(step)
+            value = read(step)
         except files.DamagedError as error:
             reasons[step] = f"step {step}: {error}"
             continue
         if reasons:
             warn_user(f"{directory}: going on from step {step}, since {'; '.join(reasons.values())}")
-        return step, found, list(reasons)
+        return step, value, list(reasons)
     raise RuntimeError(
         f"none of the checkpoints in {directory} can be read: {'; '.join(reasons.values())}; to start anew, choose "
         "another directory"

@@ -37,23 +37,23 @@ def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Le
         if len(children) == 1 and not children[0][0]:
             return {"leaf": leaf_to_json(path, node)}
         keys = [key for (key,), _ in children]
-        found = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
+        items = [convert((*path, name_of(key)), child) for key, (_, child) in zip(keys, children, strict=True)]
         if isinstance(node, list) or type(node) is tuple:
-            return {"list" if isinstance(node, list) else "tuple": found}
-        return {"dict": [[_key_to_json(path, key), child] for key, child in zip(keys, found, strict=True)]}
+            return {"list" if isinstance(node, list) else "tuple": items}
+        return {"dict": [[_key_to_json(path, key), child] for key, child in zip(keys, items, strict=True)]}
 
     return convert((), tree)
 
 
 def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | bool:
     """A dict's key itself, of another container the name of its field; `path` leads to the container."""
-    found = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
-    if type(found) not in (str, int, float, bool):
+    value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
+    if type(value) not in (str, int, float, bool):
         raise TypeError(
-            f"a dict at {'/'.join(path) or 'the root'} has the key {found!r}; in a checkpoint keys are strings or "
+            f"a dict at {'/'.join(path) or 'the root'} has the key {value!r}; in a checkpoint keys are strings or "
             "numbers"
         )
-    return found
+    return value
 
 
 def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf]) -> PyTree:

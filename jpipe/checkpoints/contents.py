@@ -19,11 +19,11 @@ by which two models are told apart, and a layer's own tree put together again wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jpipe.model.groups import Model
 from jpipe.training.train_state import TrainState
 from jpipe.types import Leaf, PyTree
 
+Value = TypeVar("Value")
 Path = tuple[str, ...]
 Named = dict[Path, Leaf]
 """Arrays, or their shapes, by path."""
@@ -68,12 +69,12 @@ class NamedRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all of them."""
+        """The bytes of all arrays of the record."""
         return sum(shape.size * shape.dtype.itemsize for shape in self.named.values())
 
     def part(self, item: str) -> NamedRecord:
         """The record with the trees of `LAYERS` or of `OPTIMIZER` alone."""
-        return replace(self, shapes={name: own for name, own in self.shapes.items() if name.startswith(f"{item}/")})
+        return replace(self, shapes=trees_of(item, self.shapes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +109,8 @@ class Contents:
     @cached_property
     def leaves(self) -> dict[Path, Leaf | StageTree]:
         """All that the state holds, in its order, by the path that names it: `(step,)`, `(optimizer, 0, mu)`."""
-        found = jax.tree_util.tree_leaves_with_path(self.state, is_leaf=_is_tree)
-        return {_path_of(keys): leaf for keys, leaf in found}
+        leaves = jax.tree_util.tree_leaves_with_path(self.state, is_leaf=_is_tree)
+        return {_path_of(keys): leaf for keys, leaf in leaves}
 
     @cached_property
     def trees(self) -> dict[Path, StageTree]:
@@ -155,7 +156,7 @@ class Contents:
     @cached_property
     def each_record(self) -> list[NamedRecord]:
         """The arrays of each layer, or of those that share them, in the order of layers."""
-        found, arrays, layouts = [], self.arrays, self.records.layouts
+        records, arrays, layouts = [], self.arrays, self.records.layouts
         for v, j, users in self.records.places:
             shapes, leaves = {}, self.records.leaves(v)
             for path in self.trees:
@@ -163,17 +164,17 @@ class Contents:
                     # An optimiser may keep other dtypes than the parameters'.
                     dtypes = [arrays[name][buffer].dtype for buffer in layouts[name].storage.record_types[v].buffers]
                     pairs = zip(leaves[name], dtypes, strict=True)
-                    own = [known.leaf.update(dtype=dtype, sharding=known.sharding) for known, dtype in pairs]
-                    shapes[name] = dict(zip(self._paths(path, v, users[0]), own, strict=True))
-            found.append(NamedRecord(v, j, users, shapes))
-        return found
+                    structs = [slot.leaf.update(dtype=dtype, sharding=slot.sharding) for slot, dtype in pairs]
+                    shapes[name] = dict(zip(self._paths(path, v, users[0]), structs, strict=True))
+            records.append(NamedRecord(v, j, users, shapes))
+        return records
 
     def _paths(self, tree: Path, record_type: int, layer: int) -> Iterator[Path]:
         """The names of a record's leaves in a tree, in the order of the leaves."""
-        treedef, own = self.trees[tree].layout.treedefs[record_type], self.layer_name(layer)
-        numbered, prefix = jax.tree.unflatten(treedef, range(treedef.num_leaves)), (*tree, own)
+        treedef, name = self.trees[tree].layout.treedefs[record_type], self.layer_name(layer)
+        numbered, prefix = jax.tree.unflatten(treedef, range(treedef.num_leaves)), (*tree, name)
         if tree[0] == LAYERS:  # as the layer's own library names them, without metadata boxes
-            numbered, prefix = self._unboxed(layer, {tree[1]: numbered}).get(tree[1], numbered), (LAYERS, own, tree[1])
+            numbered, prefix = self._unboxed(layer, {tree[1]: numbered}).get(tree[1], numbered), (LAYERS, name, tree[1])
         for number, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(numbered)):
             assert leaf == number, "another order than that of the leaves"
             yield (*prefix, *map(name_of, keys))
@@ -189,14 +190,14 @@ class Contents:
         Raises:
           ValueError: orbax, which joins paths with ".", would give two the same name.
         """
-        found, seen = dict(self.without_layer), set()
+        shapes, names = dict(self.without_layer), set()
         for record in self.each_record:
-            found |= record.named
-        for path in found:
-            if ".".join(path) in seen:
+            shapes |= record.named
+        for path in shapes:
+            if ".".join(path) in names:
                 raise ValueError(f"two arrays would be called {'.'.join(path)} in a checkpoint; rename one")
-            seen.add(".".join(path))
-        return found
+            names.add(".".join(path))
+        return shapes
 
     def description(self) -> dict[str, Json]:
         """The layers and the arrays, by which two models are told apart, as JSON.
@@ -208,8 +209,8 @@ class Contents:
         layers = []
         for i in range(self.model.num_layers):
             group = self.model.group_at(i)
-            own = {n: self._named(records[i], n) for n in self.state.variables if n in group.variables}
-            item = containers_to_json(group.layer.to_item(self._unboxed(i, own)), lambda _, leaf: list(leaf.path))
+            trees = {name: self._named(records[i], name) for name in self.state.variables if name in group.variables}
+            item = containers_to_json(group.layer.to_item(self._unboxed(i, trees)), lambda _, leaf: list(leaf.path))
             stored = self.layer_name(records[i].users[0]) if i in records else None
             layers.append({"name": self.layer_name(i), "stored": stored, "item": item})
         named = self.shapes() | self.random_keys
@@ -217,15 +218,20 @@ class Contents:
         return {"layers": layers, "arrays": arrays}
 
     def _named(self, record: NamedRecord, collection: str) -> PyTree:
-        """A layer's tree of a collection with names as leaves."""
+        """A layer's tree of a collection, with the paths of its arrays as leaves."""
         treedef = self.state.variables[collection].layout.treedefs[record.record_type]
         return jax.tree.unflatten(treedef, map(PathLeaf, record.shapes.get(f"{LAYERS}/{collection}", ())))
 
 
 @lru_cache(maxsize=4)
 def _records_of(layouts: tuple[tuple[str, Layout], ...]) -> Records:
-    """The same object for the same layouts, since it keeps what was compiled for them."""
+    """Returns the same object for the same layouts, since it keeps the functions that were compiled for them."""
     return Records(dict(layouts))
+
+
+def trees_of(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
+    """The values that belong to trees of an item, `LAYERS` or `OPTIMIZER`."""
+    return {name: value for name, value in by_tree.items() if name.startswith(f"{item}/")}
 
 
 def _path_of(keys: tuple[PathKey, ...]) -> Path:
@@ -252,16 +258,16 @@ class PathLeaf:
     path: Path
 
 
-def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None:
+def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | None:
     """The first difference between two models' descriptions, in words; None if there is none.
 
     Args:
       saved: the checkpoint's.
-      own: the pipeline's.
+      wanted: the pipeline's.
     """
-    for there, here in zip_longest(saved["layers"], own["layers"], fillvalue={}):
+    for there, here in zip_longest(saved["layers"], wanted["layers"], fillvalue={}):
         if not there or not here:
-            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(own['layers'])} in the pipeline"
+            counts = f"{len(saved['layers'])} layers in the checkpoint, {len(wanted['layers'])} in the pipeline"
             whose = "the checkpoint" if there else "the pipeline"
             return f"only {whose} has the layer {(there or here)['name']} ({counts})"
         if there["name"] != here["name"]:
@@ -269,13 +275,10 @@ def first_difference(saved: dict[str, Json], own: dict[str, Json]) -> str | None
         if there["stored"] != here["stored"]:
             one = f"one that shares its variables with {there['stored']}" if there["stored"] else "without variables"
             return f"layer {here['name']} is {one} in the checkpoint"
-    arrays = [{"/".join(path): (dtype, shape) for path, dtype, shape in told["arrays"]} for told in (saved, own)]
-    for name in sorted({*arrays[0], *arrays[1]}):
-        there, here = (_in_words(known.get(name)) for known in arrays)
+    in_words = lambda arrays: {"/".join(path): f"{dtype}{shape}" for path, dtype, shape in arrays}
+    saved_arrays, wanted_arrays = in_words(saved["arrays"]), in_words(wanted["arrays"])
+    for name in sorted({*saved_arrays, *wanted_arrays}):
+        there, here = saved_arrays.get(name, "missing"), wanted_arrays.get(name, "missing")
         if there != here:
             return f"{name} is {there} in the checkpoint and {here} in the pipeline"
     return None
-
-
-def _in_words(array: tuple[str, list[int]] | None) -> str:
-    return "missing" if array is None else f"{array[0]}{array[1]}"

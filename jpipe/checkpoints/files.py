@@ -33,7 +33,7 @@ class DamagedError(Exception):
 
 
 def as_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """A user's directory, absolute as orbax wants it; one of a cloud store as it is.
+    """Makes a user's directory absolute, as orbax wants it; one of a cloud store stays as it is.
 
     Raises:
       ValueError: the name is empty.
@@ -45,7 +45,7 @@ def as_path(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManager:
-    """Orbax's manager of a directory, which is made if it isn't there; what an interrupted save left is removed.
+    """Makes orbax's manager of a directory, and the directory too; removes the leftovers of interrupted saves.
 
     Raises:
       OSError: the directory can't be written, or not all processes see it.
@@ -65,7 +65,7 @@ def make_manager(directory: epath.Path, keep: int | None) -> ocp.CheckpointManag
 
 
 def _check_shared(directory: epath.Path) -> None:
-    """Makes the directory, and a file in it, which all processes have to see before it is removed."""
+    """Makes the directory, and checks by a file in it that all processes see the same one."""
     probe = directory / ".jpipe_probe"
 
     def make() -> None:
@@ -82,31 +82,31 @@ def _check_shared(directory: epath.Path) -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def _of_all(mine: int) -> list[int]:
-    """A number of each process; these wait for each other here."""
-    return [mine] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(mine)).tolist()
+def _of_all(number: int) -> list[int]:
+    """Returns the number of each process; they wait for each other here."""
+    return [number] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(number)).tolist()
 
 
 def if_all_can(work: Callable[[], Result]) -> Result:
-    """The result of `work`, if it succeeds in all processes; nobody is left waiting for one where it fails.
+    """Returns the result of `work` if it succeeds in all processes; where it fails in one, all raise an error.
 
     Raises:
       Exception: what it raised here.
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
-    found, raised = [], None
+    results, raised = [], None
     try:
-        found.append(work())
+        results.append(work())
     except Exception as error:
         raised = error
-    mine = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
-    worst = max(_of_all(mine))
-    if raised is not None and mine == worst:
+    severity = 0 if raised is None else 1 if isinstance(raised, DamagedError) else 2
+    worst = max(_of_all(severity))
+    if raised is not None and severity == worst:
         raise raised
     if worst:
         raise (DamagedError if worst == 1 else RuntimeError)("another process raised an error here; see what it says")
-    return found[0]
+    return results[0]
 
 
 def first_does(work: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) 
 
 @contextmanager
 def _reading(what: epath.Path) -> Iterator[None]:
-    """Errors of orbax and of files that aren't there as `DamagedError`; others as they are, since they may pass."""
+    """Turns errors of orbax and of missing files into `DamagedError`; others stay, since they may pass."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -162,22 +162,22 @@ def read_about(directory: epath.Path) -> Json:
 
 
 def shapes_in(about: Json) -> Named:
-    """The arrays that a checkpoint says it holds, as shapes by path; without random keys, which it says itself."""
+    """The arrays in a checkpoint as shapes by path, without random keys, which its description holds itself."""
     arrays = [(tuple(path), dtype, shape) for path, dtype, shape in about["arrays"] if not dtype.startswith("key")]
     return {path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, dtype, shape in arrays}
 
 
 def read_arrays(directory: epath.Path, shapes: Named) -> Named:
-    """Some of a checkpoint's arrays.
+    """Reads some of a checkpoint's arrays.
 
     Args:
       directory: a step's.
-      shapes: for each, by path, shape and dtype, and a sharding; without one it is read to the host.
+      shapes: shape, dtype and sharding of each, by path; an array without a sharding is read to the host.
 
     Raises:
       DamagedError: they can't be read.
     """
-    found: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
+    arrays: Named = {path: np.zeros(shape.shape, shape.dtype) for path, shape in shapes.items() if not shape.size}
     for item in (LAYERS, OPTIMIZER):
         wanted = {path[1:]: shape for path, shape in shapes.items() if path[0] == item and shape.size}
         if wanted:
@@ -189,25 +189,25 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
                 for path, array in ocp.tree.to_flat_dict(restored).items():
                     if isinstance(array, jax.ShapeDtypeStruct):  # orbax leaves it where there is no array
                         raise KeyError("/".join(path))
-                    found[item, *path] = array
-    return found
+                    arrays[item, *path] = array
+    return arrays
 
 
 def steps_in(directory: epath.Path) -> list[int]:
-    """The steps of which a directory has a finished checkpoint, damaged ones included, the newest first.
+    """Lists the steps with a finished checkpoint in a directory, the newest first, damaged ones included.
 
-    In a cluster they are those that process 0 sees.
+    In a cluster these are the steps that process 0 sees.
     """
-    found = listed(directory)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(found))))
-    mine = np.array([*found, *[0] * count][:count], np.int32)
-    return multihost_utils.broadcast_one_to_all(mine).tolist()
+    steps = listed(directory)
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    as_many = np.array([*steps, *[0] * count][:count], np.int32)  # process 0's, or of the same shape
+    return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
 def listed(directory: epath.Path) -> list[int]:
-    """`steps_in` as this process sees it."""
-    found = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
-    return sorted((step for step in found if (directory / str(step)).is_dir()), reverse=True)
+    """Lists the same as `steps_in`, as this process sees it."""
+    steps = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
+    return sorted((step for step in steps if (directory / str(step)).is_dir()), reverse=True)
 
 
 def set_aside(directory: epath.Path, steps: Sequence[int]) -> None:

@@ -37,29 +37,29 @@ class Origin:
     fresh: frozenset[Path]
     dropped: frozenset[Path]
 
-    def renamed(self, saved: Json, own: Json) -> Json:
-        """The checkpoint's description as if its pipeline had frozen the same parameters; `own` is the pipeline's."""
-        back = {theirs: mine for mine, theirs in self.names.items()}
+    def renamed(self, saved: Json, wanted: Json) -> Json:
+        """The checkpoint's description as if it had frozen the same parameters as the pipeline, whose is `wanted`."""
+        state_names = {saved_name: name for name, saved_name in self.names.items()}
         arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
-        kept = [[list(back.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
-        return saved | {"arrays": kept + [array for array in own["arrays"] if tuple(array[0]) in self.fresh]}
+        kept = [[list(state_names.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
+        return saved | {"arrays": kept + [array for array in wanted["arrays"] if tuple(array[0]) in self.fresh]}
 
 
-def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
+def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
     """Where a state's arrays come from.
 
     Args:
       saved: the checkpoint's description.
-      own: that of the pipeline.
+      wanted: that of the pipeline.
       contents: of the pipeline's state.
 
     Raises:
       ValueError: an array of the optimiser can't be told apart by parameters; it is named.
     """
-    names = _renamed_parameters(saved, own)
+    names = _renamed_parameters(saved, wanted)
     changed, collections = {path[1] for path in names}, {path[2] for pair in names.items() for path in pair}
     parameters = _parameters(contents, collections)
-    there, here = ({tuple(path): shape for path, _, shape in told["arrays"]} for told in (saved, own))
+    there, here = ({tuple(path): shape for path, _, shape in description["arrays"]} for description in (saved, wanted))
     fresh, dropped = set(), set()
     for path, shape in (there | here).items():
         layer = next((name for name in path if name in changed), None)
@@ -88,15 +88,15 @@ def origin_of(saved: Json, own: Json, contents: Contents) -> Origin:
     return Origin(names, frozenset(fresh), frozenset(dropped))
 
 
-def _renamed_parameters(saved: Json, own: Json) -> dict[Path, Path]:
+def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
     """The paths of parameters that one of the two alone froze: from that in the pipeline to that in the checkpoint."""
-    found = {}
-    for mine, theirs in zip(own["layers"], saved["layers"], strict=False):  # other counts are a difference
-        trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in (mine, theirs)]
+    names = {}
+    for layers in zip(wanted["layers"], saved["layers"], strict=False):  # other counts are a difference
+        trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in layers]
         if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
             pairs = zip(*map(jax.tree.leaves, trees), strict=True)
-            found |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
-    return found
+            names |= {a.path: b.path for a, b in pairs if a.path[1] == b.path[1] and a.path[2] != b.path[2]}
+    return names
 
 
 def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Path, Path]]:
@@ -106,13 +106,13 @@ def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Pat
       contents: of the pipeline's state.
       collections: that of trained parameters and that of frozen ones.
     """
-    found = {}
+    by_layer = {}
     for record in contents.each_record:
-        own = found.setdefault(contents.layer_name(record.users[0]), {})
+        names = by_layer.setdefault(contents.layer_name(record.users[0]), {})
         for collection in sorted(collections, key=PARAMS.__eq__):  # where names are the same, the trained one counts
             if shapes := record.shapes.get(f"{LAYERS}/{collection}"):
                 treedef = contents.state.variables[collection].layout.treedefs[record.record_type]
                 numbered = jax.tree.unflatten(treedef, range(treedef.num_leaves))
                 keys = [tuple(map(name_of, path)) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-                own |= dict(zip(keys, shapes, strict=True))
-    return found
+                names |= dict(zip(keys, shapes, strict=True))
+    return by_layer

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jpipe.checkpoints import files
-from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord
+from jpipe.checkpoints.contents import LAYERS, OPTIMIZER, Contents, Named, NamedRecord, trees_of
 from jpipe.checkpoints.refreezing import Origin
 from jpipe.memory.layout import StageTree
 from jpipe.memory.records import Arrays
@@ -18,16 +18,14 @@ from jpipe.terminal.progress import task
 
 AT_ONCE = 1 / 8
 """How much of the state is copied at a time, as a share, when it is saved or restored."""
-
-
 HOST_MEMORY = "pinned_host"
 """JAX's name for a host's memory that its devices reach."""
 
 
 def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
-    """Copies of all arrays by path, split over all devices, in their hosts' memory.
+    """Copies all arrays, by path, to the memory of the hosts, split as on the devices.
 
-    Only `AT_ONCE` of the state is on the devices a second time, before it is there.
+    The devices hold a second copy of only `AT_ONCE` of the state at a time.
 
     Args:
       contents: of the state.
@@ -46,7 +44,7 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
 
 
 def _to_host(leaf: jax.Array) -> jax.Array:
-    """An array in its devices' hosts' memory, so that what is being written takes no room on the devices."""
+    """Puts an array into the memory of its devices' hosts: while it is written it takes no room on the devices."""
     memories = jax.local_devices()[0].addressable_memories()
     if not any(memory.kind == HOST_MEMORY for memory in memories):
         return leaf
@@ -54,38 +52,38 @@ def _to_host(leaf: jax.Array) -> jax.Array:
 
 
 def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
-    """(new buffers with each layer's arrays, what belongs to no layer).
+    """Returns (new buffers with each layer's arrays, the arrays that belong to no layer, by path).
 
     Args:
       directory: a step's.
       contents: of a state's shapes.
-      origin: which arrays of the checkpoint they are. What is fresh is made from the parameters, once these are read.
+      origin: which arrays of the checkpoint they are. Fresh arrays are made from the parameters, once these are read.
     """
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:
 
         def read(shapes: Named) -> Named:
-            """Those of the state's arrays that aren't fresh; all processes read theirs."""
-            theirs = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
-            wanted = {name: shapes[path] for path, name in theirs.items()}
-            found = files.if_all_can(lambda: files.read_arrays(directory, wanted))
-            return {path: found[name] for path, name in theirs.items()}
+            """Reads those of the state's arrays that aren't fresh; each process reads its own parts."""
+            saved_names = {path: origin.names.get(path, path) for path in shapes if path not in origin.fresh}
+            wanted = {name: shapes[path] for path, name in saved_names.items()}
+            arrays = files.if_all_can(lambda: files.read_arrays(directory, wanted))
+            return {path: arrays[name] for path, name in saved_names.items()}
 
         def fill(arrays: Arrays, records: list[NamedRecord]) -> Arrays:
-            """Buffers with the arrays of some records, which are read a portion at a time; what is fresh stays there.
+            """Reads the arrays of some records into buffers, a portion at a time; fresh arrays stay as they are.
 
-            The buffers are donated. If there are none, new ones are made once something could be read.
+            The buffers are donated. If there are none yet, they are made once the first portion could be read.
             """
             zeros = lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding)
             for portion in _portions(records):
-                found = read({path: shape for record in portion for path, shape in record.named.items()})
+                named = read({path: shape for record in portion for path, shape in record.named.items()})
                 arrays = arrays or jax.tree.map(zeros, contents.arrays)
                 for record in portion:
                     place = record.record_type, record.record
                     if not origin.fresh.isdisjoint(record.named):
                         old = contents.records.take(arrays, *place)
                         for name, shapes in record.shapes.items():
-                            found = dict(zip(shapes, old[name], strict=True)) | found
-                    new = {name: [found[path] for path in shapes] for name, shapes in record.shapes.items()}
+                            named = dict(zip(shapes, old[name], strict=True)) | named
+                    new = {name: [named[path] for path in shapes] for name, shapes in record.shapes.items()}
                     arrays = contents.records.put(arrays, *place, new)
                 advance(sum(record.num_bytes for record in portion))
             return arrays
@@ -94,23 +92,23 @@ def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple
         if not origin.fresh:
             return fill({}, contents.each_record), named
         arrays = fill({}, [record.part(LAYERS) for record in contents.each_record])
-        layers = {name: own for name, own in arrays.items() if name.startswith(f"{LAYERS}/")}
+        layers = trees_of(LAYERS, arrays)
         del arrays  # the room of the optimiser's arrays is given back before new ones are made
         arrays = layers | _new_state(contents, layers[f"{LAYERS}/params"])
         return fill(arrays, [record.part(OPTIMIZER) for record in contents.each_record]), named
 
 
 def _new_state(contents: Contents, params: Buffers) -> Arrays:
-    """The buffers of the optimiser's new state for these parameters."""
+    """Makes the buffers of a new optimiser's state for these parameters."""
     state = contents.state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     tree = StageTree(params, state.variables["params"].layout)
     new = Contents(contents.model, state.replace(opt_state=jax.jit(state.tx.init, out_shardings=shardings)(tree)))
-    return {name: own for name, own in new.arrays.items() if name.startswith(f"{OPTIMIZER}/")}
+    return trees_of(OPTIMIZER, new.arrays)
 
 
 def _portions(records: list[NamedRecord]) -> list[list[NamedRecord]]:
-    """Runs of records, each about `AT_ONCE` of their bytes."""
+    """Cuts records into runs of about `AT_ONCE` of their bytes each."""
     total = sum(record.num_bytes for record in records)
     portions, room = [], 0.0
     for record in records:

@@ -1,4 +1,4 @@
-"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs, generation.
+"""The programs that `Pipeline` jits: initialisation, training, evaluation, outputs.
 
 Each wraps what one device does into one function of global arrays, on all stages, and labels the results with their
 layouts. `Pipeline` jits them; all are traceable, so that they run inside a user's own `jax.jit` too.
@@ -10,21 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.indexing import Index
 from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
-from jpipe.execution.decoding import Decoding, PickLogits
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
-from jpipe.execution.token_ring import Round, run_decoding
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.random_keys import init_key, key_shape
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
@@ -32,10 +28,10 @@ from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.constants import Constants
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
 from jpipe.model.layer_function import trace_group_init
+from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
-from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.terminal.first_calls import compiles
 from jpipe.types import Batch, PyTree
@@ -46,7 +42,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 
     Args:
       plan: cuts and layout.
-      key: a random key; see `jpipe.jax_tools.random_keys.init_key`.
+      key: a random key; see `jpipe.model.random_keys.init_key`.
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
@@ -88,14 +84,13 @@ def _init_layer(
 
 
 def value_and_grad(
-    planner: Planner,
+    step: Step,
     variables: dict[str, StageTree],
     batch: Batch,
     key: jax.Array | None,
     only: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, dict[str, StageTree], dict[str, jax.Array]], StageTree]:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
-    step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, params, partial_along = step.plan.layouts, step.plan.at_work["params"], step.gradient_sums.partial_along
     dtypes = {name: buffer.dtype for name, buffer in params.rest.storage.named_buffers}
@@ -112,27 +107,30 @@ def value_and_grad(
     specs = _specs(step.plan)
     state_specs = {name: specs[name] for name in step.collections("state", GRADIENT)}
     out_specs = [PartitionSpec()] * len(step.outputs), state_specs, specs["params"]
-    sums, updates, grads = _run(step, work, (variables, batch, key, only), out_specs)
+    sums, updates, grads = run_step(step, work, (variables, batch, key, only), out_specs)
     updates = {name: StageTree(tree, layouts[name]) for name, tree in updates.items()}
     assert step.loss is not None
     loss, metrics = step.loss.means(sums)
     return (loss, updates, metrics), StageTree(grads, params.rest)
 
 
-def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
+def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
-    step = planner.evaluation_step(batch, with_loss=True)
     specs = [PartitionSpec()] * len(step.outputs)
     assert step.loss is not None
-    return step.loss.means(_run(step, run_inference, (variables, batch, None, None), specs))[0]
+    return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), specs))[0]
 
 
-def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
-    """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode."""
-    step = planner.evaluation_step(batch, with_loss=False, bare=bare)
-    axes, joined_along = step.model.axes, planner.output_axes(planner.for_evaluation(batch, bare=bare))
-    specs = [to_spec(at, axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
-    leaves = _run(
+def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
+    """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
+
+    Args:
+      step: forward only.
+      joined_along: the batch axis of each leaf of the outputs.
+      variables, batch: all collections; what the step was made for.
+    """
+    specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
+    leaves = run_step(
         step,
         run_inference,
         (variables, batch, None, None),
@@ -143,55 +141,7 @@ def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, ba
     return jax.tree.unflatten(jax.tree.structure(step.model.groups[-1].gives), leaves)
 
 
-def generate(
-    planner: Planner,
-    variables: dict[str, StageTree],
-    prompts: jax.Array,
-    key: jax.Array | None,
-    temperature: jax.Array | None,
-    *,
-    num_tokens: int,
-    prefill: int,
-    logits: PickLogits | None,
-) -> jax.Array:
-    """Prompts `[B, S]` and the tokens that follow them, `[B, S + num_tokens]`; the last is repeated to fill up."""
-    decoding = decoding_of(planner, prompts.shape, num_tokens, prefill, logits)
-    step, splits, count = decoding.step, planner.request.splits, prompts.shape[0]
-    size, stages = step.model.batch.shape[0], step.schedule.num_microbatches
-    spec = lambda rows: to_spec(splits.of_examples(rows), step.model.axes, 2)
-
-    def fill(given: tuple[jax.Array, jax.Array | None]) -> Batch:
-        """Prompts, their indices and temperatures, `[K * b, ...]` each."""
-        prompts, temperature = given
-        filled = jnp.pad(prompts.astype(step.model.batch.dtype), ((0, size * stages - count), (0, 0)), mode="edge")
-        each = None if temperature is None else jnp.full(size * stages, temperature)
-        return filled, jnp.arange(size * stages, dtype=jnp.int32), each
-
-    def work(stage: Stage) -> jax.Array:
-        own, rows, temperatures = stage.batch
-        return run_decoding(stage, decoding, Round(own, rows, temperatures, num_tokens))
-
-    return _run(
-        step,
-        work,
-        (variables, (prompts, temperature), key, None),
-        PartitionSpec(None, *spec(size)),
-        fill,
-        after=lambda found: join_microbatches(found)[:count],
-        result_specs=spec(count),
-    )
-
-
-def decoding_of(
-    planner: Planner, shape: tuple[int, ...], num_tokens: int, prefill: int, logits: PickLogits | None = None
-) -> Decoding:
-    """The layout of generation for prompts `[B, S]`, in micro-batches that data axes split evenly."""
-    stages, shards = planner.request.schedule.num_stages, planner.request.splits.num_shards
-    size = -(-shape[0] // (stages * shards)) * shards
-    return planner.decoding(size, shape[1] + num_tokens - 1, prefill, logits)
-
-
-def _run(
+def run_step(
     step: Step,
     work: Callable[[Stage], PyTree],
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],

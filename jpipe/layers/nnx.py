@@ -20,7 +20,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import ShownByTraces, values_within

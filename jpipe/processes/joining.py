@@ -57,8 +57,8 @@ def initialize(
         heartbeat_timeout_seconds=math.ceil(heartbeat_timeout),
         local_device_ids=local_device_ids,
     )
-    given = (coordinator, num_processes, process_id)
-    if given == (None, None, None):
+    address = (coordinator, num_processes, process_id)
+    if address == (None, None, None):
         try:
             join()
         except ValueError as error:
@@ -66,12 +66,12 @@ def initialize(
                 raise
             return True
     else:
-        host, port, own, count = _check(*given)
-        if own == 0:
+        host, port, index, count = _check(*address)
+        if index == 0:
             gather(port, count, timeout)
         else:
-            come(host, port, count, own, timeout)
-        join(coordinator, count, own)
+            come(host, port, count, index, timeout)
+        join(coordinator, count, index)
     _end_on_errors()
     return jax.process_index() == 0
 
@@ -96,15 +96,15 @@ def _end_on_errors() -> None:
 
 def _check(coordinator: object, num_processes: object, process_id: object) -> tuple[str, int, int, int]:
     """The host and the port, which process this is, and of how many."""
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
+    arguments = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in arguments.items() if value is None]
     if missing:
         raise ValueError(f"{missing[0]} is missing; pass coordinator, num_processes and process_id, or none of them")
-    own = as_integer("process_id", process_id, "count processes from 0", least=0)
+    index = as_integer("process_id", process_id, "count processes from 0", least=0)
     count = as_integer("num_processes", num_processes, "pass how many processes there are")
     host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("", "", "")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"coordinator={coordinator!r} is no address; pass 'host:port' of process 0, as 'node0:1234'")
-    if own >= count:
-        raise ValueError(f"process_id={own} is not among num_processes={count}; count processes from 0 to {count - 1}")
-    return host.strip("[]"), int(port), own, count
+    if index >= count:
+        raise ValueError(f"process_id={index} is not among num_processes={count}; count from 0 to {count - 1}")
+    return host.strip("[]"), int(port), index, count

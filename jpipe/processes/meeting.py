@@ -7,8 +7,8 @@ sockets, and JAX's service begins once all have come:
     process 0      listens     ............ all have come: "go" to all ... closes, JAX's service begins
     process k      connects, says "process k of n" ... waits ........ goes on to JAX's client
 
-The port is open to anybody meanwhile, so what comes there is not trusted: it is read once, at most `LONGEST` bytes, has
-to be the greeting to the letter, and never keeps process 0 from hearing the others.
+Meanwhile the port is open to anybody, so no message there is trusted. It is read once, at most `LONGEST` bytes. It has
+to be the greeting to the letter. And no sender can keep process 0 from hearing the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 1024
 
 
 def gather(port: int, num_processes: int, timeout: float) -> None:
-    """Process 0's part: waits for the others, and tells them to go on, or why not.
+    """Does process 0's part: waits for the others, and tells them to go on, or why not.
 
     Raises:
       ValueError: two processes came with one index, or one that was given another number of processes.
@@ -89,7 +89,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket, int]) -> bool:
-    """Hears who has come; whether it is a process of this program."""
+    """Reads a greeting, and returns whether it is of a process of this program."""
     with suppress(OSError):
         if greeting := GREETING.fullmatch(other.recv(LONGEST)):
             index, wanted = map(int, greeting.groups())
@@ -107,7 +107,7 @@ def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket,
 
 
 def come(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
-    """The other processes' part: go to process 0, and wait for its word.
+    """Does the other processes' part: goes to process 0, and waits for its word.
 
     Raises:
       RuntimeError: nobody listens there within the timeout, or somebody else does; or process 0 gave up, and why.
@@ -137,7 +137,7 @@ def come(host: str, port: int, num_processes: int, process_id: int, timeout: flo
 
 
 def _ask(host: str, port: int, greeting: bytes, deadline: float) -> bytes:
-    """Process 0's answer to a greeting; empty if it hangs up."""
+    """Returns process 0's answer to a greeting; empty if it hangs up."""
     left = lambda: max(0.01, deadline - time.monotonic())
     with socket.create_connection((host, port), timeout=min(5.0, left())) as first:
         first.sendall(greeting)

@@ -1,7 +1,7 @@
 """`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
 A process that hangs holds up all others, and seen from outside they are alike: each waits in a collective (JAX issue
-38503). The main thread can say nothing, as it waits in native code. So two threads of their own look on. One has a
+38503). The main thread can say nothing, as it waits in native code. So two other threads look on. One watches the
 clock. The other tells the processes of a cluster, by the key-value store of `jax.distributed`, how many steps each has
 entered; steps themselves pay nothing for it. Here process 1 sleeps before step 812:
 
@@ -37,11 +37,11 @@ from jpipe.types import PyTree
 from jpipe.users_numbers import as_number
 
 EXIT_CODE = 75
-"""With which a process ends whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
+"""The exit code of a process whose steps have stopped: `os.EX_TEMPFAIL`, "try again later"."""
 LONGEST_PAUSE = 5.0
 """Seconds between two looks at the clock, and at the other processes, at most."""
 GRACE = 5.0
-"""Seconds that a process which is about to end waits for others, or for whoever reads what it prints."""
+"""Seconds that a process waits for others, or for whoever reads its output, before it ends."""
 _SHOWN = 16
 _STDERR = 2  # `sys.stderr` may be locked by the thread that hangs
 _blocks = itertools.count()
@@ -218,29 +218,29 @@ class Watch:
     # --- what the exchange does ---
 
     def _exchange(self) -> None:
-        own, said = f"{self._folder}/steps/{self._process}", None
+        key, said = f"{self._folder}/steps/{self._process}", None
         is_over = False
         while not is_over:
             with suppress(jax.errors.JaxRuntimeError):
                 if (standing := self._standing()) != said:
-                    self._store.key_value_set(own, json.dumps(asdict(standing)), True)
+                    self._store.key_value_set(key, json.dumps(asdict(standing)), True)
                     said = standing
                 if self._read("told"):
                     self._told.set()
             is_over = self._over.wait(self._pause)
         with suppress(jax.errors.JaxRuntimeError):
-            self._store.key_value_delete(own)
+            self._store.key_value_delete(key)
 
     def _read(self, what: str) -> dict[int, str]:
         """The values that processes have put under this word, by their indices."""
         if self._count == 1:
             return {}
-        found = self._store.key_value_dir_get(f"{self._folder}/{what}/")
-        return {int(key.rpartition("/")[2]): text for key, text in found}
+        entries = self._store.key_value_dir_get(f"{self._folder}/{what}/")
+        return {int(key.rpartition("/")[2]): text for key, text in entries}
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:
-    """The words of a process before its stacks: who had not entered the step that doesn't end.
+    """The text that a process prints before its stacks: who had not entered the step that doesn't end.
 
     Args:
       process: which one says it, of `count`.
@@ -266,8 +266,8 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
         lines.append("A step of one's own under jax.jit is seen only if the loop calls watched.steps_of(step).")
     for p, at in sorted(standings.items(), key=lambda item: (item[1].entered, item[0]))[:_SHOWN]:
         last, compiles = f" (the last: {at.last})" * bool(at.last), ", it compiles" * at.is_compiling
-        own = f"had entered {at.entered} steps{last}, of which {at.ended} ended{compiles}"
-        lines.append(f"  process {p} ({at.host}) {own}")
+        steps = f"{at.entered} steps{last}, of which {at.ended} ended{compiles}"
+        lines.append(f"  process {p} ({at.host}) had entered {steps}")
     if elsewhere := sorted(set(range(count)) - set(standings)):
         lines.append(f"Not in this block, or not reached: process {_listed(elsewhere)}.")
     return "\n".join([*lines, f"The stacks of process {process}:", ""])
@@ -280,13 +280,13 @@ def _listed(processes: list[int]) -> str:
 
 def _within(seconds: float, function: Callable[[], Result]) -> Result | None:
     """The result of a function that runs in a thread; None if it fails, or takes longer, and is left behind."""
-    found: list[Result] = []
+    results: list[Result] = []
 
     def run() -> None:
         with suppress(jax.errors.JaxRuntimeError, OSError):
-            found.append(function())
+            results.append(function())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None

@@ -117,16 +117,16 @@ def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
 
 
 def at_line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> AbstractContextManager[object]:
-    """The context in which all that is traced comes from the user's line that an equation, or else its caller, has.
+    """A context in which traced operations are attributed to the user's line of an equation, or else of its caller.
 
-    Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports say of a collective that it
-    comes from jpipe, and not by which of the user's lines.
+    Uses `jax.extend.source_info_util`, which has no page. Without it profiles and reports show collectives as
+    jpipe's, without the user's line that caused them.
     """
     if source_info_util is None:
         warn_once("this version of JAX has no jax.extend.source_info_util; collectives are shown without users' lines")
         return nullcontext()
-    found = next((e for e in (equation, *reversed(callers)) if line_of(e)), equation)
-    return source_info_util.user_context(found.source_info.traceback)
+    with_line = next((e for e in (equation, *reversed(callers)) if line_of(e)), equation)
+    return source_info_util.user_context(with_line.source_info.traceback)
 
 
 def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
@@ -141,12 +141,12 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
 
 
 def raised(error: Exception) -> str:
-    """An error in words, with the innermost of the user's lines that it went through: its number and what it says."""
-    *_, found = ("", *_users_frames(error))
+    """An error in words, with the innermost of the user's lines in its traceback: number and code."""
     at = ""
-    if isinstance(found, TracebackType):
-        file, number = found.tb_frame.f_code.co_filename, found.tb_lineno
-        code = getline(file, number, found.tb_frame.f_globals).strip()
+    if frames := _users_frames(error):
+        frame, number = frames[-1].tb_frame, frames[-1].tb_lineno
+        file = frame.f_code.co_filename
+        code = getline(file, number, frame.f_globals).strip()
         at = f" at {Path(file).name}:{number}" + f", `{code:.80}`" * bool(code)
     return f"{type(error).__name__}{at}: {str(error).rstrip('.')}"
 
@@ -165,12 +165,12 @@ def shortened(error: BaseException) -> BaseException:
 
 def _users_frames(error: BaseException) -> list[TracebackType]:
     """The user's entries of an error's traceback, the innermost last."""
-    found, entry = [], error.__traceback__
+    frames, entry = [], error.__traceback__
     while entry:
         if not entry.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
-            found.append(entry)
+            frames.append(entry)
         entry = entry.tb_next
-    return found
+    return frames
 
 
 _FOLDERS = [Path(jax.__file__).parent, flax_inside.FOLDER, Path(__file__).parents[1]]
@@ -205,7 +205,7 @@ def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Litera
 
     JAX gives two traces of one function the same variables: side by side in a jaxpr they would be one value.
     """
-    return jax.make_jaxpr(lambda *given: function(*given))(*shapes_of(like)).jaxpr
+    return jax.make_jaxpr(lambda *arguments: function(*arguments))(*shapes_of(like)).jaxpr
 
 
 def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
@@ -305,7 +305,7 @@ def _lowered(context: mlir.LoweringRuleContext, array: mlir.ir.Value, *, order: 
 
 
 def _batched(arrays: Sequence[jax.Array], dims: Sequence[int], *, order: tuple[int, ...]) -> tuple[jax.Array, int]:
-    """The constraint of many arrays, which lie one after the other."""
+    """Constrains a batch of arrays: the batch dimension is the outermost in memory."""
     (array,), (dim,) = arrays, dims
     return _held_to.bind(array, order=(dim, *(d + (d >= dim) for d in order))), dim
 

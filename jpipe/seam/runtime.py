@@ -21,8 +21,8 @@ def shared_store() -> Any:
     """The client of the key-value store that `jax.distributed` keeps for all processes; None if there is none.
 
     It has `key_value_set(key, value, allow_overwrite)`, `key_value_delete(key)` and `key_value_dir_get(folder)`, a list
-    of (key, value), of texts; to read what will come, there is `wait_for`. JAX shows it nowhere; `multihost_utils`
-    exchanges values too, but on the devices, where who waits for a process that doesn't come waits for ever. Without it
+    of (key, value), all texts; `wait_for` reads a value that is still to come. JAX shows it nowhere; `multihost_utils`
+    exchanges values too, but on the devices, where a process waits for ever if another one doesn't come. Without it
     nobody checks that all processes want the same, and none knows how far the others have come.
     """
     if not jax.distributed.is_initialized():
@@ -42,8 +42,8 @@ def shared_store() -> Any:
 def wait_for(store: Any, key: str, seconds: float) -> str | None:
     """Waits for the value under a key of the shared store; None if that takes too long.
 
-    That it took too long is a word in the message of JAX's only kind of error. Without it, a process that is late is
-    told as one that is lost.
+    JAX has one kind of error for all that goes wrong here; only its message says that it took too long. Without it, a
+    late process is reported as a lost one.
 
     Raises:
       RuntimeError: the store can't be reached.
@@ -57,7 +57,7 @@ def wait_for(store: Any, key: str, seconds: float) -> str | None:
 
 
 def is_computed(array: jax.Array) -> bool:
-    """Whether the devices have computed an array, or failed to; without waiting. Of a donated one it isn't asked: yes.
+    """Whether the devices have computed an array, or failed to; without waiting. True for a donated array.
 
     Uses `is_ready`, which JAX's arrays have though no page lists it. What is public (`jax.block_until_ready`) waits, in
     a thread that can't be ended. Without it `jpipe.watch` notices a device that is stuck only where the main thread is
@@ -150,7 +150,7 @@ _PASSING = ("UNAVAILABLE", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXH
 def may_pass(words: str) -> bool:
     """Whether an error, as a text, is of a storage that is out of reach for now, and not of a damaged file.
 
-    Reads the names of gRPC's status codes: tensorstore raises ValueErrors for everything. Without it a checkpoint that
-    can't be reached counts as damaged, and an older one is restored.
+    Reads the names of gRPC's status codes, since tensorstore raises ValueErrors for everything. Without it a checkpoint
+    that can't be reached counts as damaged, and an older one is restored.
     """
     return any(word in words for word in _PASSING)
