@@ -39,7 +39,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
-    places = [_place(mark.layer) for mark in marks]
+    places = [_taken_apart(mark.layer) for mark in marks]
     _check_repeats(places, opened is not layers)
     adapted = [replace(_as_layer(place, index), shared=place.shared) for index, place in enumerate(places)]
     _check_variable_types(adapted)
@@ -49,8 +49,8 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """One place in the user's sequence, taken apart.
+class _UsersLayer:
+    """One item of the user's sequence, taken apart.
 
     Attributes:
       module: the module, `Layer` or function.
@@ -65,33 +65,33 @@ class _Place:
     frozen: Frozen | None
 
 
-def _place(layer: object) -> _Place:
+def _taken_apart(layer: object) -> _UsersLayer:
     use = Use(layer, None) if isinstance(layer, Shared) else layer
     shared, method = (use.shared, use.method) if isinstance(use, Use) else (None, None)
     inner = layer if shared is None else shared.layer
     frozen = inner if isinstance(inner, Frozen) else None
-    return _Place(inner if frozen is None else frozen.layer, shared, method, frozen)
+    return _UsersLayer(inner if frozen is None else frozen.layer, shared, method, frozen)
 
 
-def _frozen(layer: AnyLayer, place: _Place, index: int) -> AnyLayer:
+def _frozen(layer: AnyLayer, place: _UsersLayer, index: int) -> AnyLayer:
     try:
         return layer if place.frozen is None else frozen_layer(layer, place.frozen.where)
     except LayerError as error:
         raise ValueError(f"layer {index} ({layer.name}) {error}") from error
 
 
-def _check_repeats(places: Sequence[_Place], in_sequential: bool) -> None:
+def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
     """Refuses modules that stand in several places, whole or as a part, and look tied, but wouldn't be.
 
     In Flax an nnx module, or a linen module in a Sequential, has one set of parameters wherever it stands; here only
     the places inside one `Shared` have. A module that a function encloses has parameters of its own, if it has any.
     """
 
-    def is_tied(place: _Place) -> bool:
+    def is_tied(place: _UsersLayer) -> bool:
         kinds = (nn.Module, nnx.Module) if in_sequential else nnx.Module
         return place.shared is not None or isinstance(place.module, kinds)
 
-    def is_module(place: _Place) -> bool:
+    def is_module(place: _UsersLayer) -> bool:
         return isinstance(place.module, nn.Module | nnx.Module)
 
     first_places: dict[int, int] = {}  # by the id of a part
@@ -149,7 +149,7 @@ def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
                 )
 
 
-def _repeats(places: Sequence[_Place], adapted: Sequence[AnyLayer]) -> dict[int, int]:
+def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
     """The places where a linen module stands once more as one would tie it, and the index at which it stands first.
 
     `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own. But
@@ -173,7 +173,7 @@ def _repeats(places: Sequence[_Place], adapted: Sequence[AnyLayer]) -> dict[int,
     return repeats
 
 
-def _as_layer(place: _Place, index: int) -> AnyLayer:
+def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
         raise TypeError(

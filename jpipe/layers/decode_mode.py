@@ -18,7 +18,7 @@ CACHE = "cache"
 
 
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
-    """The layer in decode mode, with caches for sequences of a length; one without such a mode as it evaluates.
+    """The layer in decode mode, with caches for sequences of a length. Other layers are called as in evaluation.
 
     A side input is None, since there is no batch.
 

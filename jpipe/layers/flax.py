@@ -1,4 +1,4 @@
-"""What Linen and NNX have in common: logical axis rules, dropout, and errors of modules."""
+"""Holds the parts that Linen and NNX have in common: logical axis rules, dropout, and errors of modules."""
 
 from __future__ import annotations
 

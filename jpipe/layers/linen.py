@@ -42,10 +42,10 @@ def linen_layer(module: nn.Module, index: int, method: Method | None) -> AnyLaye
     if module.scope is not None:
         raise TypeError(f"layers[{index}] ({kind}) is a bound linen module; pass it unbound")
     check_method(type(module), module.name or kind, method, index)
-    return _adapted(_Calls(module, method))
+    return _adapted(_LinenCalls(module, method))
 
 
-def _adapted(calls: _Calls) -> AnyLayer:
+def _adapted(calls: _LinenCalls) -> AnyLayer:
     module, fields = calls.module, dataclasses.fields(calls.module)
     can_decode = any(field.name == "decode" for field in fields)
 
@@ -69,7 +69,7 @@ def _adapted(calls: _Calls) -> AnyLayer:
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _LinenCalls:
     """The ways in which a module is called.
 
     Attributes:

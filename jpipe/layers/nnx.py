@@ -54,7 +54,7 @@ def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> An
     """
     graphdef, state = nnx.split(module)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    calls, ready = _Calls(graphdef, template, method), _collections(state)
+    calls, ready = _NnxCalls(graphdef, template, method), _collections(state)
 
     def copy(rngs: nnx.Rngs) -> nnx.Module:
         """A module for decode mode, with zeros for values: `ready` stays where it is."""
@@ -102,11 +102,11 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
 
     # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.
     initial_values = ShownByTraces(f"{closed} {constants}")
-    layer = _adapted(_Calls(graphdef, template, method, writes), factory, index)
+    layer = _adapted(_NnxCalls(graphdef, template, method, writes), factory, index)
     return replace(layer, made_of=("made", initial_values, layer.made_of))
 
 
-def _adapted(calls: _Calls, factory: Factory, index: int) -> AnyLayer:
+def _adapted(calls: _NnxCalls, factory: Factory, index: int) -> AnyLayer:
     """Adapts a module that is ready or made by a factory, but for the values that it starts from.
 
     Args:
@@ -166,7 +166,7 @@ def _with_caches(factory: Factory, takes: Shapes, size: int, length: int, rngs: 
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _NnxCalls:
     """The ways in which a module is called.
 
     Attributes:
