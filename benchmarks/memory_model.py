@@ -19,9 +19,10 @@ from common import Size, batch_shapes, compiled_step, make_layers, mib, on_cpu, 
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.forecasting.hardware import parse_topology
-from jpipe.forecasting.memory_model import MemoryParts, predict_memory
+from jpipe.costs.chips import parse_topology
+from jpipe.costs.memory_model import predict_memory
 
+PARTS = ("parameters", "optimizer", "gradients", "other_variables", "batch", "boundaries", "residuals", "work", "casts")
 KEPT = Path(__file__).parent / "data" / "memory_model.csv"
 OPTIMIZERS = {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-3)}
 SPLIT = Row("dense", dense, lambda sizes: dense_specs(sizes, many="tensor"), {"tensor": 2})
@@ -90,7 +91,7 @@ class Point:
         """Bytes of a device by part, as the model says them: of a pipeline on CPU, as if on these chips."""
         chip = None if self.where == "cpu" else parse_topology(self.where).chip
         pipe, batch = self.pipeline(jax.devices("cpu")), batch_shapes(self.size, self.M)
-        return asdict(predict_memory(pipe, batch, OPTIMIZERS[self.tx], chip))
+        return dict(predict_memory(pipe.planner, batch, OPTIMIZERS[self.tx], chip))
 
     def compiled(self) -> dict[str, int]:
         """Bytes of a device, as the compiler says them."""
@@ -238,7 +239,7 @@ def shown(point: Point, row: dict[str, int]) -> tuple[str, str, str, str]:
 
 def totals(row: dict[str, int]) -> tuple[int, int]:
     """(predicted, compiled)."""
-    return sum(row[field.name] for field in fields(MemoryParts)), row["arguments"] + row["temporaries"]
+    return sum(row[name] for name in PARTS), row["arguments"] + row["temporaries"]
 
 
 def summary(rows: dict[Point, dict[str, int]]) -> list[tuple[str, str, str, str, str]]:

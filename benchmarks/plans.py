@@ -36,11 +36,11 @@ from common import (
 )
 
 import jpipe
+from jpipe.costs.chips import parse_topology
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.hardware import parse_topology
-from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import mesh_of_nowhere
-from jpipe.forecasting.time_model import predict_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import amoebanet
@@ -122,11 +122,14 @@ def compare(model: Model) -> list[tuple[str, ...]]:
 def row(pipe: jpipe.Pipeline, model: Model) -> tuple[str, ...]:
     """What the models predict, and what the compiler says."""
     chip = parse_topology(model.topology).chip
-    time, memory = predict_time(pipe, model.batch, chip, tx=TX), predict_memory(pipe, model.batch, TX, chip)
+    time, memory = (
+        predict_time(pipe.planner, model.batch, chip, tx=TX),
+        predict_memory(pipe.planner, model.batch, TX, chip),
+    )
     compiled: Forecast = jpipe.forecast(pipe, model.batch, TX, topology=model.topology)
     ms = "-" if compiled.seconds is None else f"{1e3 * compiled.seconds:,.1f}"
     fits = f"{compiled.total_bytes / 2**20:,.0f}" + " (too large)" * (not compiled.fits)
-    return f"{1e3 * time.total:,.1f}", f"{memory.total / 2**20:,.0f}", ms, fits
+    return f"{1e3 * time.step:,.1f}", f"{memory.total / 2**20:,.0f}", ms, fits
 
 
 def measure(repetitions: int) -> list[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from axes_programs import loss_fn
 from common import console, lowered_step, on_cpu, settings, show, tpu_devices
 
 import jpipe
-from jpipe.planning.holdings import holdings
+from jpipe.costs.holdings import holdings
 from tpu_program import compile_with_text
 
 AXES = {"stage": 16, "fsdp": 8, "model": 8}

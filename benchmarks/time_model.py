@@ -40,11 +40,11 @@ from common import (
 from tpu_speed import Setting, make_pipeline
 
 import jpipe
+from jpipe.costs.chips import CHIPS, EXAMPLES, parse_topology
+from jpipe.costs.measured_chip import measure_chip
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.compiled_program import compile_with_text, read
-from jpipe.forecasting.hardware import CHIPS, EXAMPLES, parse_topology
-from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
-from jpipe.forecasting.time_model import predict_time
 
 DATA = Path(__file__).parent / "data"
 TX = optax.sgd(1e-3)
@@ -91,7 +91,7 @@ def predicted_ms(setting: Setting) -> float:
     """What the model says of a setting, links taken as infinitely fast."""
     pipe = _traced(replace(setting, chip="v5e"))  # layers are the same on all
     chip = replace(CHIPS[setting.chip], link_bandwidth=1e30)
-    return 1e3 * predict_time(pipe, batch_shapes(setting.size, setting.count), chip, tx=TX).total
+    return 1e3 * predict_time(pipe.planner, batch_shapes(setting.size, setting.count), chip, tx=TX).step
 
 
 def compiled_ms(setting: Setting) -> float:
@@ -100,7 +100,7 @@ def compiled_ms(setting: Setting) -> float:
     _, text = compile_with_text(lowered_step(pipe, TX, batch))
     clock = CHIPS[setting.chip].clock
     assert clock is not None
-    return 1e3 * count_cycles(pipe.planner.training_step(batch), read(text)).total / clock
+    return 1e3 * count_cycles(pipe.planner.training_step(pipe.planner.for_training(batch)), read(text)).total / clock
 
 
 def settings_of(chips: list[str]) -> Iterator[Setting]:
@@ -185,7 +185,7 @@ def measure(steps: list[dict[str, Any]], rounds: int) -> None:
     rows = {row["step"]: tuple(row.values()) for row in kept_rows("cpu")}
     rates = [f"{rate / 1e9:.1f}" for rate in (chip.flops, chip.memory_bandwidth, chip.pass_bandwidth)]
     for name, (size, m, pipe) in made.items():
-        predicted = predict_time(pipe, batch_shapes(size, m), chip, tx=TX).total
+        predicted = predict_time(pipe.planner, batch_shapes(size, m), chip, tx=TX).step
         rows[name] = (name, f"{1e3 * predicted:.0f}", f"{1e3 * found[name]:.0f}", *rates, f"{os.getloadavg()[0]:.1f}")
     write("cpu", list(rows.values()), CPU_COLUMNS)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from jpipe.view.command import main
+from jpipe.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

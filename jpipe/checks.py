@@ -1,38 +1,23 @@
-"""Checks what users pass to a pipeline's methods against the plan or the traced model, before anything is compiled.
+"""Checks what users pass to a pipeline's methods besides batches, before anything is compiled.
 
 Every error names the offender, its value, what was expected and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jpipe.batches.microbatches import check_no_example, is_bare
-from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
-from jpipe.layers.base import AnyLayer
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.memory.layout import StageTree
 from jpipe.model.groups import Model
 from jpipe.model.loss import TracedLoss, loss_name
 from jpipe.planning.plan import Plan
-from jpipe.planning.planner import Planner
 from jpipe.schedules.schedule import Schedule
 from jpipe.training.train_state import TrainState
-from jpipe.types import Batch, PyTree
+from jpipe.types import PyTree
 from jpipe.users_numbers import integer_or_none
-
-
-def check_batch(plan: Plan, batch: Batch) -> None:
-    """Checks that a batch `[B, ...]` is like the one that the plan was made for, but for its shapes.
-
-    Raises:
-      ValueError: it has another structure, or is a single example.
-    """
-    check_same_structure("batch", batch, plan.traced.batch)
-    check_no_example(batch, plan.traced.batch)
 
 
 def check_variables(plan: Plan, variables: dict[str, StageTree]) -> None:
@@ -105,64 +90,6 @@ def check_key(model: Model, loss: TracedLoss | None, key: jax.Array | None) -> N
     needy += [f"loss_fn {loss_name(loss.function)}"] if loss is not None and loss.needs_key else []
     if key is None and needy:
         raise ValueError(f"{needy[0]} draws random numbers, but key=None; pass key=jax.random.key(...)")
-
-
-def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
-    """Checks that no layer has a side input, where there is no batch but only the model's inputs.
-
-    Raises:
-      ValueError: naming the first layer that has one.
-    """
-    for index, layer in enumerate(layers):
-        if layer.reads_batch:
-            raise ValueError(
-                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
-                "apply"
-            )
-
-
-def check_evaluation(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
-    """Raises what is wrong with the arguments of `evaluate`; traces the model and the loss at new shapes."""
-    _check_has_loss(planner, variables, batch)
-    planner.loss(planner.for_evaluation(batch))
-
-
-def check_training(planner: Planner, variables: dict[str, StageTree], batch: Batch, key: jax.Array | None) -> None:
-    """Raises what is wrong with the arguments of a training step; traces the model and the loss at new shapes."""
-    _check_has_loss(planner, variables, batch)
-    micro = planner.for_training(batch)
-    check_key(planner.model(micro), planner.loss(micro), key)
-
-
-def _check_has_loss(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> None:
-    plan = planner.plan_for(batch)
-    plan.known_loss()
-    check_batch(plan, batch)
-    check_complete(plan, variables)
-
-
-def check_apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, said: bool | None) -> bool:
-    """Raises what is wrong with the arguments of `apply`; traces the model at new shapes.
-
-    Args:
-      planner: the pipeline's.
-      variables, batch: what `apply` is given.
-      said: whether the caller says that the batch is bare inputs; None to find out.
-
-    Returns:
-      Whether the batch is bare inputs.
-    """
-    check_is_variables(variables)
-    request, seen = planner.request, planner.plan_for(batch).traced
-    if said is not None and not isinstance(said, bool | np.bool_):
-        raise TypeError(f"bare={said!r} is no bool; pass True for the model's inputs alone, False for a whole batch")
-    bare = bool(is_bare(batch, seen.batch, seen.inputs, request.read_inputs, said))
-    if bare:
-        check_reads_nothing(request.layers)
-    check_no_example(batch, seen.inputs if bare else seen.batch)
-    check_complete(planner.known_plan(), variables)
-    planner.output_axes(planner.for_evaluation(batch, bare=bare))
-    return bare
 
 
 def check_callable(**functions: object) -> None:

@@ -14,12 +14,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpipe import checks, saving
-from jpipe.batches import microbatches, rows
+from jpipe.batches import rows
+from jpipe.batches.bare_inputs import default_inputs
+from jpipe.configuration import Agreement
+from jpipe.costs.communication import Communication, communication
 from jpipe.execution import programs
-from jpipe.execution.configuration import Agreement
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
-from jpipe.jax_tools.random_keys import as_key, key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.layers.base import Item
 from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
@@ -29,26 +30,28 @@ from jpipe.mesh.splits import make_splits
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.loss import LossFn
 from jpipe.model.merging import check_rules
+from jpipe.model.random_keys import as_key, key_shape
 from jpipe.model.remat import Policy, as_remat
 from jpipe.pictures.summary import summarize
-from jpipe.pictures.tables import Table, Tabular
 from jpipe.planning.balance import as_balance
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Options, Request
+from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.first_calls import first_call
 from jpipe.terminal.progress import task
+from jpipe.terminal.tables import Table, Tabular
 from jpipe.training.train_state import TrainState, abstract_state, checked_opt_state, state_shardings
 from jpipe.training.train_step import TrainSteps, Variables
 from jpipe.types import Batch, Leaf, PyTree
+from jpipe.view.facts import facts_of
+from jpipe.view.page import Page, show
 
 if TYPE_CHECKING:
-    from jpipe.profiling.communication import Communication
     from jpipe.profiling.gradient_check import GradientCheck
-    from jpipe.view.page import Page
 
 saving.register()
 
@@ -121,7 +124,7 @@ class Pipeline(Tabular):
         ends: str = "own",
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        layers, inputs = as_layers(layers), inputs or microbatches.default_inputs
+        layers, inputs = as_layers(layers), inputs or default_inputs
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
         checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
@@ -143,10 +146,11 @@ class Pipeline(Tabular):
         )
         self.planner = Planner(request)
         self.agreement = Agreement(self.planner)
-        jit = lambda program, *static: jax.jit(partial(program, self.planner), static_argnames=static)
-        self._train_steps = TrainSteps(partial(programs.value_and_grad, self.planner), self.abstract_state)
-        self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad), jit(programs.evaluate)
-        self._jit_apply, self._jit_to_layers = jit(programs.apply, "bare"), jax.jit(to_layers)
+        # A function of this pipeline's own: what was compiled of it goes when the pipeline goes.
+        jit = lambda program, *static: jax.jit(partial(program), static_argnums=static)
+        self._train_steps = TrainSteps(programs.value_and_grad, self._state_shapes)
+        self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
+        self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
         self._generator = Generator(self.planner)
 
     def __repr__(self) -> str:
@@ -207,7 +211,7 @@ class Pipeline(Tabular):
         key = as_key(key)
         if not isinstance(key, Tracer):
             self.agreement.check(batch, "init", key)
-            key = microbatches.on_all(key, self.mesh)
+            key = rows.on_all(key, self.mesh)
         with first_call("the initialisation", key) as done:
             return done(self._jit_init(key, ready_values(plan.layouts, self.planner.request.layers)))
 
@@ -262,10 +266,11 @@ class Pipeline(Tabular):
         Returns:
           `((loss, updates), grads)`: the new collections other than "params"; gradients like `variables["params"]`.
         """
-        checks.check_training(self.planner, variables, batch, key)
-        self.agreement.check(batch, "train", key)
         key = None if key is None else as_key(key)
-        (loss, updates, _), grads = self._run("loss and gradients", self._jit_value_and_grad, variables, batch, key)
+        step = self._training_step(variables, batch, key)
+        self.agreement.check(batch, "train", key)
+        run = partial(self._jit_value_and_grad, step)
+        (loss, updates, _), grads = self._run("loss and gradients", run, variables, batch, key)
         return (loss, {name: tree for name, tree in (variables | updates).items() if name != "params"}), grads
 
     def apply(self, variables: Variables, batch: Batch, *, bare: bool | None = None) -> PyTree:
@@ -280,9 +285,12 @@ class Pipeline(Tabular):
           ValueError: it may be both; or an output has no batch axis (a mean over the batch), so that nothing can be
             joined. One that begins with an axis of 1 gives a row for each micro-batch.
         """
-        bare = checks.check_apply(self.planner, variables, batch, bare)
-        self.agreement.check(batch, "bare" if bare else "apply")
-        return self._run("the forward pass", self._jit_apply, variables, batch, bare=bare)
+        checks.check_is_variables(variables)
+        micro = self.planner.for_outputs(batch, bare)
+        checks.check_complete(self.plan, variables)
+        step, joined_along = self.planner.evaluation_step(micro, with_loss=False), self.planner.output_axes(micro)
+        self.agreement.check(batch, "bare" if micro.bare else "apply")
+        return self._run("the forward pass", partial(self._jit_apply, step, joined_along), variables, batch)
 
     def generate(
         self,
@@ -309,16 +317,16 @@ class Pipeline(Tabular):
 
     def evaluate(self, variables: Variables, batch: Batch) -> jax.Array:
         """The loss of the whole batch in evaluation mode, forward only."""
-        checks.check_evaluation(self.planner, variables, batch)
+        micro = self.planner.for_evaluation(batch)
+        checks.check_complete(self.plan, variables)
+        step = self.planner.evaluation_step(micro, with_loss=True)
         self.agreement.check(batch, "evaluate")
-        return self._run("the loss", self._jit_evaluate, variables, batch)
+        return self._run("the loss", partial(self._jit_evaluate, step), variables, batch)
 
     # --- training ---
 
     def communication(self, batch: Batch) -> Communication:
         """Lists what devices send in a step of training for a batch `[B, ...]`, or its shapes; to be printed."""
-        from jpipe.profiling.communication import communication
-
         return communication(self.planner, batch, repr(self))
 
     def check_gradients(
@@ -352,9 +360,7 @@ class Pipeline(Tabular):
           batch: a batch `[B, ...]` or its shapes; default: the first that was seen.
           path: of the file; default: a temporary one. A browser opens it if it can, a notebook shows the result.
         """
-        from jpipe.view import facts, page
-
-        return page.show(facts.facts_of(self.planner, repr(self), batch), path)
+        return show(facts_of(self.planner, repr(self), batch), path)
 
     def create_state(
         self, key: jax.Array, batch: Batch, tx: optax.GradientTransformation, variables: Variables | None = None
@@ -378,7 +384,7 @@ class Pipeline(Tabular):
             own: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"):
             opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(own["params"])
-        step, key = microbatches.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
+        step, key = rows.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
         return TrainState(step, own, opt_state, key, tx)
 
     def abstract_state(
@@ -393,9 +399,8 @@ class Pipeline(Tabular):
           batch, tx: a batch `[B, ...]`, or its ShapeDtypeStructs; any optax transformation.
           key: the key of `create_state`, if it isn't of JAX's default implementation (`jax_default_prng_impl`).
         """
-        plan = self.planner.plan_for(batch)
-        variables = {name: layout.shapes for name, layout in plan.layouts.items()}
-        return abstract_state(variables, tx, key_shape(key), plan.known_loss().of_batch)
+        self.planner.plan_for(batch)
+        return self._state_shapes(tx, key)
 
     def place_state(self, state: PyTree, tx: optax.GradientTransformation | None) -> PyTree:
         """The state of a training loop of your own, on the mesh: counters and random keys on all devices.
@@ -413,7 +418,7 @@ class Pipeline(Tabular):
         if tx is not None:
             checked_opt_state(tx, params, self.plan.known_loss().of_batch)
         shardings = state_shardings(jax.eval_shape(lambda tree: tree, state), params)
-        return microbatches.placed(state, shardings, self.mesh)
+        return rows.placed(state, shardings, self.mesh)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of training, compiled as one function; `state` is donated, so don't use it again.
@@ -427,11 +432,11 @@ class Pipeline(Tabular):
           (`optax.apply_if_finite`), state other than parameters stays as it was too; `step` counts on.
         """
         checks.check_state(state)
-        checks.check_training(self.planner, state.variables, batch, state.key)
+        step = self._training_step(state.variables, batch, state.key)
         self.agreement.check(batch, "train")
-        tx, step = self._train_steps.of(state.tx, batch)
+        tx, run = self._train_steps.of(state.tx)
         with first_call("the training step", (state, batch)) as done:
-            new, metrics = done(step(state.replace(tx=tx), microbatches.on_mesh(batch, self.mesh)))
+            new, metrics = done(run(step, state.replace(tx=tx), rows.on_mesh(batch, self.mesh)))
         return new.replace(tx=state.tx), metrics
 
     def clear_cache(self) -> None:
@@ -443,15 +448,29 @@ class Pipeline(Tabular):
         self.planner.clear_cache()
         self._generator.clear_cache()
 
+    def _training_step(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Step:
+        """The step for a batch's shapes, once all arguments are checked."""
+        micro = self.planner.for_training(batch)
+        checks.check_complete(self.plan, variables)
+        step = self.planner.training_step(micro, key)
+        checks.check_key(step.model, step.loss, key)
+        return step
+
+    def _state_shapes(self, tx: optax.GradientTransformation, key: jax.Array | None = None) -> TrainState:
+        """Shapes, dtypes and shardings of a state of this plan."""
+        variables = {name: layout.shapes for name, layout in self.plan.layouts.items()}
+        return abstract_state(variables, tx, key_shape(key), self.plan.known_loss().of_batch)
+
     def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
         """Calls a jitted program, and returns its results."""
-        arguments = self._placed(variables), *microbatches.on_mesh(given, self.mesh)
+        arguments = self._placed(variables), *rows.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:
             return done(jitted(*arguments, **options))
 
     def _placed(self, variables: Variables) -> Variables:
         """The variables; what lies on the host is put where it belongs, each stage's on its devices."""
-        return {name: self.plan.layouts[name].on_devices(tree) for name, tree in variables.items()}
+        shapes = {name: self.plan.layouts[name].shapes for name in variables}
+        return rows.placed(variables, jax.tree.map(lambda leaf: leaf.sharding, shapes), self.mesh)
 
     @cached_property
     def _jit_init(self) -> Callable:

@@ -26,6 +26,8 @@ import pytest
 from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
+import whole_grids
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -51,6 +53,14 @@ def make_mesh() -> MakeMesh:
     return make
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(items):
-    """Puts tests of several processes first: at the end, one of them would keep the other workers waiting."""
+    """Marks the cases of `whole_grids`, and puts tests of several processes first.
+
+    At the end, one of those would keep the other workers waiting.
+    """
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call and whole_grids.is_moved(item.path.name, item.originalname, call.id):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name != "test_processes.py")

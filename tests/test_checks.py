@@ -9,12 +9,10 @@ import pytest
 import jpipe
 from jpipe.checks import (
     check_alive,
-    check_batch,
     check_complete,
     check_enough_layers,
     check_is_variables,
     check_key,
-    check_reads_nothing,
     check_variables,
 )
 
@@ -33,15 +31,6 @@ def ready():
     """A plan, and variables of it."""
     pipe, plan = planned()
     return plan, pipe.init(jax.random.key(0), BATCH)
-
-
-def test_batches(ready):
-    plan, _ = ready
-    check_batch(plan, jax.tree.map(lambda a: a[:3], BATCH))
-    with pytest.raises(ValueError, match=r"the batch has another structure than at init: it lacks batch\['targets'\]"):
-        check_batch(plan, {"inputs": BATCH["inputs"]})
-    with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example at init"):
-        check_batch(plan, jax.tree.map(lambda a: a[0], BATCH))
 
 
 def test_variables(ready):
@@ -84,14 +73,6 @@ def test_keys(ready):
     check_key(drops.traced, drops.loss, jax.random.key(0))
     with pytest.raises(ValueError, match=r"layer 1 \(Dropout\) draws random numbers, but key=None"):
         check_key(drops.traced, None, None)
-
-
-def test_side_inputs():
-    pipe, _ = planned([nn.Dense(4), jpipe.reads(lambda x, t: x + t, lambda batch: batch["targets"])])
-    layers = pipe.planner.request.layers
-    check_reads_nothing(layers[:1])
-    with pytest.raises(ValueError, match=r"layer 1 .* can't read its side input from the bare inputs"):
-        check_reads_nothing(layers)
 
 
 def test_enough_layers():

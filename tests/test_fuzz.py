@@ -1,5 +1,7 @@
 """Random models on random meshes equal plain Flax, and end: see `fuzz`. Each case has a limit of time."""
 
+import os
+
 import pytest
 
 import fuzz
@@ -7,7 +9,11 @@ from fuzz_layers import CHANGES, LAYOUTS, OF_LAYOUT
 from timed import Worker
 
 DEFAULT = range(2)
-SLOW = range(2, 320)
+FIRST = int(os.environ.get("JPIPE_FUZZ_FIRST", "2"))
+COUNT = int(os.environ.get("JPIPE_FUZZ_COUNT", "60"))
+SLOW = range(FIRST, FIRST + COUNT)
+"""The seeds of `make test-all`, more than three rounds of `fuzz.MESHES`. JPIPE_FUZZ_FIRST and JPIPE_FUZZ_COUNT choose
+others, for a longer search."""
 
 
 @pytest.fixture(scope="module")

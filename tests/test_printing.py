@@ -12,20 +12,20 @@ import optax
 import pytest
 
 import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.step_cost import Parts, StepCost
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import MemoryParts, predict_memory
 from jpipe.forecasting.settings import Setting
-from jpipe.forecasting.time_model import StepTime, predict_time
-from jpipe.pictures.tables import bytes_in_words
 from jpipe.profiling.changes import MicrobatchSize
-from jpipe.profiling.device_memory import Memory
 from jpipe.profiling.findings import Finding
 from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import SLICES, StageTimes
 from jpipe.profiling.profile import Profile
 from jpipe.schedules.simulate import Work, in_time
+from jpipe.terminal.tables import bytes_in_words
 from jpipe.view.facts import facts_of
 
 ODD = [0, 0.0, 1.5, -1.0, math.inf, math.nan, np.float32(1e30), np.int64(3), 10**30]
@@ -65,13 +65,16 @@ def test_a_plan(pipe, odd):
     idle = in_time(SCHEDULE, Work(dict.fromkeys("FRBIW", (0.0, 0.0)), (0.0, 0.0)))
     setting = Setting((("stage", 2),), 2)
     slices = dict.fromkeys(["layers", "bubble", "between layers", "update", "links"], odd)
+    held = Parts(dict.fromkeys(["parameters", "optimizer", "residuals"], odd))
+    compiled = StepCost("compiled", Parts(slices), Parts(batch=odd), idle)
     choice = Choice(
         setting,
         setting.options | {"balance": [2, 1]},
-        StepTime(odd, odd, odd, odd, idle),
-        MemoryParts(*[odd] * 9),
+        StepCost(
+            "predicted", Parts(dict.fromkeys(["computation", "bubble", "collectives", "update"], odd)), held, idle
+        ),
         fits=True,
-        compiled=Forecast("a step", True, {"batch": odd}, odd, None, {("stage",): odd}, slices, idle),
+        compiled=Forecast("a step", True, compiled, odd, None, {("stage",): odd}),
     )
     found = Choices("plans", (choice, replace(choice, compiled=None)), advice_on(choice, [choice], ["mind the gap"]))
     for text in (str(found), found._repr_html_(), str(choice.compiled)):
@@ -92,11 +95,10 @@ def test_a_profile(pipe, odd):
         stages=times,
         step=odd,
         predicted_step=odd,
-        slices=dict.fromkeys(SLICES, odd),
+        cost=StepCost("measured", Parts(dict.fromkeys(SLICES, odd)), Parts(parameters=odd, temporaries=odd)),
         contention=odd,
         noise=odd,
         sizes=(MicrobatchSize(2, 2, odd, odd, odd),),
-        memory=Memory(*[odd] * 5),
         processes=(ProcessTime(0, "a", (0,), odd, odd), ProcessTime(1, "b", (1,), odd, odd)),
         findings=(Finding("odd", {"balance": [2, 1]}, odd),),
         predicted=jpipe.simulate(SCHEDULE),
@@ -117,8 +119,8 @@ def test_layers_that_cost_nothing(chip):
     assert "2 layers" not in str(pipe) and "stage" in str(pipe)
     jax.eval_shape(pipe.init, jax.random.key(0), batch)
     assert "bubble" in str(pipe) and "slowest" in str(pipe.partition)
-    time = predict_time(pipe, batch, CHIPS[chip])
-    memory = predict_memory(pipe, batch, optax.sgd(0.1), CHIPS[chip])
+    cost = predict_time(pipe.planner, batch, CHIPS[chip])
+    held = predict_memory(pipe.planner, batch, optax.sgd(0.1), CHIPS[chip])
     setting = Setting((("stage", 2),), 2)
-    choice = Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
+    choice = Choice(setting, setting.options | {"balance": [2, 1]}, replace(cost, bytes=held), fits=True)
     assert "ms a step" in str(Choices("plans", (choice,), advice_on(choice, [choice], [])))

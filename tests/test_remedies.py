@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from cases import assert_close, assert_equal
 from jpipe.batches.rows import data_shard
-from jpipe.forecasting.hardware import parse_topology
+from jpipe.costs.chips import parse_topology
 from small_pipeline import dense, loss_fn, make
 
 FOLLOWED: set[str] = set()
@@ -52,8 +52,7 @@ def traced(pipe, batch=BATCH, key=None):
 
 def planned(pipe, batch=BATCH):
     """A training step as plain data: layers are traced and partitioned."""
-    pipe.planner.plan_for(batch)
-    return pipe.planner.training_step(batch)
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
 
 
 @pytest.fixture(scope="module")

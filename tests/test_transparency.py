@@ -24,10 +24,22 @@ REMATS = {
 SIZES = [1, 3, 4, 6]  # M: below K, and no multiple of K, among them
 
 # model, schedule, K, M, V, remat
-CASES = [
+BY_DEFAULT = [
     ("linen", "1f1b", 4, 4, 1, "layer"),
-    ("linen", "gpipe", 3, 1, 1, "full"),
     ("linen", "interleaved", 2, 3, 3, "stage"),
+    ("nnx factories", "1f1b", 4, 6, 1, "none"),
+    ("nnx modules", "gpipe", 2, 3, 1, "layer"),
+    ("plain", "1f1b", 3, 4, 1, "stage"),
+    ("mixed", "1f1b", 4, 3, 1, "layer"),
+    ("mixed", "naive", 3, 3, 1, "stage"),
+    ("mixed", "one slot", 4, 6, 1, "policy"),
+    ("linen", "zero_bubble", 3, 6, 1, "none"),
+    ("mixed", "zero_bubble", 4, 6, 1, "policy"),
+    ("nnx modules", "zb-v", 2, 4, 2, "none"),
+    ("mixed", "ahead", 3, 6, 1, "stage"),
+]
+IN_TEST_ALL = [
+    ("linen", "gpipe", 3, 1, 1, "full"),
     ("linen", "interleaved", 4, 6, 2, "none"),
     ("linen", "v", 3, 4, 2, "none"),
     ("linen", "1f1b", 1, 3, 1, "none"),
@@ -37,26 +49,23 @@ CASES = [
     ("alternating", "1f1b", 3, 3, 1, "none"),
     ("alternating", "gpipe", 4, 4, 1, "stage"),
     ("alternating", "1f1b", 1, 1, 1, "full"),
-    ("nnx factories", "1f1b", 4, 6, 1, "none"),
     ("nnx factories", "interleaved", 3, 4, 2, "full"),
-    ("nnx modules", "gpipe", 2, 3, 1, "layer"),
     ("nn.Sequential", "1f1b", 3, 4, 1, "policy"),
-    ("plain", "1f1b", 3, 4, 1, "stage"),
     ("plain", "one slot", 4, 3, 1, "none"),
-    ("mixed", "1f1b", 4, 3, 1, "layer"),
     ("mixed", "interleaved", 2, 4, 3, "none"),
-    ("mixed", "naive", 3, 3, 1, "stage"),
     ("mixed", "gpipe", 1, 4, 1, "full"),
-    ("mixed", "one slot", 4, 6, 1, "policy"),
     ("alternating", "zero_bubble", 2, 4, 2, "layer"),
-    ("linen", "zero_bubble", 3, 6, 1, "none"),
     ("nnx factories", "zero_bubble", 2, 3, 1, "none"),
-    ("mixed", "zero_bubble", 4, 6, 1, "policy"),
     ("plain", "zb-h1", 3, 4, 1, "none"),
-    ("nnx modules", "zb-v", 2, 4, 2, "none"),
     ("linen", "dualpipe-v", 2, 4, 2, "none"),
-    ("mixed", "ahead", 3, 6, 1, "stage"),
     ("alternating", "ahead", 4, 6, 1, "full"),
+]
+CASES = [*BY_DEFAULT, *IN_TEST_ALL]
+IN_FLOAT32 = ("linen", "interleaved", 4, 6, 2, "none")
+IN_FLOAT32_IN_TEST_ALL = [
+    ("linen", "naive", 2, 4, 1, "policy"),
+    ("nnx modules", "gpipe", 2, 3, 1, "layer"),
+    ("mixed", "1f1b", 4, 3, 1, "layer"),
 ]
 ORDERS = [
     (name, k, v)
@@ -113,20 +122,18 @@ def check_program(kind, order, k, m, v, remat, dtype):
     assert_close(pipe.evaluate(variables, truth.batch), loss, "evaluation")
 
 
-SLOW = {*CASES[1::2], CASES[4], CASES[6], CASES[8], CASES[10]}
+def by_default_or_not(by_default, in_test_all):
+    """The cases of two lists, those of the second marked as slow."""
+    return [*by_default, *[pytest.param(case, marks=pytest.mark.slow) for case in in_test_all]]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES], ids=name
-)
+@pytest.mark.parametrize("case", by_default_or_not(BY_DEFAULT, IN_TEST_ALL), ids=name)
 def test_equals_the_sequential_model_in_float64(case):
     with jax.enable_x64(True):
         check(case, "float64")
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[3], *[pytest.param(CASES[i], marks=pytest.mark.slow) for i in (7, 14, 18)]], ids=name
-)
+@pytest.mark.parametrize("case", by_default_or_not([IN_FLOAT32], IN_FLOAT32_IN_TEST_ALL), ids=name)
 def test_equals_the_sequential_model_in_float32(case):
     check(case, "float32")
 
@@ -144,17 +151,17 @@ def test_every_model_is_in_the_table():
 
 def test_half_of_the_cases_run_the_program_for_tpus_and_gpus():
     """Whose gradients of weights are summed over two dimensions of `[b, s, d]` at once; a CPU's, over one."""
-    for cases in (CASES, [case for case in CASES if case not in SLOW], [*product()]):
+    for cases in (CASES, BY_DEFAULT, [*product()]):
         assert 0.4 < np.mean([is_for_accelerators(name(case)) for case in cases]) < 0.7
     with jax.enable_x64(True):
         truth = model("linen")
-        for case in CASES[0], CASES[2]:
+        for case in BY_DEFAULT[:2]:
             pipe = pipeline(truth, "1f1b", 2, 2, balance="even")
             with programs_of(name(case)):
                 variables = jax.eval_shape(pipe.init, jax.random.key(0), truth.batch)
                 text = str(jax.make_jaxpr(pipe.value_and_grad)(variables, truth.batch))
             assert ("([0, 1], [0, 1])" in text) == is_for_accelerators(name(case))
-    assert is_for_accelerators(name(CASES[0])) != is_for_accelerators(name(CASES[2]))
+    assert is_for_accelerators(name(BY_DEFAULT[0])) != is_for_accelerators(name(BY_DEFAULT[1]))
 
 
 # --- 1F1B as papers draw it -------------------------------------------------------------------------------------------

@@ -2,91 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.tracing import trace
-from jpipe.jax_tools.trees import outline
-from jpipe.layers.base import describe
-from jpipe.types import Batch, Leaf, PyTree, Shapes, Structure
+from jpipe.arrays.trees import check_same_structure
+from jpipe.types import Batch, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
 """What to do with a number for all examples."""
-
-
-def default_inputs(batch: Batch) -> PyTree:
-    """The first layer's inputs: `batch["inputs"]`, the first item of a tuple, or a bare array itself."""
-    if isinstance(batch, Mapping):
-        if "inputs" not in batch:
-            raise ValueError(
-                f"the batch is a dict with the keys {sorted(map(str, batch))} and no 'inputs'; name what the first "
-                "layer takes 'inputs', or pass inputs=lambda batch: ... to jpipe.Pipeline"
-            )
-        return batch["inputs"]
-    if isinstance(batch, tuple | list):
-        if not batch:
-            raise ValueError("the batch is an empty tuple; its first item is what the first layer takes")
-        return batch[0]
-    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(batch)):
-        raise ValueError(
-            f"the batch is a {type(batch).__name__}, in which nothing says what the first layer takes; pass "
-            "inputs=lambda batch: batch.... to jpipe.Pipeline"
-        )
-    return batch
-
-
-def is_bare(
-    batch: Batch, expected: Shapes, inputs: Shapes, read_inputs: Callable[[Batch], PyTree], said: bool | None
-) -> bool:
-    """Whether `apply` was given the bare inputs rather than a batch that holds them.
-
-    Args:
-      batch: what it was given.
-      expected: the batch seen at init.
-      inputs: what was read from it.
-      read_inputs: `batch -> inputs`.
-      said: what the caller says; None to tell by the structure, and by the shapes behind the batch dimension.
-
-    Raises:
-      ValueError: it is neither, or may be both; the structures or shapes are shown.
-    """
-    structure, wanted = jax.tree.structure(batch), jax.tree.structure(inputs)
-    like_batch, like_inputs = structure == jax.tree.structure(expected), structure == wanted
-    if said and not like_inputs:
-        raise ValueError(
-            f"bare=True, but the batch is {outline('batch', batch)}, and not the model's inputs, "
-            f"{outline('inputs', inputs)}; leave bare out"
-        )
-    if said is not None:
-        return said
-    may_be_both = like_batch and like_inputs and read_inputs is not default_inputs
-    reads = trace(read_inputs, expected)[0].jaxpr if may_be_both else None
-    if reads is not None and reads.outvars != reads.invars:  # the inputs aren't the whole batch
-        features = lambda tree: [leaf.shape[1:] for leaf in jax.tree.leaves(tree)]
-        fits_batch, fits_inputs = (features(batch) == features(tree) for tree in (expected, inputs))
-        if fits_batch == fits_inputs:
-            raise ValueError(
-                f"{describe(batch)} may be a batch, which had micro-batches of {describe(expected)} at init, or the "
-                f"model's inputs, which had {describe(inputs)}; say which: pipe.apply(variables, batch, bare=False), "
-                "or pipe.apply(variables, inputs, bare=True)"
-            )
-        return fits_inputs
-    if like_batch or like_inputs:
-        return not like_batch
-    with suppress(Exception):  # a batch without what only the loss needs
-        if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == wanted:
-            return False
-    raise ValueError(
-        f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "
-        f"inputs, {outline('inputs', inputs)}"
-    )
 
 
 def batch_size(batch: Batch) -> int:
@@ -209,6 +135,16 @@ def _check_dtype(name: str, dtype: np.dtype) -> None:
         )
 
 
+def check_like(batch: Batch, expected: Shapes) -> None:
+    """Checks that a batch `[B, ...]` is like the one seen at init, but for its shapes.
+
+    Raises:
+      ValueError: it has another structure, or is a single example.
+    """
+    check_same_structure("batch", batch, expected)
+    check_no_example(batch, expected)
+
+
 def check_no_example(batch: Batch, expected: Shapes) -> None:
     """Checks that a batch isn't a single example of what was seen at init.
 
@@ -229,45 +165,6 @@ def check_no_example(batch: Batch, expected: Shapes) -> None:
                 f"{name} has the shape {leaf.shape}, that of one example at init; the first dimension of every array "
                 f"is the batch: stack examples, as many as num_microbatches divides"
             )
-
-
-def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
-
-    A model may have no parameters that would say where it runs. A process can't put its own array on devices of others,
-    and over several every program names the mesh anyway.
-    """
-    if mesh.is_multi_process:
-        return tree
-    devices = set(mesh.devices.flat)
-
-    def move(leaf: Leaf) -> Leaf:
-        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
-            return leaf
-        if isinstance(leaf, jax.Array) and (not leaf.is_fully_addressable or leaf.sharding.device_set == devices):
-            return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-
-    return jax.tree.map(move, tree)
-
-
-def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Small arrays on all devices of the mesh, those of other processes included."""
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))
-
-
-def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
-    """Arrays and numbers where `shardings` say, but for those that lie on all devices of the mesh already."""
-    devices = set(mesh.devices.flat)
-
-    def move(leaf: Leaf, sharding: NamedSharding) -> Leaf:
-        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices):
-            return leaf
-        if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
-            return jax.device_put(leaf, sharding)
-        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # this process's own array, on those of others too
-
-    return jax.tree.map(move, tree, shardings)
 
 
 def _alternatives(size: int) -> str:

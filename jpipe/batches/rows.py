@@ -1,4 +1,4 @@
-"""Computes which rows of a batch this process feeds, and makes them part of global arrays (`Pipeline.place`)."""
+"""Places batches, keys and states on the mesh; computes which rows of a batch this process feeds (`Pipeline.place`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.batches.microbatches import batch_size
 from jpipe.mesh.axes import AXIS
-from jpipe.types import Batch, Leaf
+from jpipe.types import Batch, Leaf, PyTree
 
 
 def data_shard(mesh: Mesh, batch_axes: Sequence[str]) -> tuple[int, int]:
@@ -72,17 +72,37 @@ def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
     return jax.tree.map(move, batch)
 
 
-def check_placed(batch: Batch) -> None:
-    """Checks, where the mesh has devices of several processes, that no array of a batch is on some of one of them.
+def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
+    """Arrays and numbers where `shardings` say; what lies on all devices of the mesh already, or is traced, stays.
 
-    Raises:
-      ValueError: naming the first that is.
+    Args:
+      tree: on the host, on one device or on the mesh. Each process passes the same.
+      shardings: a tree like it, or one sharding for all.
+      mesh: the devices.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
-        if own and leaf.committed:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
-                "has those of several processes; give pipe.place(batch), with the rows that this process feeds "
-                "(pipe.data_shard)"
-            )
+    devices = set(mesh.devices.flat)
+
+    def move(leaf: Leaf, sharding: NamedSharding) -> Leaf:
+        if isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices):
+            return leaf
+        if isinstance(leaf, np.ndarray) or not mesh.is_multi_process:
+            return jax.device_put(leaf, sharding)
+        return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # this process's own array, on those of others too
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda leaf: move(leaf, shardings), tree)
+    return jax.tree.map(move, tree, shardings)
+
+
+def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
+    """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
+
+    A model may have no parameters that would say where it runs. A process can't put its own array on devices of others,
+    and over several every program names the mesh anyway.
+    """
+    return tree if mesh.is_multi_process else placed(tree, NamedSharding(mesh, PartitionSpec()), mesh)
+
+
+def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Small arrays on all devices of the mesh, those of other processes included."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))

@@ -15,7 +15,7 @@ from etils import epath
 from jax.core import Tracer
 
 from jpipe import __version__
-from jpipe.batches.microbatches import on_all
+from jpipe.batches.rows import on_all
 from jpipe.checkpoints import files
 from jpipe.checkpoints.containers import Json, containers_from_json, containers_to_json, value_from_json, value_to_json
 from jpipe.checkpoints.contents import LAYERS, Contents, first_difference

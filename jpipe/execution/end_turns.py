@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jpipe.arrays.indexing import Index
 from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, Turn
-from jpipe.jax_tools.indexing import Index
 from jpipe.mesh.axes import AXIS
 from jpipe.types import Leaf
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.indexing import Index, put_row, take_row
+from jpipe.arrays.loops import when
 from jpipe.execution import end_turns
 from jpipe.execution.shared_weights import sum_shared_gradients
 from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
-from jpipe.jax_tools.indexing import Index, put_row, take_row
-from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.interpret import interpret, on_this_host
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
+from jpipe.jaxprs.tracing import replay
 from jpipe.mesh.on_stages import shapes_only
 from jpipe.partitioner.choice import as_it_lies
 from jpipe.partitioner.conversions import convert

@@ -12,16 +12,15 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import PartitionSpec
 
+from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.arrays.indexing import Index
 from jpipe.batches.microbatches import split_microbatches
 from jpipe.batches.outputs import join_microbatches
 from jpipe.execution.executor import run_inference, run_training
 from jpipe.execution.loss_scales import loss_scales
 from jpipe.execution.shared_weights import send_shared
 from jpipe.execution.stage import Stage
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.random_keys import init_key, key_shape
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.tracing import replay
 from jpipe.memory.layout import StageTree, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.records import Leaves, Records
 from jpipe.memory.storage import Buffers
@@ -29,10 +28,10 @@ from jpipe.mesh.on_stages import on_stages, shapes_only
 from jpipe.model.constants import Constants
 from jpipe.model.groups import GRADIENT, INIT, WEIGHTS, LayerGroup
 from jpipe.model.layer_function import trace_group_init
+from jpipe.model.random_keys import init_key, key_shape
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, Sharding, replicated, to_spec
 from jpipe.planning.plan import Plan
-from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.terminal.first_calls import compiles
 from jpipe.types import Batch, PyTree
@@ -43,7 +42,7 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
 
     Args:
       plan: cuts and layout.
-      key: a random key; see `jpipe.jax_tools.random_keys.init_key`.
+      key: a random key; see `jpipe.model.random_keys.init_key`.
       ready: buffers by collection that hold the values of layers that come with their own; may lack collections.
     """
     specs = _specs(plan)
@@ -85,14 +84,13 @@ def _init_layer(
 
 
 def value_and_grad(
-    planner: Planner,
+    step: Step,
     variables: dict[str, StageTree],
     batch: Batch,
     key: jax.Array | None,
     only: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, dict[str, StageTree], dict[str, jax.Array]], StageTree]:
     """`((loss, updates, metrics), grads)` of a batch `[B, ...]`; for `only` see `Stage`."""
-    step = planner.training_step(batch, key)
     key = jax.random.key(0) if key is None else key  # then no layer draws from it
     layouts, params, partial_along = step.plan.layouts, step.plan.at_work["params"], step.gradient_sums.partial_along
     dtypes = {name: buffer.dtype for name, buffer in params.rest.storage.named_buffers}
@@ -116,19 +114,22 @@ def value_and_grad(
     return (loss, updates, metrics), StageTree(grads, params.rest)
 
 
-def evaluate(planner: Planner, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
+def evaluate(step: Step, variables: dict[str, StageTree], batch: Batch) -> jax.Array:
     """The loss of a batch `[B, ...]` in evaluation mode."""
-    step = planner.evaluation_step(batch, with_loss=True)
     specs = [PartitionSpec()] * len(step.outputs)
     assert step.loss is not None
     return step.loss.means(run_step(step, run_inference, (variables, batch, None, None), specs))[0]
 
 
-def apply(planner: Planner, variables: dict[str, StageTree], batch: Batch, *, bare: bool) -> PyTree:
-    """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode."""
-    step = planner.evaluation_step(batch, with_loss=False, bare=bare)
-    axes, joined_along = step.model.axes, planner.output_axes(planner.for_evaluation(batch, bare=bare))
-    specs = [to_spec(at, axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
+def apply(step: Step, joined_along: tuple[int, ...], variables: dict[str, StageTree], batch: Batch) -> PyTree:
+    """The outputs `[B, ...]` of a batch, or of its bare inputs, in evaluation mode.
+
+    Args:
+      step: forward only.
+      joined_along: the batch axis of each leaf of the outputs.
+      variables, batch: all collections; what the step was made for.
+    """
+    specs = [to_spec(at, step.model.axes, leaf.ndim) for at, leaf in zip(step.outputs_at, step.outputs, strict=True)]
     leaves = run_step(
         step,
         run_inference,

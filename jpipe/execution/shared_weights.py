@@ -9,9 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jpipe.arrays.indexing import Index
+from jpipe.arrays.loops import when
 from jpipe.execution.stage import BackwardWork, Stage
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.loops import when
 from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.specs import on_all_stages

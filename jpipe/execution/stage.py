@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.indexing import Index, look_up, put_row, take_row, take_slice
-from jpipe.jax_tools.loops import Carry, each, of_trip
-from jpipe.jax_tools.memory_order import compact_order, in_order
-from jpipe.jax_tools.random_keys import Key, layer_key
+from jpipe.arrays.indexing import Index, look_up, put_row, take_row, take_slice
+from jpipe.arrays.loops import Carry, each, of_trip
+from jpipe.memory.memory_order import compact_order, in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.specs import on_all_stages
 from jpipe.model.layer_function import Arguments
+from jpipe.model.random_keys import Key, layer_key
 from jpipe.planning.kept import Kept
 from jpipe.planning.step import Step
 from jpipe.types import Batch, Leaf

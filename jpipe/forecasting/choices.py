@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import overload
 
+from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.forecaster import Forecast
-from jpipe.forecasting.memory_model import MemoryParts
 from jpipe.forecasting.settings import Setting, word_of
-from jpipe.forecasting.time_model import StepTime
 from jpipe.mesh.axes import AXIS
-from jpipe.pictures.tables import Table, Tabular, bytes_in_words
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words
 
 LIMITS = {"computation": "compute", "collectives": "links"}
 LARGE_BUBBLE = 0.1
@@ -27,23 +26,26 @@ class Choice:
       setting: the sizes of mesh axes, and the options that were searched.
       options: arguments of `jpipe.Pipeline`, those that `plan` was given too. A mesh is among them where this process
         has as many devices; else `setting.axes` says its sizes.
-      time: seconds of the step, by part.
-      memory: bytes of a device, by part.
+      cost: seconds of the step and bytes of a device, predicted.
       fits: whether these are no more than there are.
       compiled: what the compiler says, if it was asked.
     """
 
     setting: Setting
     options: dict[str, object]
-    time: StepTime
-    memory: MemoryParts
+    cost: StepCost
     fits: bool
     compiled: Forecast | None = None
 
     @property
+    def time(self) -> Parts[float]:
+        """The predicted seconds of a step, by part."""
+        return self.cost.seconds
+
+    @property
     def seconds(self) -> float:
         """The predicted seconds of a step."""
-        return self.time.total
+        return self.cost.step
 
     @property
     def bubble_fraction(self) -> float:
@@ -51,9 +53,14 @@ class Choice:
         return self.time.bubble / ((self.time.bubble + self.time.computation) or 1.0)
 
     @property
-    def bytes(self) -> dict[str, int]:
+    def memory(self) -> Parts[int]:
         """The predicted bytes on a device, by part."""
-        return asdict(self.memory)
+        return self.cost.bytes
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The same as a plain dictionary."""
+        return dict(self.memory)
 
     @property
     def total_bytes(self) -> int:
@@ -63,7 +70,8 @@ class Choice:
     @property
     def limit(self) -> str:
         """The part that takes longest, "compute", "bubble", "links" or "update"; "memory" if it doesn't fit."""
-        return LIMITS.get(self.time.limit, self.time.limit) if self.fits else "memory"
+        slowest = max(self.time, key=lambda name: self.time[name])
+        return LIMITS.get(slowest, slowest) if self.fits else "memory"
 
     @property
     def words(self) -> str:
@@ -81,9 +89,8 @@ class Choice:
         rows |= {"V": str(self.setting.num_chunks), "remat": word_of(self.setting.remat), "ends": self.setting.ends}
         rows |= {"shard_over": ", ".join(self.setting.shard_over) or "-", "layers": _of_stages(self.options["balance"])}
         rows |= {"ms a step": f"{1e3 * self.seconds:,.1f}", "bubble": f"{self.bubble_fraction:.1%}"}
-        rows |= {f"ms: {part}": f"{1e3 * seconds:,.1f}" for part, seconds in self.time.parts.items()}
-        rows |= {"a device": bytes_in_words(self.total_bytes), "limit": self.limit}
-        rows |= {part.replace("_", " "): bytes_in_words(size) for part, size in self.bytes.items()}
+        rows |= dict([*self.cost.rows_of_seconds(digits=1)[:-1], ("a device", bytes_in_words(self.total_bytes))])
+        rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1]])
         if self.compiled is not None:
             real = self.compiled.total_bytes
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}

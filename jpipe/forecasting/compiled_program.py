@@ -147,17 +147,6 @@ def transfers(loop: Loop) -> list[Permute]:
     return found
 
 
-def large_moves(program: Loop, limit: int) -> list[str]:
-    """The operations in loops that copy, transpose or fill more than `limit` bytes, except for fetches ahead."""
-    return [
-        f"{op.opcode} of {op.bytes:,} bytes in {loop.name}: {op.type[:80]}"
-        for loop in program.walk()
-        if loop.scope
-        for op in loop.movers
-        if op.bytes > limit
-    ]
-
-
 def largest_move(program: Loop) -> int:
     """Bytes of the largest array that is copied, transposed or filled inside of a loop."""
     return max((op.bytes for loop in program.walk() if loop.scope for op in loop.movers), default=0)

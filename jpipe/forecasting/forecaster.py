@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -15,21 +15,23 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe.batches.microbatches import cut_for_evaluation
+from jpipe.costs.chips import Chip, chip_of, parse_topology
+from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
+from jpipe.costs.holdings import on_device
+from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
-from jpipe.forecasting.hardware import Chip, chip_of, parse_topology
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.mesh.device_order import make_mesh
-from jpipe.pictures.tables import Table, Tabular, bytes_in_words
+from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.profiling.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, communication, words_of
 from jpipe.schedules.simulate import Timeline
 from jpipe.seam.runtime import found_no_room
 from jpipe.terminal.progress import task
-from jpipe.types import Batch, Device, PyTree
+from jpipe.terminal.tables import Table, Tabular, bytes_in_words
+from jpipe.types import Batch, Device
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,33 +46,48 @@ class Forecast(Tabular):
     Attributes:
       title: of which pipeline, where.
       fits: whether the compiler found room for the step.
-      bytes: on a device, by part: "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients,
-        residuals, activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
+      cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
+        a device, and the schedule with the stages' cycles. No seconds where `cycles` is None.
       flops: of a device in a step, the mean of all; what remat computes again included.
       cycles: by kind of action, of one on the slowest stage; of all "ticks" beyond actions, of the "ends" where all
         stages share them, and of the "update"; None where the compiler estimates none (CPU, GPU), or it doesn't fit.
       collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
-      slices: seconds of the step by what they go into: "layers", "bubble", "between layers", "update", "links".
-      timeline: the schedule with the stages' cycles.
       message: the compiler's, if the step doesn't fit.
       advice: what would help then.
     """
 
     title: str
     fits: bool
-    bytes: dict[str, int]
+    cost: StepCost
     flops: float
     cycles: dict[str, float] | None
     collectives: dict[tuple[str, ...], float]
-    slices: dict[str, float] | None
-    timeline: Timeline | None = field(repr=False)
     message: str = ""
     advice: tuple[str, ...] = ()
 
     @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes on a device, by part.
+
+        They are "parameters", "optimizer", "other variables", "batch", "temporaries" (gradients, residuals,
+        activations). If the step doesn't fit, temporaries are what the compiler's message leaves.
+        """
+        return {name.replace("_", " "): size for name, size in self.cost.bytes.items()}
+
+    @property
+    def slices(self) -> dict[str, float] | None:
+        """Seconds of the step by what they go into; None if they aren't known."""
+        return dict(self.cost.seconds) or None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The schedule with the stages' cycles; None if they aren't known."""
+        return self.cost.timeline
+
+    @property
     def total_bytes(self) -> int:
         """The bytes on a device, all parts together."""
-        return sum(self.bytes.values())
+        return self.cost.bytes.total
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -83,15 +100,15 @@ class Forecast(Tabular):
 
         Latencies, the network's load, input from the host and what is wrong in the compiler's estimates are left out.
         """
-        return None if self.slices is None else sum(self.slices.values())
+        return self.cost.step if self.cost.seconds else None
 
     @property
     def limit(self) -> str | None:
         """The word "memory" if it doesn't fit, else what takes longest, "compute", "bubble" or "links"."""
-        if not self.fits or self.slices is None:
+        if not self.fits or not self.cost.seconds:
             return None if self.fits else "memory"
-        rest = {name: self.slices[name] for name in ("bubble", "links")}
-        rest["compute"] = sum(self.slices.values()) - sum(rest.values())
+        rest = {name: self.cost.seconds[name] for name in ("bubble", "links")}
+        rest["compute"] = self.cost.step - sum(rest.values())
         return max(rest, key=lambda name: rest[name])
 
     def plot(self, path_or_ax: str | os.PathLike[str] | Axes | None = None) -> Axes:
@@ -105,13 +122,12 @@ class Forecast(Tabular):
         return self.timeline.plot(path_or_ax, unit="cycles")
 
     def _table(self) -> Table:
-        rows = [(name, bytes_in_words(size)) for name, size in self.bytes.items()]
-        rows += [("all", bytes_in_words(self.total_bytes)), ("FLOPs of a device", f"{self.flops:.3g}")]
+        rows = [*self.cost.rows_of_bytes(), ("FLOPs of a device", f"{self.flops:.3g}")]
         rows += [(f"sent along {', '.join(axes)}", bytes_in_words(n)) for axes, n in self.collectives.items()]
         rows += [(f"cycles: {name}", f"{count:,.0f}") for name, count in (self.cycles or {}).items()]
-        rows += [(f"ms: {name}", f"{1e3 * seconds:,.3f}") for name, seconds in (self.slices or {}).items()]
-        if self.seconds is not None:
-            rows += [("ms: step", f"{1e3 * self.seconds:,.3f}"), ("bubble", f"{self.bubble_fraction:.1%}")]
+        rows += self.cost.rows_of_seconds()
+        if self.cost.seconds:
+            rows.append(("bubble", f"{self.bubble_fraction:.1%}"))
         limit = f"; {self.limit} limits" if self.limit else ""
         notes = [("it fits" if self.fits else "it does not fit") + limit, *filter(None, [self.message]), *self.advice]
         return Table(self.title, ("of a device", "forecast"), rows, {}, notes)
@@ -147,11 +163,12 @@ def forecast(
     device, planner = there.mesh.devices.flat[0], there.planner
     state = there.abstract_state(shapes, tx)
     others = {name: tree for name, tree in state.variables.items() if name != "params"}
-    parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other variables": others}
-    held = {name: _on_a_device(tree) for name, tree in parts.items()}
+    parts = {"parameters": state.variables["params"], "optimizer": state.opt_state, "other_variables": others}
+    held = Parts({name: on_device(tree) for name, tree in parts.items()})
     title = f"A step of {pipe!r} on {topology or device.device_kind}"
     sent, crossing = _collectives(planner, shapes, title)
-    known = Forecast(title, True, held, _flops(planner, shapes), None, sent, None, None)
+    cost = StepCost("compiled", Parts(), held)
+    known = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
     with task(f"compiling for {topology or device.device_kind}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
@@ -162,29 +179,34 @@ def forecast(
             return _without_room(known, there, str(error))
     if memory := compiled.memory_analysis():
         beyond = {
-            "batch": max(0, memory.argument_size_in_bytes - sum(held.values())),
+            "batch": max(0, memory.argument_size_in_bytes - held.total),
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
-        known = replace(known, bytes=held | beyond)
-    return _with_cycles(known, planner.training_step(shapes), read(text), chip_of(device), crossing) if text else known
+        known = replace(known, cost=replace(cost, bytes=Parts(held, **beyond)))
+    if not text:
+        return known
+    step = planner.training_step(planner.for_training(shapes))
+    return _with_cycles(known, step, read(text), chip_of(device), crossing)
 
 
 def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
     """Adds cycles, and seconds if the chip's clock is known; transfers beside work take none."""
     cycles = count_cycles(step, program)
     hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
-    slices = None if chip is None else _slices(cycles, chip, sum(known.collectives.values()) - hidden)
+    seconds = Parts() if chip is None else _slices(cycles, chip, sum(known.collectives.values()) - hidden)
+    cost = replace(known.cost, seconds=seconds, timeline=cycles.timeline)
     by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
     others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
-    return replace(known, cycles=by_kind | others, slices=slices, timeline=cycles.timeline)
+    return replace(known, cycles=by_kind | others, cost=cost)
 
 
 def _without_room(known: Forecast, pipe: Pipeline, error: str) -> Forecast:
     """The forecast of a step that doesn't fit, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
-    left = max(0, _used(error) - sum(known.bytes.values()))
-    advice = _advice(pipe, known.bytes, left)
-    return replace(known, fits=False, bytes=known.bytes | {"temporaries": left}, message=message, advice=advice)
+    held = known.cost.bytes
+    left = max(0, _used(error) - held.total)
+    cost = replace(known.cost, bytes=Parts(held, temporaries=left))
+    return replace(known, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:
@@ -203,12 +225,6 @@ def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> P
     return cast("partial[Pipeline]", pipe.__reduce__()[0])(mesh=there)
 
 
-def _on_a_device(tree: PyTree) -> int:
-    """Bytes of each device's part of arrays."""
-    shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return sum(int(np.prod(shape(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _flops(planner: Planner, batch: Batch) -> float:
     """The FLOPs of a device in a step, the mean of all devices."""
     micro, mesh = planner.for_training(batch), planner.request.mesh
@@ -221,7 +237,7 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple
 
     And those among them that cross boundaries.
     """
-    step, sent, crossing = planner.training_step(batch), dict[tuple[str, ...], float](), 0.0
+    step, sent, crossing = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float](), 0.0
     count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
     layers = {words_of(group): int(most) for group, most in zip(step.model.groups, step.ranges.most, strict=True)}
     for one in communication(planner, batch, title).transfers:
@@ -232,18 +248,19 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple
     return sent, crossing
 
 
-def _slices(cycles: StepCycles, chip: Chip, sent: float) -> dict[str, float] | None:
-    """Seconds of a step by what they go into; None without a clock."""
+def _slices(cycles: StepCycles, chip: Chip, sent: float) -> Parts[float]:
+    """Seconds of a step by what they go into; none without a clock."""
     if chip.clock is None:
-        return None
+        return Parts()
     bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
-    return {
+    seconds = {
         "layers": (cycles.timeline.makespan - bubble) / chip.clock,
         "bubble": bubble / chip.clock,
         "between layers": (cycles.ticks + cycles.ends) / chip.clock,
         "update": cycles.update / chip.clock,
         "links": sent / chip.link_bandwidth,
     }
+    return Parts(seconds)
 
 
 def _used(message: str) -> int:
@@ -252,10 +269,10 @@ def _used(message: str) -> int:
     return int(float(found.group(1)) * UNITS[found.group(2)]) if found else 0
 
 
-def _advice(pipe: Pipeline, held: dict[str, int], temporaries: int) -> tuple[str, ...]:
+def _advice(pipe: Pipeline, held: int, temporaries: int) -> tuple[str, ...]:
     """Settings that would take less memory, by the largest part first."""
     request, found = pipe.planner.request, []
-    if temporaries > sum(held.values()):
+    if temporaries > held:
         found += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
         found += ["more micro-batches of fewer examples each"]
     found += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from jpipe.forecasting.hardware import GIB
+from jpipe.costs.chips import GIB
 from jpipe.forecasting.search import plan
 
 MADE = "layers, loss_fn, batch, tx[, options of jpipe.Pipeline as a dict]"

@@ -11,24 +11,24 @@ from typing import cast
 import jax
 import optax
 
+from jpipe.arrays.trees import bytes_of
 from jpipe.batches.microbatches import batch_size, cut_for_evaluation
+from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology
+from jpipe.costs.communication import words_of
+from jpipe.costs.measured_chip import measure_chip
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
-from jpipe.forecasting.hardware import Chip, Topology, chip_of, parse_topology
-from jpipe.forecasting.measured_chip import measure_chip
-from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
-from jpipe.forecasting.time_model import layer_seconds, predict_time
-from jpipe.jax_tools.trees import bytes_of
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
-from jpipe.pictures.tables import bytes_in_words
 from jpipe.pipeline import Pipeline
-from jpipe.profiling.communication import words_of
 from jpipe.schedules.schedule import Schedule
 from jpipe.terminal.progress import task
+from jpipe.terminal.tables import bytes_in_words
 from jpipe.types import Batch, Device, Shapes
 from jpipe.users_numbers import as_integer, as_number
 
@@ -270,17 +270,17 @@ class Search:
 
     def _predict(self, setting: Setting) -> Choice:
         pipe = self._like_others(setting, self.balance if self.balance is not None else self._predicted_costs(setting))
-        time = predict_time(pipe, self.batch, self.chip, tx=self.tx)
-        memory = predict_memory(pipe, self.batch, self.tx, self.chip)
+        held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
+        cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
         counts = list(pipe.partition.counts)
-        return Choice(setting, {**setting.options, "balance": counts}, time, memory, memory.total <= self.room)
+        return Choice(setting, {**setting.options, "balance": counts}, cost, held.total <= self.room)
 
     def _predicted_costs(self, setting: Setting) -> list[float]:
         """Each layer's predicted seconds, by which the model is cut."""
         alike = *_alike(setting), setting.ends
         if alike not in self._costs:
             with warnings.catch_warnings(action="ignore"):  # of another cut
-                self._costs[alike] = layer_seconds(self._like_others(setting, "flops"), self.batch, self.chip)
+                self._costs[alike] = layer_seconds(self._like_others(setting, "flops").planner, self.batch, self.chip)
         return self._costs[alike]
 
     def _like_others(self, setting: Setting, balance: object) -> Pipeline:

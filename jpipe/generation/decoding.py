@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.generation.token_alone import warn_of_uncached
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.base import AnyLayer, describe, positional
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.memory.storage import Storage, build_storage

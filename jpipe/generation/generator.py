@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -17,10 +17,10 @@ from jpipe.execution.programs import run_step
 from jpipe.execution.stage import Stage
 from jpipe.generation.decoding import Decoding, PickLogits, make_decoding
 from jpipe.generation.token_ring import Round, run_decoding
-from jpipe.jax_tools.random_keys import as_key
 from jpipe.layers.base import describe
 from jpipe.layers.fingerprint import fingerprint
 from jpipe.memory.layout import StageTree
+from jpipe.model.random_keys import as_key
 from jpipe.partitioner.shardings import to_spec
 from jpipe.planning.planner import Planner
 from jpipe.terminal.progress import task
@@ -58,7 +58,7 @@ class Generator:
         self._planner = planner
         self._logits: dict[Hashable, PickLogits] = {}
         self.decoding = cache(self._decoding)
-        self.program = jax.jit(generate, static_argnames=("decoding", "num_tokens"))
+        self.program = jax.jit(partial(generate), static_argnames=("decoding", "num_tokens"))
 
     def clear_cache(self) -> None:
         """Forgets what was traced, laid out and compiled."""

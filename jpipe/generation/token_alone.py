@@ -13,14 +13,14 @@ from dataclasses import replace
 import jax
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.jax_tools.tracing import no_mesh, trace
+from jpipe.jaxprs.flat_jaxpr import without_calls
+from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import no_mesh, trace
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.choice import always
-from jpipe.partitioner.flat_jaxpr import without_calls
 from jpipe.partitioner.per_device import jaxpr_per_device
 from jpipe.partitioner.shardings import Axis, of_spec, replicated
 from jpipe.partitioner.traffic import sent_in

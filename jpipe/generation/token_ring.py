@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.arrays.indexing import Index, put_slice, take_row, take_slice
+from jpipe.arrays.loops import when
 from jpipe.execution.executor import moved
 from jpipe.execution.stage import Job, Stage, Turn
 from jpipe.generation.decoding import Decoding
-from jpipe.jax_tools.indexing import Index, put_slice, take_row, take_slice
-from jpipe.jax_tools.loops import when
-from jpipe.jax_tools.memory_order import in_order
+from jpipe.memory.memory_order import in_order
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.layer_function import Arguments

@@ -26,7 +26,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Single, Specs
 from jpipe.layers.fingerprint import ShownByTraces, values_within
 from jpipe.layers.functions import MODE_NAMES, ModeArguments, mode_arguments, modes

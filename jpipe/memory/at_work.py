@@ -5,9 +5,11 @@
     of the first stage, w          w0 w1 w2 w3      one buffer, as large      w  -  -  h
     of the last stage, h           h0 h1 h2 h3      as the larger needs
 
-Once a step weights are gathered along data axes, unless layers do that at each use, and what lies split over all stages
-(`ends="spread"`) is brought to the stage that uses it. Gradients are added up in buffers like those at work, and what
-was brought together is scattered again.
+At rest means between steps; at work means within a step. A `WorkLayout` says for one collection where its leaves lie at
+work. Once a step, `gathered` makes the buffers at work from those at rest: leaves that are split over all stages are
+brought to the stage that uses them, then all are gathered along data axes (unless layers do that at each use).
+Gradients are added up in buffers like those at work. At the end of the step `reduced` does the inverse: it adds them up
+over devices, and scatters what was brought together.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.dtypes import accumulator_dtype
+from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.memory.layout import Layout, device_index, part_zeros
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage
@@ -36,7 +38,8 @@ class WorkLayout:
     Attributes:
       rest: where they lie between steps.
       gathers: the data axes that they are gathered along once a step.
-      brings: leaves that are split over all stages are brought to the stage that uses them; else all use their parts.
+      brings: whether leaves that are split over all stages are brought to the stage that uses them. If not, every stage
+        uses its part (`ends="shared"`).
     """
 
     rest: Layout
@@ -45,84 +48,97 @@ class WorkLayout:
 
     @cached_property
     def storage(self) -> Storage:
-        """The places within a stage, with the record types of `rest`."""
+        """The places at work within a stage, with the record types of `rest`.
+
+        Leaves that aren't brought have their places at rest. The others have places in buffers of their own, which no
+        other leaf shares: those of a storage for these leaves alone.
+        """
         if not self.brings:
             return self.rest.storage
-        rest, types = self.rest.storage, self.rest.storage.record_types
-        spread = [[i for i, spec in enumerate(known.specs) if on_all_stages(spec)] for known in types]
+        types = self.rest.storage.record_types
+        brought = [[i for i, spec in enumerate(own.specs) if on_all_stages(spec)] for own in types]
         ends = build_storage(
-            [[known.leaves[i] for i in own] for known, own in zip(types, spread, strict=True)],
-            [known.devices for known in types],
+            [[own.leaves[i] for i in leaves] for own, leaves in zip(types, brought, strict=True)],
+            [own.devices for own in types],
             device_of=range(self.rest.num_stages),
-            specs=[[within_stage(known.specs[i]) for i in own] for known, own in zip(types, spread, strict=True)],
+            specs=[[within_stage(own.specs[i]) for i in leaves] for own, leaves in zip(types, brought, strict=True)],
         )
-        found = []
-        for known, own, new in zip(types, spread, ends.record_types, strict=True):
-            buffers, entries = list(known.buffers), list(known.entries)
-            for n, i in enumerate(own):
-                buffers[i], entries[i] = _of_ends(new.buffers[n]), new.entries[n]
-            specs = tuple(map(within_stage, known.specs))
-            found.append(replace(known, specs=specs, buffers=tuple(buffers), entries=tuple(entries)))
-        kept = [(name, buffer) for name, buffer in rest.named_buffers if not on_all_stages(buffer.spec)]
-        added = [(_of_ends(name), buffer) for name, buffer in ends.named_buffers]
-        return replace(rest, record_types=tuple(found), named_buffers=(*kept, *added))
+        record_types = []
+        for at_rest, leaves, at_end in zip(types, brought, ends.record_types, strict=True):
+            buffers, entries = list(at_rest.buffers), list(at_rest.entries)
+            for n, i in enumerate(leaves):
+                buffers[i], entries[i] = _end_buffer(at_end.buffers[n]), at_end.entries[n]
+            specs = tuple(map(within_stage, at_rest.specs))
+            record_types.append(replace(at_rest, specs=specs, buffers=tuple(buffers), entries=tuple(entries)))
+        kept = [(name, buffer) for name, buffer in self.rest.storage.named_buffers if not on_all_stages(buffer.spec)]
+        added = [(_end_buffer(name), buffer) for name, buffer in ends.named_buffers]
+        return replace(self.rest.storage, record_types=tuple(record_types), named_buffers=(*kept, *added))
 
     @cached_property
     def brought(self) -> set[int]:
-        """The record types of which something is brought from all stages to one."""
-        return {v for _, _, (v, _, _) in self._spread()}
+        """The record types of which some leaf is brought from all stages to one."""
+        return {t for _, _, (t, _, _) in self._brought_leaves()}
 
     def zeros(self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype) -> Buffers:
-        """A device's own part of zero buffers, inside of a program on all devices.
+        """A device's own part of zero buffers at work, inside of a program on all devices.
 
         Args:
           dtype_of: a buffer's dtype -> that of its array here.
         """
-        at = lambda spec: split_by(spec, lambda name: name not in self.gathers)
-        make = lambda a: part_zeros(a.shape, at(a.spec), self.rest.mesh, dtype_of(a.dtype))
+        spec_at_work = lambda spec: split_by(spec, lambda name: name not in self.gathers)
+        make = lambda a: part_zeros(a.shape, spec_at_work(a.spec), self.rest.mesh, dtype_of(a.dtype))
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:
-        """A device's buffers at work, from those at rest."""
-        mesh, places = self.rest.mesh, self.storage.named_buffers
-        found = {n: buffers[n] if n in buffers else part_zeros(a.shape, a.spec, mesh, a.dtype) for n, a in places}
-        for leaf, device, place in self._spread():
+        """A device's buffers at work, from those at rest.
+
+        The order matters: leaves are brought along `stage` first, buffers are gathered along data axes second. At rest
+        data axes cut a dimension into runs and `stage` cuts each run (`ScatteredLeaf.sharding`), so the parts that
+        stages have join into a run. And what crosses between stages is a run, not the whole leaf.
+        """
+        mesh, named = self.rest.mesh, self.storage.named_buffers
+        at_work = {n: buffers[n] if n in buffers else part_zeros(a.shape, a.spec, mesh, a.dtype) for n, a in named}
+        for leaf, user, place in self._brought_leaves():
             whole = leaf.unscatter(self.rest.storage.read_leaf(buffers, *place))
-            whole = jnp.where(device == device_index(mesh), whole, self.storage.read_leaf(found, *place))
-            found = self.storage.write_leaf(found, *place, whole)
-        return {name: gather_axes(found[name], known.spec, self.gathers) for name, known in places}
+            # All devices run this; those that don't use the leaf write back what lies in its place.
+            value = jnp.where(user == device_index(mesh), whole, self.storage.read_leaf(at_work, *place))
+            at_work = self.storage.write_leaf(at_work, *place, value)
+        return {name: gather_axes(at_work[name], buffer.spec, self.gathers) for name, buffer in named}
 
     def reduced(self, buffers: Buffers, over: Mapping[str, Sequence[str]]) -> Buffers:
         """A device's buffers at rest, from its partial sums of those at work.
+
+        The order is the inverse of that in `gathered`, for the same reasons: along data axes first, along `stage`
+        second.
 
         Args:
           buffers: split only over those axes of their specs that they aren't partial along.
           over: for each buffer the mesh axes that it is partial along.
         """
+        mesh = self.rest.mesh
+        sums = {n: _added_up(buffers[n], buffer.spec, over[n]) for n, buffer in self.storage.named_buffers}
+        zeros = lambda a: part_zeros(a.shape, a.spec, mesh, accumulator_dtype(a.dtype))
+        at_rest = {n: sums[n] if n in sums else zeros(buffer) for n, buffer in self.rest.storage.named_buffers}
+        for leaf, user, place in self._brought_leaves():
+            part = leaf.scatter(self.storage.read_leaf(sums, *place), user == device_index(mesh))
+            at_rest = self.rest.storage.write_leaf(at_rest, *place, part)
+        return at_rest
 
-        def reduced(array: jax.Array, spec: PartitionSpec, over: Sequence[str]) -> jax.Array:
-            split = {name for entry in spec for name in names_in(entry)}
-            others = tuple(name for name in over if name not in split)
-            array = scatter_axes(array, spec, over)
-            return jax.lax.psum(array, others) if others else array
-
-        mesh, places = self.rest.mesh, self.rest.storage.named_buffers
-        done = {n: reduced(buffers[n], known.spec, over[n]) for n, known in self.storage.named_buffers}
-        made = lambda a: part_zeros(a.shape, a.spec, mesh, accumulator_dtype(a.dtype))
-        found = {name: done[name] if name in done else made(buffer) for name, buffer in places}
-        for leaf, device, place in self._spread():
-            part = leaf.scatter(self.storage.read_leaf(done, *place), device == device_index(mesh))
-            found = self.rest.storage.write_leaf(found, *place, part)
-        return found
-
-    def _spread(self) -> Iterator[tuple[ScatteredLeaf, int, tuple[int, int, int]]]:
-        """The leaves that are split over all stages at rest: (leaf, who uses it, (record type, which leaf, record))."""
-        for v, known in enumerate(self.rest.storage.record_types if self.brings else ()):
-            for i, (leaf, spec) in enumerate(zip(known.leaves, known.specs, strict=True)):
-                for j, device in enumerate(known.devices if on_all_stages(spec) else ()):
-                    yield ScatteredLeaf(leaf, within_stage(spec), self.rest.mesh), device, (v, i, j)
+    def _brought_leaves(self) -> Iterator[tuple[ScatteredLeaf, int, tuple[int, int, int]]]:
+        """The leaves that are brought: (leaf, the stage that uses it, (record type, index of the leaf, record))."""
+        for t, record_type in enumerate(self.rest.storage.record_types if self.brings else ()):
+            for i, (leaf, spec) in enumerate(zip(record_type.leaves, record_type.specs, strict=True)):
+                for record, user in enumerate(record_type.devices if on_all_stages(spec) else ()):
+                    yield ScatteredLeaf(leaf, within_stage(spec), self.rest.mesh), user, (t, i, record)
 
 
-def _of_ends(buffer: str) -> str:
-    """The name of a buffer for what the first and the last stage use: none that others use."""
-    return f"ends_{buffer}"
+def _added_up(array: jax.Array, spec: PartitionSpec, over: Sequence[str]) -> jax.Array:
+    """Adds up a device's partial sums along the axes `over`; along those that split the array it keeps its part."""
+    others = tuple(name for name in over if not any(name in names_in(entry) for entry in spec))
+    array = scatter_axes(array, spec, over)
+    return jax.lax.psum(array, others) if others else array
+
+
+def _end_buffer(name: str) -> str:
+    """The name of a buffer of leaves that are brought; no buffer at rest has it."""
+    return f"ends_{name}"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.trees import check_same_shapes, check_same_structure
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, StageTree

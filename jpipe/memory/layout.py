@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.jax_tools.indexing import Index
+from jpipe.arrays.indexing import Index
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers, Storage, build_storage, each_apart
 from jpipe.mesh.axes import AXIS
@@ -78,11 +78,6 @@ class Layout:
     def zeros(self) -> Buffers:
         """A device's own part of zero buffers, inside of a program on all devices."""
         return {n: part_zeros(a.shape, a.spec, self.mesh, a.dtype) for n, a in self.storage.named_buffers}
-
-    def on_devices(self, tree: StageTree) -> StageTree:
-        """A tree with those of its arrays that are on the host moved to where they belong."""
-        move = lambda leaf, sharding: jax.device_put(leaf, sharding) if isinstance(leaf, np.ndarray) else leaf
-        return StageTree({name: move(leaf, self.shapes[name].sharding) for name, leaf in tree.items()}, self)
 
 
 NOT_SAVED = (

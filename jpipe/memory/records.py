@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.indexing import Index, look_up, take_row
+from jpipe.arrays.indexing import Index, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers

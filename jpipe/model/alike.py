@@ -16,7 +16,6 @@ from functools import partial
 import jax
 import numpy as np
 
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE, decoding, keeps_cache
 from jpipe.layers.fingerprint import same_value
@@ -32,6 +31,7 @@ from jpipe.model.constants import (
 )
 from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
 from jpipe.seam.jaxpr_types import ClosedJaxpr

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.indexing import Index, take_row
-from jpipe.jax_tools.jaxprs import depends_on, equations_in
-from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.arrays.indexing import Index, take_row
+from jpipe.jaxprs.flat_jaxpr import without_calls
+from jpipe.jaxprs.rewriting import depends_on, equations_in
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, Literal, Var
 from jpipe.seam.primitives import CALLS, PLAIN_CALLS

@@ -1,8 +1,12 @@
 """One layer as a function of arrays, and how its arrays lie on the devices of a stage.
 
-A layer is called with the same arguments in forward and backward (`Arguments`), so that between the two only what
-depends on its activation has to wait (`jpipe.model.traced_layer`). Activations and variables are flat lists of leaves
-here. It is one layer, on whole arrays, that is differentiated: never the loop over layers, never a collective.
+A `LayerFunction` makes of a layer (a Flax module, say) a function `(Arguments, activation) -> Results` whose arrays are
+flat lists of leaves. It stands for all layers of a group: what differs between them (variables, random keys, constants)
+is in the arguments. Arrays are whole here. It is one layer that is differentiated: never the loop over layers, never a
+collective. `LayerShardings` says how each of these arrays lies on the devices of a stage.
+
+Forward and backward are called with the same `Arguments`. So between the two nothing has to be stored but what depends
+on the layer's activation (`jpipe.model.traced_layer`).
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.tracing import no_mesh, replay, trace
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, LayerError, LayerVariables, describe, positional
 from jpipe.layers.decode_mode import CACHE
 from jpipe.mesh.axes import AXIS
@@ -35,11 +39,11 @@ class Arguments(NamedTuple):
 
     Attributes:
       params: the leaves of its parameters.
-      state: the leaves of its state, in the order of `LayerGroup.state_names`.
-      fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`, then its constants
+      state: the leaves of its state as before the step, in the order of `LayerGroup.state_names`.
+      fixed: the leaves of collections that it only reads, in the order of `LayerGroup.fixed_names`; then its constants
         (`LayerFunction.constants`).
       key: its random key for the micro-batch; None in evaluation.
-      batch: the micro-batch `[b, ...]`, a pytree; None for a layer that doesn't look at it.
+      batch: the micro-batch, a pytree of `[b, ...]`; None for a layer that doesn't read it.
     """
 
     params: list[Leaf]
@@ -50,7 +54,7 @@ class Arguments(NamedTuple):
 
     @property
     def variables(self) -> list[Leaf]:
-        """The arguments that are the same for all micro-batches, which come first: variables as before the step."""
+        """The arguments that are the same for all micro-batches of a step. They are the first leaves of the tuple."""
         return [*self.params, *self.state, *self.fixed]
 
 
@@ -58,8 +62,8 @@ class Results(NamedTuple):
     """The results of a layer's forward.
 
     Attributes:
-      outputs: the leaves of its activation; where the loss follows it, scalars: a sum and a weight for each term of the
-        loss, and for each metric (`TracedLoss.sums`).
+      outputs: the leaves of what the layer gives, `[b, ...]`. Where the loss follows the layer, scalars instead: a sum
+        and a weight for each term of the loss, then for each metric (`TracedLoss.sums`).
       state: the leaves of the new state, of all collections in order; empty in evaluation.
     """
 
@@ -74,9 +78,10 @@ class LayerFunction:
     Attributes:
       group: the layers.
       key: the type of their random keys in training; None in evaluation.
-      remat: which residuals its vjp keeps (`jpipe.model.traced_layer` takes it).
-      batch: the shapes of the micro-batch.
-      loss: of the last layer the user's, or None to return its outputs; None for all others.
+      remat: the choice of residuals (`jpipe.model.traced_layer` reads it).
+      batch: the shapes of the micro-batch, `[b, ...]`.
+      loss: the user's loss, which the last layer's function computes too; None for other layers, and where the model's
+        outputs are wanted.
     """
 
     group: LayerGroup
@@ -87,17 +92,17 @@ class LayerFunction:
 
     @property
     def train(self) -> bool:
-        """True in training, where there is a key."""
+        """Whether the layer trains: then there is a key."""
         return self.key is not None
 
     @property
     def reads_batch(self) -> bool:
-        """Whether it has to be called with its micro-batch."""
+        """Whether it has to be called with the micro-batch."""
         return self.loss is not None or self.group.layer.reads_batch
 
     @property
     def constants(self) -> Constants:
-        """The numbers in which the layers differ."""
+        """The numbers in which the layers of the group differ."""
         return self.group.constants.get(TRAIN if self.train else EVALUATION, Constants())
 
     @property
@@ -114,33 +119,33 @@ class LayerFunction:
 
     @property
     def overwritten(self) -> list[int]:
-        """Which leaves of `Arguments.fixed` get their gradients as new values."""
+        """The indices of the leaves of `Arguments.fixed` whose gradients are their new values (the rule "gradient")."""
         rules = [self.group.rules[name] for name in self.group.fixed_names for _ in self.group.leaves([name])]
         return [i for i, rule in enumerate(rules) if rule == GRADIENT]
 
     def forward(self, arguments: Arguments, activation: list[Leaf]) -> Results:
         """Calls the layer, and the loss if it follows."""
         group, leaves = self.group, iter(arguments.variables)
-        filled = lambda name: jax.tree.map(lambda _: next(leaves), group.variables[name])
-        variables = {name: filled(name) for name in group.names}
+        variables = {name: jax.tree.map(lambda _: next(leaves), group.variables[name]) for name in group.names}
         inputs = jax.tree.unflatten(jax.tree.structure(group.takes), activation)
         context = Context(arguments.key, self.train, arguments.batch)
         try:
             if self.constants.places:
-                jaxpr, results = trace_call(group.layer, group.variables, group.takes, self.arguments.batch, self.key)
-                run = replay(self.constants.put_into(jaxpr, list(leaves)), results)
-                outputs, new = run(variables, inputs, context.batch, context.key)
+                # The layer's code holds the numbers of the group's first layer, so its trace is run with others.
+                jaxpr, shapes = trace_call(group.layer, group.variables, group.takes, self.arguments.batch, self.key)
+                run = replay(self.constants.put_into(jaxpr, list(leaves)), shapes)
+                outputs, new_state = run(variables, inputs, context.batch, context.key)
             else:
-                outputs, new = group.layer.apply(variables, positional(inputs), context)
+                outputs, new_state = group.layer.apply(variables, positional(inputs), context)
         except LayerError as error:
             raise ValueError(f"{group.layer.name} {error}") from error
         outputs = self._checked(outputs)
         if self.loss is not None:
             outputs = self.loss.sums(outputs, arguments.batch, arguments.key)
-        return Results(jax.tree.leaves(outputs), jax.tree.leaves([new.get(name) for name in group.state_names]))
+        return Results(jax.tree.leaves(outputs), jax.tree.leaves([new_state.get(name) for name in group.state_names]))
 
     def _checked(self, outputs: PyTree) -> PyTree:
-        """Outputs in the dtypes that the layer was traced with; of other shapes, they are an error."""
+        """Casts outputs to the dtypes that the layer was traced with; other shapes are an error."""
         gives = self.group.gives
         if not same_shapes(outputs, gives):
             raise ValueError(
@@ -151,44 +156,41 @@ class LayerFunction:
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
-        """The outputs that have cotangents: the sums of the loss's terms, else the floating-point ones."""
+        """The outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
         if self.loss is not None:
             return outputs[: 2 * len(self.loss.terms) : 2]
         return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
-        """The shardings of all that the layer works on, where the axes of a stage split arrays so."""
-        group, axes = self.group, splits.axes
-        # A sharding has an entry for each axis. Costs ask for one device, without axes, of a model traced for more.
-        # Along `stage`, where all stages compute it together, activations are whole.
-        more = (REPLICATED,) * splits.over_stages
-        over_axes = lambda shardings: [(*s, *more) for s in shardings] if axes else [()] * len(shardings)
-        of_floats = lambda tree, at: [s for leaf, s in zip(jax.tree.leaves(tree), at, strict=True) if is_float(leaf)]
-        caches = {CACHE: self.caches_at(splits)}
-        of = lambda name: caches.get(name) or map(splits.at_work, group.specs[name])
-        at_work = lambda names: [at for name in names for at in of(name)]
-        constants = [replicated(axes)] * len(self.constants.places)
-        variables, fixed = [*at_work(group.names), *constants], at_work(group.fixed_names)
-        params = variables[: len(self.arguments.params)]
-        key = [replicated(axes)] * self.train
+        """How all that the layer works on lies, where the mesh axes of `splits` split arrays."""
+        group, axes, whole = self.group, splits.axes, replicated(splits.axes)
+        by_name = {name: list(map(splits.at_work, group.specs[name])) for name in group.names}
+        if caches := self.caches_at(splits):
+            by_name[CACHE] = caches
+        constants = [whole] * len(self.constants.places)
+        variables = [at for name in group.names for at in by_name[name]] + constants
+        fixed = [at for name in group.fixed_names for at in by_name[name]]
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
-        takes_at, gives_at = over_axes(group.takes_at), over_axes(group.gives_at)
-        whole = [*(fixed[i] for i in self.overwritten), *of_floats(group.takes, takes_at)]
-        sums = [] if self.loss is None else [replicated(axes)] * len(self.loss.terms)
+        takes_at, gives_at = (_with_stage(at, splits) for at in (group.takes_at, group.gives_at))
+        has_loss = self.loss is not None
+        input_gradients = [*(fixed[i] for i in self.overwritten), *_of_floats(group.takes, takes_at)]
         return LayerShardings(
             variables=variables,
             gathered=[splits.gathered(spec) for name in group.names for spec in group.specs[name]] + constants,
-            state=at_work(group.state_names),
-            arguments=[*variables, *key, *batch],
+            state=[at for name in group.state_names for at in by_name[name]],
+            arguments=[*variables, *[whole] * self.train, *batch],
             activation=takes_at,
-            outputs=None if self.loss is not None else gives_at,
-            sums=(lambda own: (*own[:-1], REPLICATED)) if splits.over_stages else as_it_lies,
-            cotangents=sums if self.loss is not None else of_floats(group.gives, gives_at),
-            gradients=[*(_unreduced(s, axes) for s in params), *map(always, whole)],
+            outputs=None if has_loss else gives_at,
+            sums=_added_up_over_stages if splits.over_stages else as_it_lies,
+            cotangents=[whole] * len(self.loss.terms) if self.loss is not None else _of_floats(group.gives, gives_at),
+            gradients=[*(_unreduced(at, axes) for at in by_name.get("params", ())), *map(always, input_gradients)],
         )
 
     def caches_at(self, splits: Splits) -> list[Sharding]:
-        """The shardings of the leaves of a decoding layer's cache, which are of examples; none of other layers."""
+        """How the leaves of a decoding layer's cache lie: split over examples where they are `[b, ...]`.
+
+        Empty for other layers.
+        """
         group, size = self.group, jax.tree.leaves(self.batch)[0].shape[0]
         if group.rules.get(CACHE) != CACHE or CACHE not in group.variables:
             return []
@@ -200,19 +202,19 @@ class LayerFunction:
 
 @dataclass(frozen=True)
 class LayerShardings:
-    """The shardings of all that a layer works on, on the devices of its stage, leaf by leaf.
+    """How all that a layer works on lies on the devices of its stage, leaf by leaf.
 
     Attributes:
-      variables: the leaves of its variables at work (`Arguments.variables`).
-      gathered: the same, gathered over the data axes.
-      state: those of its state.
-      arguments: those of all its `Arguments`.
-      activation: what it takes.
-      outputs: how its outputs have to lie; None for sums of the loss.
-      sums: how these have to lie: they may be left partial, but along `stage`.
-      cotangents: of the outputs that have some (`LayerFunction.differentiated`).
-      gradients: how the gradients of its parameters have to lie, what is overwritten, and the cotangents of the
-        activation.
+      variables: its variables at work (`Arguments.variables`).
+      gathered: the same once they are gathered along the data axes.
+      state: its state.
+      arguments: all leaves of its `Arguments`.
+      activation: the leaves that it takes.
+      outputs: how its outputs have to lie; None where the loss follows it.
+      sums: how the loss's sums have to lie: they may be left partial, but not along `stage`.
+      cotangents: the cotangents of `LayerFunction.differentiated`.
+      gradients: how the results of the backward have to lie (`Gradients`): first the parameters' gradients, then the
+        new values of `LayerFunction.overwritten`, then the cotangents of the activation.
     """
 
     variables: list[Sharding]
@@ -226,7 +228,7 @@ class LayerShardings:
     gradients: list[Wanted]
 
     def results(self, results: Results) -> list[Wanted]:
-        """How the leaves of `results` have to lie."""
+        """How each leaf of `results` has to lie."""
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
             return [*[self.sums] * len(results.outputs), *map(always, state)]
@@ -236,7 +238,10 @@ class LayerShardings:
 def trace_call(
     layer: AnyLayer, variables: dict[str, Shapes], takes: Shapes, batch: Shapes, key: jax.ShapeDtypeStruct | None
 ) -> tuple[ClosedJaxpr, tuple[Shapes, dict[str, Shapes]]]:
-    """(jaxpr: variables, inputs, batch, key -> outputs, new state; their shapes); in evaluation there is no key."""
+    """Traces a layer's call: (jaxpr: variables, inputs, batch, key -> outputs, new state; the shapes of these two).
+
+    In evaluation there is no key.
+    """
 
     def call(v: LayerVariables, x: Activation, b: Batch, k: jax.Array | None) -> tuple[Activation, LayerVariables]:
         outputs, updates = layer.apply(v, positional(x), Context(k, key is not None, b))
@@ -247,6 +252,7 @@ def trace_call(
 
 
 def _check_outputs(outputs: Activation) -> None:
+    """Checks that a layer gives a pytree of plain arrays, which a boundary can carry."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise LayerError(
@@ -263,10 +269,11 @@ def _check_outputs(outputs: Activation) -> None:
 def trace_init(
     layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
 ) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
-    """(jaxpr: random key -> a layer's variables, their shapes).
+    """Traces a layer's initialisation: (jaxpr: random key -> its variables, their shapes).
 
-    Traced as if there were no mesh, since Flax constrains what it makes to the mesh axes in its metadata, whether or
-    not they exist. A layer that constrains its activations itself needs the mesh.
+    There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
+    whether or not the mesh has these axes. The second is with the mesh in context: a layer that constrains its own
+    activations, or runs a `shard_map`, needs it.
     """
 
     def init(key: jax.Array) -> LayerVariables:
@@ -276,7 +283,7 @@ def trace_init(
     try:
         with no_mesh():
             return trace(init, key)
-    except (RuntimeError, NameError, ValueError):  # as where a constraint, a sum or a shard_map finds no mesh
+    except (RuntimeError, NameError, ValueError):  # what a constraint, a sum or a shard_map raises without a mesh
         if jax.sharding.get_abstract_mesh().empty:
             raise
         return trace(init, key)
@@ -285,7 +292,7 @@ def trace_init(
 def trace_group_init(
     group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes
 ) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
-    """(jaxpr: random key, constants -> the variables of one of a group's layers, their shapes)."""
+    """Traces the initialisation of a group's layers: (jaxpr: random key, constants -> variables, their shapes)."""
     jaxpr, made = trace_init(group.layer, key, group.takes, batch)
     constants = group.constants.get(INIT, Constants())
     if constants.places:
@@ -294,18 +301,37 @@ def trace_group_init(
     return jaxpr, made
 
 
-def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
-    """The sharding of a parameter's gradient: the parameter's, but partial where the sum can be taken once a step.
+def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
+    """Activations' shardings, with an entry for each of a layer's axes.
 
-    That is over axes that don't split it: always over data axes, over others if devices don't have all of it anyway,
-    but never over `stage`, where only one stage holds it.
+    Along `stage`, where all stages compute the layer together, activations are whole. Costs ask for one device, without
+    axes, of a model that was traced for more.
+    """
+    return [(*at, *(REPLICATED,) * splits.over_stages) if splits.axes else () for at in shardings]
+
+
+def _of_floats(tree: Shapes, shardings: list[Sharding]) -> list[Sharding]:
+    """The shardings of the floating-point leaves of a tree, from those of all its leaves."""
+    return [at for leaf, at in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(leaf)]
+
+
+def _added_up_over_stages(sharding: Sharding) -> Sharding:
+    """The sharding of a sum that is whole along `stage`, the last axis."""
+    return (*sharding[:-1], REPLICATED)
+
+
+def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
+    """How a parameter's gradient has to lie: as the parameter, but partial where the sum can wait for the step's end.
+
+    Those are axes that don't split the parameter: the data axes always, and others if the gradient isn't whole on each
+    device anyway. Along `stage` the sum can't wait, because only one stage holds the parameter.
     """
 
-    def wanted(own: Sharding) -> Sharding:
-        is_late = [
-            p == REPLICATED and (a.is_data or (o != REPLICATED and a.names != (AXIS,)))
-            for p, o, a in zip(sharding, own, axes, strict=True)
+    def wanted(by_itself: Sharding) -> Sharding:
+        waits = [
+            at == REPLICATED and (axis.is_data or (lies != REPLICATED and axis.names != (AXIS,)))
+            for at, lies, axis in zip(sharding, by_itself, axes, strict=True)
         ]
-        return tuple(PARTIAL if late else p for p, late in zip(sharding, is_late, strict=True))
+        return tuple(PARTIAL if late else at for at, late in zip(sharding, waits, strict=True))
 
     return wanted

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.jaxprs import uses, without_prints
-from jpipe.jax_tools.random_keys import key_shape, loss_key
-from jpipe.jax_tools.tracing import trace
+from jpipe.arrays.dtypes import accumulator_dtype
+from jpipe.jaxprs.rewriting import uses, without_prints
+from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import describe
 from jpipe.layers.functions import signature_of
+from jpipe.model.random_keys import key_shape, loss_key
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of

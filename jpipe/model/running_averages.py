@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.interpret import interpret, on_this_host
-from jpipe.jax_tools.jaxprs import without_stops
-from jpipe.jax_tools.tracing import trace
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
+from jpipe.jaxprs.rewriting import without_stops
+from jpipe.jaxprs.tracing import trace
 from jpipe.model.layer_function import LayerFunction
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.shardings import Axis, Sharding, replicated

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jpipe.partitioner.flat_jaxpr import without_calls
+from jpipe.jaxprs.flat_jaxpr import without_calls
 from jpipe.seam.inside import needed_part, replaced, traced_apart
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import CHEAP, FREE, is_by_element
@@ -35,11 +35,11 @@ class SplitBackward:
     """The two programs.
 
     Attributes:
-      inputs: arguments of the backward -> its results in `early`, the stash.
-      weights: arguments of the backward that `reads` lists, the stash -> its results in `late`.
-      early: indices of results of the backward.
-      late: those of the others.
-      reads: indices of arguments of the backward.
+      inputs: I: arguments of the backward -> its results in `early`, the stash.
+      weights: W: arguments of the backward that `reads` lists, the stash -> its results in `late`.
+      early: the indices of the backward's results that I gives.
+      late: the indices of the others, which W gives.
+      reads: the indices of the backward's arguments that W needs.
     """
 
     inputs: ClosedJaxpr
@@ -47,6 +47,16 @@ class SplitBackward:
     early: tuple[int, ...]
     late: tuple[int, ...]
     reads: tuple[int, ...]
+
+    @property
+    def stash_indices(self) -> range:
+        """The indices of the stash among the results of `inputs`."""
+        return range(len(self.early), len(self.inputs.jaxpr.outvars))
+
+    @property
+    def stash(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the stash."""
+        return shapes_of(self.inputs.jaxpr.outvars[len(self.early) :])
 
 
 def split_in_two(

@@ -1,7 +1,9 @@
 """Traces a model: follows a micro-batch's shapes through its layers, groups equal ones, explains layers' errors.
 
-Nothing is computed and nothing compiled: what doesn't fit is reported before. Layers that are the same function of the
-same shapes are traced once and form a group (`jpipe.model.groups`).
+`trace_model` makes a `Model` (`jpipe.model.groups`) of the user's layers and the shapes of one micro-batch. Layer by
+layer it asks what the layer gives for what the one before it gave. A layer that is the same function of the same shapes
+as an earlier one joins its group, and isn't traced again. Nothing is computed and nothing compiled. So a layer that
+doesn't fit is reported at once, with the shapes that it was called with and the layers that gave them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from jpipe.jax_tools.jaxprs import uses
-from jpipe.jax_tools.random_keys import key_shape
-from jpipe.jax_tools.tracing import trace
+from jpipe.jaxprs.rewriting import uses
+from jpipe.jaxprs.tracing import trace
 from jpipe.layers.base import AnyLayer, LayerError, describe, innermost
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.decode_mode import CACHE
@@ -38,8 +39,9 @@ from jpipe.model.groups import (
     with_variable_sets,
 )
 from jpipe.model.layer_function import trace_call, trace_init
+from jpipe.model.random_keys import key_shape
 from jpipe.partitioner.per_device import results_by_rules
-from jpipe.partitioner.shardings import Sharding, in_runs, replicated, settled
+from jpipe.partitioner.shardings import Sharding, in_runs, replicated, summed
 from jpipe.partitioner.user_shardings import named_axes
 from jpipe.seam.inside import raised, shortened
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -56,15 +58,15 @@ def trace_model(
     rules: Mapping[str, str] = DEFAULT_RULES,
     like: Model | None = None,
 ) -> Model:
-    """Follows the shapes of one micro-batch through the layers and groups those that are the same but for numbers.
+    """Follows the shapes of one micro-batch through the layers, and groups those that are the same but for numbers.
 
     Args:
-      layers: the adapted layers.
-      read_inputs: micro-batch -> what the first of them takes.
+      layers: the adapted layers, N of them.
+      read_inputs: micro-batch -> the first layer's inputs.
       batch: the shapes of the micro-batch `[b, ...]`.
-      splits: what arrays are split over.
+      splits: the mesh axes that split arrays.
       rules: what becomes of collections other than parameters, by name.
-      like: the same layers as traced before: those of different groups there are of different groups here.
+      like: the same layers as traced before, at other shapes. Layers of different groups there stay apart here.
 
     Raises:
       ValueError: the inputs can't be read; or a layer can't take what the one before it gives (both indices and shapes
@@ -73,12 +75,12 @@ def trace_model(
     inputs = _read(read_inputs, batch)
     layers = with_inputs(layers, read_inputs)  # the first layer takes `()`, and reads its inputs from the micro-batch
     groups: list[LayerGroup] = []
-    alike, apart = Alike(layers, batch), None if like is None else like.group_of
+    alike, earlier_groups = Alike(layers, batch), None if like is None else like.group_of
     takes, takes_at = (), []
     for index, layer in enumerate(layers):
-        last = index == len(layers) - 1  # alone in its group: the loss follows it
+        last = index == len(layers) - 1  # it is alone in its group, because the loss follows it
         for g, group in enumerate(() if last else groups):
-            may_join = apart is None or apart[group.indices[0]] == apart[index]
+            may_join = earlier_groups is None or earlier_groups[group.indices[0]] == earlier_groups[index]
             fits = may_join and same_type(group.takes, takes) and group.takes_at == takes_at
             if fits and (joined := alike.joined(group, index)) is not None:
                 groups[g] = joined
@@ -86,10 +88,10 @@ def trace_model(
         else:
             g = len(groups)
             way_here = partial(_way_here, layers[:index], inputs, tuple(groups))
-            is_shared = lambda g, layer=layer: layer.shared is not None and g.layer.shared is layer.shared
-            variables = next((group.variables for group in groups if is_shared(group)), None)
+            sharing = [] if layer.shared is None else [g for g in groups if g.layer.shared is layer.shared]
+            variables = sharing[0].variables if sharing else None
             group = _trace_layer((index, layer, way_here), takes, takes_at, batch, variables, splits, rules)
-            # Outputs leave by a PartitionSpec, which can't say that a device has several blocks of a dimension.
+            # A PartitionSpec describes the model's outputs. It can't say that a device has several runs of elements.
             gives_at = [in_runs(s, splits.axes) for s in group.gives_at] if last else group.gives_at
             groups.append(replace(group, gives_at=gives_at))
         takes, takes_at = groups[g].gives, groups[g].gives_at
@@ -99,7 +101,7 @@ def trace_model(
 
 
 def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
-    """The shapes of what the first layer takes."""
+    """Calls `read_inputs` for the shapes of the first layer's inputs."""
     try:
         inputs = trace(read_inputs, batch)[1]
     except (LookupError, AttributeError) as error:
@@ -121,19 +123,20 @@ def _trace_layer(
     splits: Splits,
     rules: Mapping[str, str],
 ) -> LayerGroup:
-    """The group of a layer that is the first of its group.
+    """Traces a layer that is the first of its group, and makes the group.
 
     Args:
-      place: its index, the layer, and for errors the words on how its inputs came about.
+      place: the layer's index, the layer, and a function that tells for errors how its inputs came about.
       takes, takes_at: its inputs, and their shardings.
-      batch: the shapes of the micro-batch.
-      shared: its variables, if another layer made them.
-      splits: what arrays are split over.
-      rules: what becomes of collections other than parameters.
+      batch: the shapes of the micro-batch `[b, ...]`.
+      shared: the shapes of its variables, if an earlier layer makes them (`jpipe.Shared`).
+      splits: the mesh axes that split arrays.
+      rules: what becomes of collections other than parameters, by name.
     """
     index, layer, way_here = place
     name = f"layer {index} ({layer.name})"
     variables: dict[str, Shapes] = {}
+    # The first `try` runs the user's code: what it raises is told with the layer's inputs and how they came about.
     try:
         made = layer.ready if shared is None else shared
         if made is None:
@@ -141,8 +144,8 @@ def _trace_layer(
         variables = strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
-        own = [collection for collection in variables if rules.get(collection) == CACHE]  # of each use
-        if layer.shared is not None and set(variables).difference(weights, own):
+        caches = [collection for collection in variables if rules.get(collection) == CACHE]  # each use has its own
+        if layer.shared is not None and set(variables).difference(weights, caches):
             raise LayerError(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
                 "parameters can be shared"
@@ -154,18 +157,22 @@ def _trace_layer(
     except LayerError as error:
         raise ValueError(f"{name} {error}") from (error.__cause__ and shortened(error.__cause__))
     except Exception as error:
-        own = f"\n  {name} has the parameters {describe(variables['params'])}" if "params" in variables else ""
-        again = f"\n  It is layer {layer.repeats} once more; {how_to_share(layer.name)}"
-        said = f"{_fault(error)}\n  {way_here()}{own}{again if layer.repeats is not None else ''}"
-        raise ValueError(f"{name} {said}") from shortened(error)
+        lines = [f"{name} {_fault(error)}", way_here()]
+        if "params" in variables:
+            lines.append(f"{name} has the parameters {describe(variables['params'])}")
+        if layer.repeats is not None:
+            lines.append(f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}")
+        raise ValueError("\n  ".join(lines)) from shortened(error)
     needs_key = uses(jaxpr)[-1]
     if dropouts and not needs_key and rules.get(CACHE) != CACHE:  # layers that decode are in evaluation mode
         _warn_of_dropout(name, dropouts[0], variables)
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
+    # The second `try` asks the partitioner, whose errors need the layer's name alone: such as that a `jax.shard_map`
+    # in the layer can't be carried out on these axes.
     try:
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
-    except ValueError as error:  # as of a `jax.shard_map` that can't be carried out on these axes
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
@@ -181,17 +188,17 @@ def _warn_of_dropout(name: str, dropout: str, variables: dict[str, Shapes]) -> N
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
-    """How a layer's outputs lie in training, as follows from its weights and inputs; partial sums are added up."""
+    """How a layer's outputs lie in training: as the rules alone say, with partial sums added up."""
     weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
-    given = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
-    found = results_by_rules(jaxpr, splits.axes, given)
-    return list(map(settled, found[: len(jax.tree.leaves(group.gives))]))
+    arguments_at = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
+    results_at = results_by_rules(jaxpr, splits.axes, arguments_at)
+    return list(map(summed, results_at[: len(jax.tree.leaves(group.gives))]))
 
 
 @cache
 def _io_effects() -> frozenset[object]:
-    """The effects of a jaxpr that has to call back into Python, once for every call, or in order."""
+    """The effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
 
     def run() -> None:
         for ordered in (False, True):
@@ -202,6 +209,7 @@ def _io_effects() -> frozenset[object]:
 
 
 def _check_parameters(variables: dict[str, Shapes]) -> None:
+    """Checks that parameters can be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise LayerError(
@@ -211,10 +219,10 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
 
 
 def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
-    """Checks what a layer does besides giving outputs.
+    """Checks a layer's effects and its new state.
 
-    State keeps its structure and shapes, and floating-point numbers stay such; wider ones are allowed: `Merging.finish`
-    casts them back. Nothing is written to frozen parameters, of which no new values would be kept.
+    State keeps its structure and shapes. Floating-point numbers stay floating-point, but may become wider:
+    `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.
     """
     if jaxpr.effects & _io_effects():
         raise LayerError(
@@ -239,24 +247,24 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
 
 
 def _category(dtype: jnp.dtype) -> object:
-    """Integer, floating-point, or the dtype itself."""
+    """The kind of a dtype: integer, floating-point, or the dtype itself."""
     return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
 
 
 def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:
-    """The shapes that the next layer is called with, and the layers that gave and last changed them, in words.
+    """Says in words which layers last changed the shapes that the next layer is called with, and gave them to it.
 
     Args:
       before: the layers before it.
-      inputs: what the first one takes.
-      groups: theirs.
+      inputs: the first layer's inputs.
+      groups: the groups of these layers.
     """
     lines, takes = [f"the batch holds as inputs: {describe(inputs)}"], inputs
     for index, layer in enumerate(before):
         group = next(group for group in groups if index in group.indices)
-        changed = not same_type(takes, group.gives)
         line = f"layer {index} ({layer.name}) takes {describe(takes)}, gives {describe(group.gives)}"
-        lines, takes = [*([] if changed else lines[:1]), line], group.gives
+        is_unchanged = same_type(takes, group.gives)
+        lines, takes = [lines[0], line] if is_unchanged else [line], group.gives
     return "\n  ".join(lines)
 
 

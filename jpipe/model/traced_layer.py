@@ -1,30 +1,40 @@
 """Traces a layer's forward and backward as two jaxprs, once, and finds the residuals between them.
 
-`jax.vjp` returns a pytree: its leaves are what the backward needs. Some are at hand in the backward anyway (arguments
-of the layer), some follow from the variables alone (a cast kernel) and are made again, the rest are the *residuals*,
-which have to be stored. Forward and backward are kept as jaxprs and replayed: so both agree on the residuals wherever
-they run, and a layer's Python code runs once for both.
+`trace_layer` makes a `TracedLayer` of a layer's function: two jaxprs on whole arrays. `partition_layer` makes of this a
+`DeviceLayer`: the same on the parts of arrays that one device of a stage has. `trace_forward` makes the forward alone,
+which keeps nothing for a backward (evaluation, and the forwards of remat "stage").
+
+`jax.vjp` returns a function that is a pytree. Its leaves are all values that the backward needs besides cotangents. A
+leaf is one of three (`Source`):
+
+- an *argument* of the layer (a weight, the micro-batch), which the backward is called with too;
+- *remade*: it follows from variables alone (a kernel cast to bfloat16), and the backward computes it again;
+- a *residual*: any other. It is stored from the forward until the backward.
+
+Both jaxprs are replayed wherever the layer runs. So forward and backward agree on the residuals, and a layer's Python
+code runs once for both. Names that end in `_at` hold shardings: how arrays lie on the devices of a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal as OneOf
 from typing import NamedTuple, TypeVar
 
 import jax
 
-from jpipe.jax_tools.dtypes import is_float
-from jpipe.jax_tools.jaxprs import depends_on, uses, without_prints, without_roundings
-from jpipe.jax_tools.tracing import replay, trace
-from jpipe.jax_tools.weight_products import weight_products_as_they_lie
+from jpipe.arrays.dtypes import is_float
+from jpipe.jaxprs.rewriting import depends_on, uses, without_prints, without_roundings
+from jpipe.jaxprs.tracing import replay, trace
 from jpipe.mesh.splits import WHOLE, Splits
 from jpipe.model.layer_function import Arguments, LayerFunction, LayerShardings, Results
-from jpipe.model.split_backward import split_in_two
+from jpipe.model.split_backward import SplitBackward, split_in_two
+from jpipe.model.weight_products import weight_products_as_they_lie
 from jpipe.partitioner.choice import always, as_it_lies
 from jpipe.partitioner.per_device import jaxpr_per_device, results_by_rules
-from jpipe.partitioner.shardings import Axis, Sharding, settled
+from jpipe.partitioner.shardings import Axis, Sharding, summed
 from jpipe.partitioner.way import Unsplit
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Literal, Var, shapes_of
@@ -32,18 +42,27 @@ from jpipe.types import Leaf, PyTree
 
 T = TypeVar("T")
 Structs = list[jax.ShapeDtypeStruct]
-Computed = Callable[[ClosedJaxpr], ClosedJaxpr]
-"""A device's program -> the same as this kind of device computes it."""
 
 
-class _Source(NamedTuple):
-    """Where the backward finds a leaf of the vjp, and its index there.
+class Source(NamedTuple):
+    """Where the backward finds a leaf of the vjp: its number among arguments, remade values or residuals."""
 
-    It is among the leaves of the layer's arguments, those made again, or the residuals.
+    where: OneOf["argument", "remade", "residual"]
+    number: int
+
+
+class Gradients(NamedTuple):
+    """The results of a layer's backward.
+
+    Attributes:
+      params: the gradients of the parameters; in one part of a split backward, None for those of the other part.
+      overwritten: the new values of `LayerFunction.overwritten`.
+      cotangents: those of the activation's floating-point leaves.
     """
 
-    where: OneOf["argument", "made again", "residual"]
-    number: int
+    params: list[Leaf | None]
+    overwritten: list[Leaf]
+    cotangents: list[Leaf]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +70,14 @@ class TracedLayer:
     """A layer's forward and backward on whole arrays.
 
     Attributes:
-      function: what it computes.
+      function: the function that the layer computes.
       forward: arguments, activation -> results, leaves of the vjp; all flat.
-      remake: variables -> those leaves of the vjp that are made again.
-      backward: leaves of the vjp, cotangents of the outputs -> what `gradients` lists.
+      remake: variables -> the leaves of the vjp that are remade.
+      backward: leaves of the vjp, cotangents of the outputs -> the leaves of `gradients`.
       results: the shapes of the results.
-      gradients: the shapes of what the backward gives.
+      gradients: the shapes of the backward's results.
       sources: where the backward finds each leaf of the vjp.
-      stored: indices of the leaves of the vjp that are residuals.
+      stored: the indices of the leaves of the vjp that are residuals.
     """
 
     function: LayerFunction
@@ -67,7 +86,7 @@ class TracedLayer:
     backward: ClosedJaxpr
     results: Results
     gradients: Gradients
-    sources: tuple[_Source, ...]
+    sources: tuple[Source, ...]
     stored: list[int]
 
     @property
@@ -77,77 +96,69 @@ class TracedLayer:
 
 
 def trace_layer(function: LayerFunction) -> TracedLayer:
-    """Traces a layer's forward and its vjp, whose residuals remat chooses."""
+    """Traces a layer's forward and its vjp, whose residuals remat chooses.
+
+    The vjp is taken of parameters, of `LayerFunction.overwritten`, and of the activation's floating-point leaves.
+    """
     activation = jax.tree.leaves(function.group.takes)
-    moving = [i for i, leaf in enumerate(activation) if is_float(leaf)]
+    float_indices = [i for i, leaf in enumerate(activation) if is_float(leaf)]
 
     def with_vjp(arguments: Arguments, activation: list[Leaf]) -> tuple[Results, PyTree]:
         def run(params: list[Leaf], overwritten: list[Leaf], floats: list[Leaf]) -> tuple[list[Leaf], Results]:
             fixed = _replaced(arguments.fixed, function.overwritten, overwritten)
-            given = arguments._replace(params=params, fixed=fixed)
-            results = function.forward(given, _replaced(activation, moving, floats))
+            differentiable = arguments._replace(params=params, fixed=fixed)
+            results = function.forward(differentiable, _replaced(activation, float_indices, floats))
             return function.differentiated(results.outputs), results
 
-        overwritten, floats = _chosen(arguments.fixed, function.overwritten), _chosen(activation, moving)
-        _, vjp, results = jax.vjp(function.remat.wrap(run), arguments.params, overwritten, floats, has_aux=True)
+        primals = arguments.params, _chosen(arguments.fixed, function.overwritten), _chosen(activation, float_indices)
+        _, vjp, results = jax.vjp(function.remat.wrap(run), *primals, has_aux=True)
         return results, vjp
 
     try:
-        # A vjp is a function and a pytree, so here it comes out with shapes as leaves, and the backward takes it.
+        # The vjp is a pytree: tracing returns it with shapes as its leaves, and the backward takes it as an argument.
         jaxpr, (results, vjp) = trace(with_vjp, function.arguments, activation)
         outputs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in function.differentiated(results.outputs)]
         backward, gradients = trace(lambda vjp, cotangents: Gradients(*vjp(cotangents)), vjp, outputs)
     except Exception as error:
         error.add_note(f"The layer {function.group.layer.name} raised this while it was differentiated.")
         raise
-    forward = without_roundings(jaxpr)  # which `jax.checkpoint` puts on what it saves: copies, where numbers are wide
+    forward = without_roundings(jaxpr)  # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
     num_variables = len(function.arguments.variables)
-    sources, again, stored = _sources(forward, num_results, num_variables, num_arguments)
-    wanted = [i - num_results in again for i in range(len(forward.jaxpr.outvars))]
-    needed = [i < num_variables for i in range(len(forward.jaxpr.invars))]
-    # It takes all variables and nothing else.
-    remake = needed_part(without_prints(forward), wanted, keep=needed)[0]
-    return TracedLayer(
-        function=function,
-        forward=forward,
-        remake=remake,
-        backward=backward,
-        results=results,
-        gradients=gradients,
-        sources=sources,
-        stored=stored,
-    )
+    sources, remade, stored = _sources(forward, num_results, num_variables, num_arguments)
+    wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
+    variables = [i < num_variables for i in range(len(forward.jaxpr.invars))]  # it takes all of them, and nothing else
+    remake = needed_part(without_prints(forward), wanted, keep=variables)[0]
+    return TracedLayer(function, forward, remake, backward, results, gradients, sources, stored)
 
 
 def _sources(
     forward: ClosedJaxpr, num_results: int, num_variables: int, num_arguments: int
-) -> tuple[tuple[_Source, ...], list[int], list[int]]:
-    """(where the backward finds each leaf of the vjp, the leaves that are made again, those that are residuals).
+) -> tuple[tuple[Source, ...], list[int], list[int]]:
+    """(where the backward finds each leaf of the vjp, indices of the leaves that are remade, of the residuals).
 
-    Leaves that are one variable of the forward have one source, and only the first of them is made again or stored.
-    For y = x @ w16, where w16 = w cast, and z = sin(y), and remat "none", the leaves of the vjp are
+    The same variable of the forward may be several leaves. They have one source, and only the first of them is remade
+    or stored. For y = x @ w16, where w16 = w cast, z = sin(y), and remat "none", the leaves of the vjp are
 
         x     the activation: not an argument, so a residual
         w     if the vjp needs it: an argument
-        w16   follows from w alone: made again
+        w16   follows from w alone: remade
         y     depends on x: a residual
     """
     inputs, leaves = forward.jaxpr.invars, forward.jaxpr.outvars[num_results:]
     depends = depends_on(forward, inputs[num_variables:])[num_results:]
-    found: dict[Var | int, _Source] = {v: _Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
+    source_of: dict[Var | int, Source] = {v: Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
     keys = [i if isinstance(leaf, Literal) else leaf for i, leaf in enumerate(leaves)]
-    firsts: dict[str, list[int]] = {"made again": [], "residual": []}
+    firsts: dict[str, list[int]] = {"remade": [], "residual": []}
     for i, (key, depends_on_more) in enumerate(zip(keys, depends, strict=True)):
-        if key not in found:
-            # An operation may use only the shape of an input. The value doesn't depend on that input, but making it
-            # again needs it.
-            alone = [j == num_results + i for j in range(len(forward.jaxpr.outvars))]
-            from_variables = not depends_on_more and not any(uses(forward, alone)[num_variables:])
-            where = "made again" if from_variables else "residual"
-            found[key] = _Source(where, len(firsts[where]))
+        if key not in source_of:
+            # A value that takes only the shape of an input doesn't depend on it, but computing it again needs it.
+            this_leaf = [j == num_results + i for j in range(len(forward.jaxpr.outvars))]
+            from_variables = not depends_on_more and not any(uses(forward, this_leaf)[num_variables:])
+            where = "remade" if from_variables else "residual"
+            source_of[key] = Source(where, len(firsts[where]))
             firsts[where].append(i)
-    return tuple(found[key] for key in keys), firsts["made again"], firsts["residual"]
+    return tuple(source_of[key] for key in keys), firsts["remade"], firsts["residual"]
 
 
 # --- as one device runs it --------------------------------------------------------------------------------------------
@@ -160,214 +171,185 @@ class DeviceForward:
     Attributes:
       jaxpr: arguments, activation -> results, leaves of the vjp (none if nothing is kept for a backward); all flat.
       results: the shapes of the device's parts of the results.
-      results_at: how all that `jaxpr` gives lies.
-      residuals_at: indices among `jaxpr`'s results of the residuals.
+      results_at: how each result of `jaxpr` lies.
+      residual_indices: the indices of the residuals among the results of `jaxpr`.
       unsplit: the equations that every device carries out whole though an operand was split.
     """
 
     jaxpr: ClosedJaxpr
     results: Results
     results_at: list[Sharding]
-    residuals_at: tuple[int, ...]
+    residual_indices: tuple[int, ...]
     unsplit: list[Unsplit]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
         """(results, residuals)."""
-        found = replay(self.jaxpr, [0] * len(self.jaxpr.out_avals))(arguments, activation)
-        count = len(jax.tree.leaves(self.results))
-        results = jax.tree.unflatten(jax.tree.structure(self.results), found[:count])
-        return results, _chosen(found, self.residuals_at)
-
-
-class Gradients(NamedTuple):
-    """The results of a layer's backward.
-
-    Attributes:
-      params: the gradients of the parameters; in one part of a split backward, None for those of the other part.
-      overwritten: the new values of `LayerFunction.overwritten`.
-      cotangents: those of the activation's floats.
-    """
-
-    params: list[Leaf | None]
-    overwritten: list[Leaf]
-    cotangents: list[Leaf]
-
-
-@dataclass(frozen=True, eq=False)
-class SplitLayer:
-    """The two parts of a layer's backward, as one device runs them (`jpipe.model.split_backward`).
-
-    Attributes:
-      inputs: leaves of the vjp, cotangents -> (gradients, stash).
-      weights: those leaves of the vjp that `reads` lists, stash -> gradients of the parameters.
-      reads: indices of leaves of the vjp.
-      kept: indices of the residuals that `weights` needs.
-      stash: its shapes.
-      stash_at: indices of the stash among the results of `jaxpr`.
-      jaxpr: what `inputs` runs.
-    """
-
-    inputs: Callable[[list[Leaf], list[Leaf]], tuple[Gradients, list[Leaf]]]
-    weights: Callable[[list[Leaf], list[Leaf]], list[Leaf | None]]
-    reads: tuple[int, ...]
-    kept: tuple[int, ...]
-    stash: Structs
-    stash_at: range
-    jaxpr: ClosedJaxpr
+        values = _replayed(self.jaxpr, arguments, activation)
+        leaves, structure = jax.tree.flatten(self.results)
+        return jax.tree.unflatten(structure, values[: len(leaves)]), _chosen(values, self.residual_indices)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceLayer:
     """A layer's forward and backward, as one device of a stage runs them.
 
+    The backward is there twice. Plans and predictions read `backward_jaxpr`, which is the same for every kind of
+    device. The device runs `backward_program`, in which CPUs multiply some matrices in another order.
+
     Attributes:
       forward: the layer's forward that also returns its residuals.
-      remake: variables -> those leaves of the vjp that are made again.
-      transposed: leaves of the vjp, cotangents -> what `backward` gives; all flat.
-      program: the same as this kind of device computes it; predictions and plans look at `transposed`.
-      gradients: of the structure of that.
+      remake: variables -> the leaves of the vjp that are remade.
+      backward_jaxpr: leaves of the vjp, cotangents -> the leaves of `gradients`; all flat.
+      backward_program: the same, as this kind of device computes it.
+      gradients: the structure of `Gradients`, with whole shapes.
       sources: where the backward finds each leaf of the vjp.
-      residuals: the shapes of a device's parts of the residuals.
+      residuals: the shapes of the device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
       split: the backward in two parts, if it is to run so.
+      split_programs: these two as this kind of device computes them; empty without `split`.
       unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
 
     forward: DeviceForward
-    remake: Callable[[list[Leaf]], list[Leaf]]
-    transposed: ClosedJaxpr
-    program: ClosedJaxpr
+    remake: ClosedJaxpr
+    backward_jaxpr: ClosedJaxpr
+    backward_program: ClosedJaxpr
     gradients: Gradients
-    sources: tuple[_Source, ...]
+    sources: tuple[Source, ...]
     residuals: Structs
     gradients_at: list[Sharding]
-    split: SplitLayer | None
+    split: SplitBackward | None
+    split_programs: tuple[ClosedJaxpr, ...]
     unsplit: list[Unsplit]
 
-    @property
+    @cached_property
     def waits(self) -> tuple[bool, ...]:
-        """For each residual whether it waits for the second part of the backward."""
-        return tuple(self.split is not None and i in self.split.kept for i in range(len(self.residuals)))
+        """For each residual whether the second part of a split backward reads it, so that it waits for that part."""
+        reads = () if self.split is None else _chosen(self.sources, self.split.reads)
+        return tuple(Source("residual", i) in reads for i in range(len(self.residuals)))
 
     def backward(self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]) -> Gradients:
-        """The whole backward."""
-        return replay(self.program, self.gradients)(self._leaves(arguments, residuals), cotangents)
+        """Computes the whole backward."""
+        return replay(self.backward_program, self.gradients)(self._vjp_leaves(arguments, residuals), cotangents)
 
     def backward_inputs(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
     ) -> tuple[Gradients, list[Leaf]]:
-        """(the early part of the backward, in which late gradients are None; the stash)."""
+        """The first part of a split backward: (gradients, with None for those of the second part; the stash)."""
         assert self.split is not None
-        return self.split.inputs(self._leaves(arguments, residuals), cotangents)
+        values = _replayed(self.split_programs[0], self._vjp_leaves(arguments, residuals), cotangents)
+        count = len(self.split.early)
+        return self._gradients(values[:count], self.split.early), values[count:]
 
     def backward_weights(self, arguments: Arguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
-        """The late gradients of the parameters, in which early ones are None.
+        """The second part: the other gradients of the parameters, with None for those of the first part.
 
         Args:
           arguments: as in the forward.
-          kept: the residuals that `split.kept` lists.
+          kept: the residuals that wait for this part (`waits`).
           stash: as `backward_inputs` gives it.
         """
         assert self.split is not None
-        residuals = dict(zip(self.split.kept, kept, strict=True))
-        leaves = self._leaves(arguments, [residuals.get(i) for i in range(len(self.residuals))])
-        return self.split.weights([leaves[i] for i in self.split.reads], stash)
+        rest = iter(kept)
+        leaves = self._vjp_leaves(arguments, [next(rest) if waits else None for waits in self.waits])
+        values = _replayed(self.split_programs[1], _chosen(leaves, self.split.reads), stash)
+        return self._gradients(values, self.split.late).params
 
-    def _leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
-        """The leaves of the vjp."""
-        found = {
+    def _vjp_leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
+        """Collects the leaves of the vjp from the three places where the backward finds them."""
+        values = {
             "argument": jax.tree.leaves(arguments),
-            "made again": self.remake(arguments.variables),
+            "remade": _replayed(self.remake, arguments.variables),
             "residual": residuals,
         }
-        return [found[source.where][source.number] for source in self.sources]
+        return [values[source.where][source.number] for source in self.sources]
+
+    def _gradients(self, values: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
+        """The `Gradients` whose leaves at these indices are the values; the others are None."""
+        by_index = dict(zip(indices, values, strict=True))
+        leaves, structure = jax.tree.flatten(self.gradients)
+        return jax.tree.unflatten(structure, map(by_index.get, range(len(leaves))))
 
 
 def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForward:
-    """Traces a layer's forward alone, of which nothing is kept, for one of the devices of a stage."""
+    """Traces a layer's forward alone, which keeps nothing for a backward, for one device of a stage."""
     jaxpr, results = trace(function.forward, function.arguments, jax.tree.leaves(function.group.takes))
     return _partition_forward(jaxpr, results, [], function.shardings(splits), splits.axes)
 
 
 def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: bool = False) -> DeviceLayer:
-    """A traced layer as one of the devices of a stage runs it; `in_parts` if its backward may run so."""
+    """Makes of a traced layer what one device of a stage runs.
+
+    Args:
+      layer: the forward and backward on whole arrays.
+      splits: the mesh axes that split arrays.
+      in_parts: whether the backward may run in two parts.
+    """
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
-    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [settled] * len(layer.remake.out_avals))
-    lying = {
+    remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
+    values_at = {
         "argument": shardings.arguments,
-        "made again": remake.shardings,
-        "residual": _chosen(forward.results_at, forward.residuals_at),
+        "remade": remake.shardings,
+        "residual": _chosen(forward.results_at, forward.residual_indices),
     }
-    leaves_at = [lying[source.where][source.number] for source in layer.sources]
+    leaves_at = [values_at[source.where][source.number] for source in layer.sources]
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
-    as_computed: Computed = weight_products_as_they_lie if splits.on_cpu else lambda jaxpr: jaxpr
+    split = _split(layer, backward.jaxpr) if in_parts else None
+    parts = () if split is None else (split.inputs, split.weights)
+    as_computed = weight_products_as_they_lie if splits.on_cpu else _unchanged
     return DeviceLayer(
         forward=forward,
-        remake=replay(remake.jaxpr, [0] * len(layer.remake.out_avals)),
-        transposed=backward.jaxpr,
-        program=as_computed(backward.jaxpr),
+        remake=remake.jaxpr,
+        backward_jaxpr=backward.jaxpr,
+        backward_program=as_computed(backward.jaxpr),
         gradients=layer.gradients,
         sources=layer.sources,
-        residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residuals_at)),
+        residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
-        split=_split_layer(layer, backward.jaxpr, as_computed) if in_parts else None,
+        split=split,
+        split_programs=tuple(map(as_computed, parts)),
         unsplit=remake.unsplit + backward.unsplit,
     )
 
 
-def _split_layer(layer: TracedLayer, backward: ClosedJaxpr, as_computed: Computed) -> SplitLayer:
-    """A layer's backward in two parts, from the whole of it as a device runs it."""
-    residuals = {i: source.number for i, source in enumerate(layer.sources) if source.where == "residual"}
-    num_params = len(layer.gradients.params)
-    others = range(num_params, len(jax.tree.leaves(layer.gradients)))
-    parts = split_in_two(backward, others, residuals, len(layer.sources))
-    count = len(parts.early)
-    stash = shapes_of(parts.inputs.jaxpr.outvars[count:])
-    early, late = as_computed(parts.inputs), as_computed(parts.weights)
-
-    def gradients_of(found: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
-        known = dict(zip(indices, found, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(layer.gradients), map(known.get, range(num_params + len(others))))
-
-    def inputs(leaves: list[Leaf], cotangents: list[Leaf]) -> tuple[Gradients, list[Leaf]]:
-        found = replay(early, [0] * len(early.out_avals))(leaves, cotangents)
-        return gradients_of(found[:count], parts.early), found[count:]
-
-    def weights(leaves: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
-        return gradients_of(replay(late, [0] * len(parts.late))(leaves, stash), parts.late).params
-
-    return SplitLayer(
-        inputs=inputs,
-        weights=weights,
-        reads=parts.reads,
-        kept=tuple(sorted({residuals[i] for i in parts.reads if i in residuals})),
-        stash=stash,
-        stash_at=range(count, count + len(stash)),
-        jaxpr=parts.inputs,
-    )
+def _split(layer: TracedLayer, backward: ClosedJaxpr) -> SplitBackward:
+    """Splits a device's backward in two: other stages wait for all of its results but parameters' gradients."""
+    urgent = range(len(layer.gradients.params), len(backward.jaxpr.outvars))
+    residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
+    return split_in_two(backward, urgent, residuals, len(layer.sources))
 
 
 def _partition_forward(
     jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: tuple[Axis, ...]
 ) -> DeviceForward:
-    """A forward as one device runs it, of whose leaves of the vjp those in `stored` are residuals."""
+    """Makes of a forward on whole arrays what one device runs; `stored` says which leaves of the vjp are residuals."""
     count = len(jax.tree.leaves(results))
-    given = [*shardings.arguments, *shardings.activation]
-    # Residuals lie as the rules alone say for gathered weights, partial sums added up: what a plan of the forward
-    # splits, so that less is sent, might have to be gathered in the backward. The other leaves of the vjp are dropped.
-    by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *given[len(shardings.gathered) :]])[count:]
-    leaves = [always(settled(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
-    local = jaxpr_per_device(jaxpr, axes, given, [*shardings.results(results), *leaves])
+    inputs_at = [*shardings.arguments, *shardings.activation]
+    # Residuals lie as the rules alone say for gathered weights, with partial sums added up. A plan of the forward might
+    # split them further to send less, but the backward might then have to gather them. The other leaves are dropped.
+    by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *inputs_at[len(shardings.gathered) :]])[count:]
+    leaves = [always(summed(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
+    local = jaxpr_per_device(jaxpr, axes, inputs_at, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)
 
 
+def _unchanged(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    return jaxpr
+
+
+def _replayed(jaxpr: ClosedJaxpr, *arguments: PyTree) -> list[Leaf]:
+    """The results of a jaxpr for these arguments, in a flat list."""
+    return replay(jaxpr, [0] * len(jaxpr.out_avals))(*arguments)
+
+
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
+    """The items at these indices."""
     return [items[i] for i in indices]
 
 
 def _replaced(items: Sequence[T], indices: Sequence[int], new: Sequence[T]) -> list[T]:
-    """The items, those at these indices replaced."""
-    at = dict(zip(indices, new, strict=True))
-    return [at.get(i, item) for i, item in enumerate(items)]
+    """The items, with those at these indices replaced."""
+    by_index = dict(zip(indices, new, strict=True))
+    return [by_index.get(i, item) for i, item in enumerate(items)]

@@ -1,37 +1,35 @@
-"""Chooses how to carry out each equation of a jaxpr: the way for which devices send the fewest bytes.
+"""Chooses how to carry out each equation of a jaxpr, so that a device sends few bytes.
 
-A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone,
-from the first equation to the last, make a plan, but one that doesn't look ahead. So where an equation would convert an
-operand, other shardings of that operand are tried too, and the rule says what follows from each. Each alternative is
-followed for some more equations, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas,
-Reinforcement Learning and Optimal Control, 2019, section 2.4). An example is a sum y over devices, of which a norm and
-a residual connection take their parts of the sequence:
+A *sharding* says how an array lies along each mesh axis. A *way* of an equation says how its operands have to lie and
+how its results lie then. A *plan* has a way for every equation of a jaxpr, and the conversions of operands in between.
+What is minimised is the price of a plan's cost (`jpipe.partitioner.prices`): the bytes that a device sends, and what it
+computes and writes, as the bytes that could be sent meanwhile. Without these two it would be cheapest to compute
+everything on every device.
+
+A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone make
+a plan, from the first equation to the last, but they don't look ahead. So where a rule converts an operand, other
+shardings of that operand are tried too, and the rule says what follows from each. Each alternative is followed for some
+more equations, and the cheapest is taken (this is known as *rollout* of a policy; D. Bertsekas, Reinforcement Learning
+and Optimal Control, 2019, section 2.4). An example is a sum y over p devices, `[n bytes]`, of which a norm and a
+residual connection take their parts of the sequence:
 
     y partial -> replicated     cut to the sequence's parts     2 (p - 1) / p n bytes     what the rule says first
     y partial -> Shard(1)       as it is                          (p - 1) / p n bytes     taken
 
-Two changes to a plan are tried at last. Where one reader takes a sum, and another goes on with the partial values and
-has to sum them later: one sum before both. And where entries are added to a whole constant, such as the zeros of a
-table's gradient: a split constant. Costs are in bytes that a device sends. Computing and writing count too, as the
-bytes that could be sent meanwhile; otherwise it would be cheapest to compute everything on every device. Rollouts see
-neither to the end nor what is chosen on the way. So two plans are made, by other prices and other ways to look ahead,
-and the cheaper one is taken.
+A plan is then mended (`jpipe.partitioner.early_conversions`): some values are converted before any equation reads them,
+and the plan is kept if it is cheaper. Looking ahead sees neither the end nor the choices on the way. So two plans are
+made (`ROUNDS`), by other prices and a shorter look ahead, and the cheaper one is taken.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
-import jax
-import numpy as np
-
-from jpipe.partitioner.conversions import bytes_sent, collective_of, hops
-from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
-from jpipe.partitioner.rule import RuleResult, aval_of
-from jpipe.partitioner.rules import RULES, part_params
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.partitioner.by_rule import way_by_rule
+from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
+from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
 from jpipe.partitioner.shardings import (
     PARTIAL,
     REPLICATED,
@@ -40,30 +38,23 @@ from jpipe.partitioner.shardings import (
     Shard,
     Sharding,
     is_possible,
-    part_shape,
     replicated,
 )
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
-from jpipe.partitioner.way import NOTHING, Axes, Conversion, Cost, DevicePlan, PlannedEquation, Way, added_to_whole
-from jpipe.seam.inside import carry_out
+from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
 from jpipe.seam.jaxpr_types import JaxprEqn
 
-SENT, SCATTERED, FLOPS, WRITTEN = np.eye(4)
-"""The quantities counted: bytes sent, bytes of reduce-scatters, operations of products, bytes written; of a device."""
-PRICES = SENT + 1.2 * SCATTERED + FLOPS / 1000 + WRITTEN / 128
-"""The worth of each in bytes sent; the cheapest plan is taken. In the time of a byte 765 operations are done on a TPU
-v5p (459 TFLOP/s, 600 GB/s), 985 on a v5e, 1,100 on an H100 (NVLink, 900 GB/s), and 4.6 bytes written on a v5p
-(2,765 GB/s), but few of them: operations are joined. A TPU's compiler scatters 2,048 rows as 2,240, and 144 more."""
-TRIED = (PRICES, 200), (SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8, 50)
-"""The prices by which plans are made, and for how many equations an alternative is followed. The second prices prefer a
-split sum, because a later reader can use it split. Where rules do badly, a shorter look ahead is misled less."""
+ROUNDS = (PRICES, 200), (SPLIT_SUMS, 50)
+"""The prices by which plans are made, and for how many equations an alternative is followed. Where rules do badly, a
+shorter look ahead is misled less. Both rounds are needed: in a step of the blocks of benchmarks/axes.py (v5p sizes) the
+first alone would send 156 MiB and not 132 (sequence), the second alone 139 MiB and not 122 (kv-heads)."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
 Handler = Callable[["Chooser", JaxprEqn, Sequence[Sharding]], Way]
 """(chooser, equation of whole arrays, how its operands lie) -> how it is carried out."""
 Forms = dict[int, tuple[Sharding, ...]]
-"""The shardings in which a device has each value, by its number; the rules go by the first."""
+"""The shardings in which a device has each value, by its number. Rules are asked about the first of them."""
 
 
 def always(sharding: Sharding) -> Wanted:
@@ -71,10 +62,9 @@ def always(sharding: Sharding) -> Wanted:
     return lambda _: sharding
 
 
-def price(prices: Cost, cost: Cost) -> float:
-    """The worth of a cost; the same to the last bit on all hosts, or they would choose other plans."""
-    a, b, c, d = (prices * cost).tolist()
-    return a + b + c + d
+def as_it_lies(sharding: Sharding) -> Sharding:
+    """A result may lie as it does by itself."""
+    return sharding
 
 
 def cheapest_plan(
@@ -84,24 +74,32 @@ def cheapest_plan(
     arguments: Sequence[Sharding],
     wanted: Sequence[Wanted],
 ) -> DevicePlan:
-    """The cheapest of the plans that are made by all of `TRIED`, and for axes `taken_apart` too.
+    """The cheapest of the plans that are made in all `ROUNDS`, along the axes and along axes `taken_apart`.
 
-    Arguments are those of `Chooser` and `Chooser.plan`. The plan speaks of its own axes.
+    Arguments are those of `Chooser` and `Chooser.make_plan`. The plan speaks of its own axes.
     """
-
-    def along(parts: Axes) -> list[DevicePlan]:
-        """The plans along the axes, or along parts of them."""
-        along_parts = lambda at: apart(at, axes, parts)
-        ends = [lambda at, choose=choose: along_parts(choose(together(at, axes, parts))) for choose in wanted]
-        return [Chooser(parts, handlers, *how).plan(flat, list(map(along_parts, arguments)), ends) for how in TRIED]
-
-    plans = [plan for parts in dict.fromkeys([axes, taken_apart(flat, axes)]) for plan in along(parts)]
+    plans = [
+        _plan_along(parts, axes, Chooser(parts, handlers, prices, horizon), flat, arguments, wanted)
+        for parts in dict.fromkeys([axes, taken_apart(flat, axes)])
+        for prices, horizon in ROUNDS
+    ]
     return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 
-def as_it_lies(sharding: Sharding) -> Sharding:
-    """A result may lie as it does by itself."""
-    return sharding
+def _plan_along(
+    parts: Axes,
+    axes: Axes,
+    chooser: Chooser,
+    flat: FlatJaxpr,
+    arguments: Sequence[Sharding],
+    wanted: Sequence[Wanted],
+) -> DevicePlan:
+    """A plan along parts of axes, for arguments and wishes that speak of the axes."""
+
+    def of_parts(choose: Wanted) -> Wanted:
+        return lambda sharding: apart(choose(together(sharding, axes, parts)), axes, parts)
+
+    return chooser.make_plan(flat, [apart(s, axes, parts) for s in arguments], list(map(of_parts, wanted)))
 
 
 class Chooser:
@@ -109,12 +107,13 @@ class Chooser:
 
     Attributes:
       axes: what arrays are split over.
-      handlers: name of a primitive -> what plans its equations; for all others there are rules.
-      prices: what things cost, as `PRICES`.
+      handlers: name of a primitive -> the handler of its equations (loops, branches, users' constraints); for all
+        others there are rules.
+      prices: the worth of each quantity, as `PRICES`.
       horizon: for how many equations an alternative is followed.
       flat: a loop's body or a branch -> it without calls.
-      way: a flat jaxpr, the number of an equation, how its operands lie -> how the rules carry it out, or its handler;
-        operands may be wanted otherwise.
+      way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
+        want operands otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
     """
 
@@ -124,30 +123,34 @@ class Chooser:
         self.flat = cache(partial(flatten, is_body=True))
         self.way, self.results_at = cache(self._way), cache(self._results_at)
 
-    def plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
-        """A plan by which few bytes are sent.
+    def make_plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
+        """A cheap plan; never a dearer one than the rules alone make.
 
         Args:
           flat: the jaxpr.
           arguments: how its arguments lie.
           wanted: for each result, from how it lies by itself how it has to lie.
         """
-        settled: dict[int, Sharding] = {}
-        choosing = _Choosing(self, flat, arguments, settled)
-        ahead = choosing.plan(wanted, lambda at: choosing.cheapest(at, wanted))
-        best = min(ahead, self.by_rules(flat, arguments, wanted), key=lambda plan: price(self.prices, plan.cost))
-        for find in (_summed_wide, _summed_twice, added_to_whole):
-            for sums in find(best):
-                choosing = _Choosing(self, flat, arguments, settled | sums)
-                other = choosing.plan(wanted, partial(choosing.as_before_or_cheapest, best, sums, wanted))
-                if price(self.prices, other.cost) < price(self.prices, best.cost):
-                    best, settled = other, settled | sums
+        early: Early = {}
+        draft = _Draft(self, flat, arguments, early)
+        ahead = draft.plan(wanted, partial(draft.cheapest, wanted))
+        best = min(ahead, self.by_rules(flat, arguments, wanted), key=self._price)
+        # Narrow sums first: a sum taken before a cast is one that `summed_twice` need no longer find.
+        for find in (summed_wide, summed_twice, added_to_whole):
+            for change in find(best):
+                draft = _Draft(self, flat, arguments, early | change)
+                mended = draft.plan(wanted, partial(draft.as_before_or_cheapest, wanted, best, change))
+                if self._price(mended) < self._price(best):
+                    best, early = mended, early | change
         return best
 
+    def _price(self, plan: DevicePlan) -> float:
+        return price(self.prices, plan.cost)
+
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
-        """The plan that follows from the rules alone, which don't look ahead; arguments as those of `plan`."""
-        choosing = _Choosing(self, flat, arguments, {})
-        return choosing.plan(wanted, choosing.way)
+        """The plan that follows from the rules alone, which don't look ahead; arguments as those of `make_plan`."""
+        draft = _Draft(self, flat, arguments, {})
+        return draft.plan(wanted, draft.way)
 
     def _results_at(self, flat: FlatJaxpr, arguments: tuple[Sharding, ...]) -> list[Sharding]:
         return list(self.by_rules(flat, arguments, [as_it_lies] * len(flat.results)).results)
@@ -157,161 +160,136 @@ class Chooser:
         handler = self.handlers.get(equation.primitive.name)
         if handler:
             return handler(self, equation, lying)
-        return self.by_rule(equation, lying, is_last=not flat.read.intersection(flat.equations[at].makes))
-
-    def by_rule(self, equation: JaxprEqn, lying: Sequence[Sharding], *, is_last: bool = False) -> Way:
-        """The way of an equation by its operation's rule, where its operands lie so.
-
-        Args:
-          equation: of whole arrays.
-          lying: how its operands lie.
-          is_last: whether no other equation reads what it makes: then `Axis.sums_late`, along all axes.
-        """
-        along_axes = self._apply_rule(equation, lying, is_last)
-        operands = tuple(tuple(along.operands[i] for along in along_axes) for i in range(len(lying)))
-        results = tuple(tuple(along.results[i] for along in along_axes) for i in range(len(equation.outvars)))
-        pairs = zip(equation.outvars, results, strict=True)
-        shapes = [part_shape(aval_of(v).shape, sharding, self.axes) for v, sharding in pairs]
-
-        def run(*parts: jax.Array) -> list[jax.Array]:
-            operation = partial(_run_on_parts, equation, shapes)
-            for along in along_axes:
-                operation = along.wrap(operation) if along.wrap else operation
-            made = operation(*parts)
-            assert [x.shape for x in made] == shapes, equation
-            return made
-
-        given = [part_shape(aval_of(v).shape, s, self.axes) for v, s in zip(equation.invars, operands, strict=True)]
-        sends = any(along.wrap for along in along_axes)
-        return Way(operands, results, run, _cost_of_work(equation, given, shapes), sends=sends)
-
-    def _apply_rule(self, equation: JaxprEqn, lying: Sequence[Sharding], is_last: bool) -> list[RuleResult]:
-        """How an equation is carried out along each axis; where there is no way, operands are whole."""
-        rule = RULES.get(equation.primitive.name)
-        whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
-        along_axes: list[RuleResult] = []
-        for i, axis in enumerate(self.axes):
-            axis = replace(axis, sums_late=True) if is_last else axis
-            along = rule(equation, [sharding[i] for sharding in lying], axis) if rule else None
-            if along is None or not self._is_possible(equation, [*along_axes, along]):
-                along = whole
-            along_axes.append(along)
-        return along_axes
-
-    def _is_possible(self, equation: JaxprEqn, along_axes: list[RuleResult]) -> bool:
-        """Whether operands and results can lie so along the first axes."""
-        axes, variables = self.axes[: len(along_axes)], (*equation.invars, *equation.outvars)
-        shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
-        return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
+        is_last = not flat.read.intersection(flat.equations[at].makes)
+        return way_by_rule(equation, lying, self.axes, is_last=is_last)
 
 
-def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
-    """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))
-
-
-def _cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> Cost:
-    """The cost of what a device computes and writes."""
-    pairs = zip(equation.outvars, results, strict=True)
-    written = sum(math.prod(shape) * _itemsize(aval_of(v).dtype) for v, shape in pairs)
-    flops = 0.0
-    if equation.primitive.name == "dot_general":
-        (contracting, _), _ = equation.params["dimension_numbers"]
-        flops = 2.0 * math.prod(results[0]) * math.prod(operands[0][dim] for dim in contracting)
-    elif equation.primitive.name == "conv_general_dilated":
-        given = equation.params["dimension_numbers"].rhs_spec[0]
-        flops = 2.0 * math.prod(results[0]) * math.prod(operands[1]) / max(operands[1][given], 1)
-    return flops * FLOPS + written * WRITTEN
-
-
-def _itemsize(dtype: np.dtype) -> int:
-    return getattr(dtype, "itemsize", 8)  # a random key has two words
-
-
-def _summed_twice(plan: DevicePlan) -> list[dict[int, Sharding]]:
-    """The partial values that one equation takes as a sum and another one as they are; and how the sum lies then."""
-    sums = {c.value: c.wanted for e in plan.equations for c in e.conversions if PARTIAL in c.now}
-    taken = [pair for e in plan.equations for pair in zip(e.flat.reads, e.way.operands, strict=True)]
-    passed_on = {value for value, sharding in taken if PARTIAL in sharding}
-    return [{value: sharding} for value, sharding in sums.items() if value in passed_on and PARTIAL not in sharding]
-
-
-def _summed_wide(plan: DevicePlan) -> list[dict[int, Sharding]]:
-    """The partial values that are cast to a wider type and summed as the jaxpr's results; and how the sums lie then.
-
-    Such values are gradients of parameters that a layer casts to another dtype to compute; all of them at once.
-    """
-    is_sum = lambda c: any(a == PARTIAL and b != PARTIAL for a, b in zip(c.now, c.wanted, strict=True))
-    sums = {c.value: c.wanted for c in plan.conversions if is_sum(c)}
-    casts = [e.flat for e in plan.equations if e.flat.equation.primitive.name == "convert_element_type"]
-    size = lambda value: _itemsize(plan.flat.avals[value].dtype)
-    narrow = [(cast.reads[0], cast.makes[0]) for cast in casts if size(cast.reads[0]) < size(cast.makes[0])]
-    found = {value: sums[wide] for value, wide in narrow if wide in sums}
-    return [found] if found else []
-
-
-class _Choosing:
-    """A plan in the making.
+class _Draft:
+    """A plan in the making: equations get their ways from the first to the last.
 
     Attributes:
-      settled: values that are summed or split before any equation reads them, and how they lie then.
-      forms: how the values lie that the equations so far have made.
+      early: values that are converted before any equation reads them, and how they lie then.
+      forms: the shardings in which a device has the values that the equations so far have made.
     """
 
-    def __init__(
-        self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], settled: Mapping[int, Sharding]
-    ):
-        self.chooser, self.flat, self.axes, self.settled = chooser, flat, chooser.axes, settled
+    def __init__(self, chooser: Chooser, flat: FlatJaxpr, arguments: Sequence[Sharding], early: Early):
+        self.chooser, self.flat, self.axes, self.early = chooser, flat, chooser.axes, early
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
-        self._sent: dict[tuple[Shape, int, Sharding, Sharding], Cost] = {}
+        self._costs: dict[tuple[Shape, int, Sharding, Sharding], Cost] = {}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
-        """The plan that has the chosen way of each equation, in order; `wanted` says how the results have to lie."""
+        """The plan with the way of each equation that `choose` gives for its number, asked in order.
+
+        `choose` may look at `forms`, which has then what the equations before have made. `wanted` says how the
+        results have to lie.
+        """
         equations: list[PlannedEquation] = []
         cost = NOTHING
         for at, flat in enumerate(self.flat.equations):
-            first, before = self._settle(at, self.forms)
+            # Before `choose`, which sees early values only as they lie after their conversion.
+            early, cost_of_early = self._convert_early(at, self.forms)
             way = choose(at)
-            conversions, more = self._take(at, way, self.forms)
-            equations.append(PlannedEquation(flat, (*first, *conversions), way))
-            cost = cost + before + more
-        results = [choose(self.forms[value][0]) for choose, value in zip(wanted, self.flat.results, strict=True)]
-        conversions, more = self._convert(self.flat.results, results, self.forms)
-        fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + more}
+            conversions, cost_of_way = self._take(at, way, self.forms)
+            equations.append(PlannedEquation(flat, (*early, *conversions), way))
+            cost = cost + cost_of_early + cost_of_way
+        results = [wish(self.forms[value][0]) for wish, value in zip(wanted, self.flat.results, strict=True)]
+        conversions, cost_of_results = self._convert(self.flat.results, results, self.forms)
+        fields = {"conversions": tuple(conversions), "results": tuple(results), "cost": cost + cost_of_results}
         return DevicePlan(self.flat, self.axes, self.arguments, tuple(equations), **fields)
 
-    def way(self, at: int) -> Way:
-        """The way that the rules say for an equation."""
-        return self.chooser.way(self.flat, at, tuple(self.forms[value][0] for value in self.flat.equations[at].reads))
+    # --- which way to take: each of these may be the `choose` of `plan` ---
 
-    def _at_hand(self, at: int, forms: Forms) -> Way:
-        """The way that the rules say for an equation; operands at hand in several forms are taken in the best.
+    def way(self, at: int) -> Way:
+        """The way of an equation by the rules."""
+        return self.chooser.way(self.flat, at, self._lying(at, self.forms))
+
+    def cheapest(self, wanted: Sequence[Wanted], at: int) -> Way:
+        """The way of an equation that is cheapest together with the equations after it."""
+        first, flat = self._best_by_rules(at, self.forms), self.flat.equations[at]
+        if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
+            return first  # nothing is sent, or the handler alone knows how
+        ways = {(first.operands, first.results): first}
+        for lying in self._alternatives(flat, first):
+            way = self.chooser.way(self.flat, at, lying)
+            ways.setdefault((way.operands, way.results), way)
+        if len(ways) == 1:
+            return first
+        return min(ways.values(), key=lambda way: price(self.chooser.prices, self._followed(at, way, wanted)))
+
+    def as_before_or_cheapest(self, wanted: Sequence[Wanted], plan: DevicePlan, change: Early, at: int) -> Way:
+        """The way that a plan has for an equation; or the cheapest one, if the equation may feel a change to the plan.
+
+        It may if it reads a changed value, or comes less than `horizon` equations after one that does: the ways there
+        follow from what was read. The ways before were chosen by looking ahead as far, but they haven't the changed
+        values, and choosing all of them anew would take as long as a new plan.
+        """
+        near = self.flat.equations[max(0, at + 1 - self.chooser.horizon) : at + 1]
+        is_near = any(value in change for equation in near for value in equation.reads)
+        return self.cheapest(wanted, at) if is_near else plan.equations[at].way
+
+    # --- looking ahead ---
+
+    def _alternatives(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
+        """How operands might lie: one of them otherwise along one axis, where the first way converts some operand."""
+        lying = tuple(self.forms[value][0] for value in flat.reads)
+        for i, axis in enumerate(self.axes):
+            converted = [k for k, (a, b) in enumerate(zip(lying, first.operands, strict=True)) if a[i] != b[i]]
+            for k in range(len(lying)) if converted else ():
+                shape = self.flat.avals[flat.reads[k]].shape
+                others: list[AxisSharding] = [REPLICATED]
+                if k in converted:
+                    others += [Shard(dim) for dim, size in enumerate(shape) if size % axis.size == 0]
+                for other in others:
+                    sharding = (*lying[k][:i], other, *lying[k][i + 1 :])
+                    if sharding != lying[k] and is_possible(shape, sharding, self.axes):
+                        yield (*lying[:k], sharding, *lying[k + 1 :])
+
+    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
+        """The cost of a way, of the equations after it up to the horizon by the rules, and of results made by then."""
+        forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
+        cost = self._take(at, way, forms)[1]
+        for later in range(at + 1, end):
+            cost_of_early = self._convert_early(later, forms)[1]
+            cost = cost + cost_of_early + self._take(later, self._best_by_rules(later, forms), forms)[1]
+        made = [(value, wish) for value, wish in zip(self.flat.results, wanted, strict=True) if value in forms]
+        results = [wish(forms[value][0]) for value, wish in made]
+        return cost + self._convert([value for value, _ in made], results, forms)[1]
+
+    def _best_by_rules(self, at: int, forms: Forms) -> Way:
+        """The cheapest way that the rules say for an equation, if one operand is taken in any form that it is there.
 
         A value that was gathered for one reader is there for the next.
         """
-        reads, by_rule = self.flat.equations[at].reads, partial(self.chooser.way, self.flat, at)
-        lying = tuple(forms[value][0] for value in reads)
-        first = by_rule(lying)
+        reads, lying = self.flat.equations[at].reads, self._lying(at, forms)
+        first = self.chooser.way(self.flat, at, lying)
         others = [(*lying[:k], form, *lying[k + 1 :]) for k, v in enumerate(reads) for form in forms[v][1:]]
         if not others or self._is_handled(at):
             return first
-        taken = lambda way: self._convert(reads, way.operands, dict(forms))[1] + way.cost
-        ways = [first, *map(by_rule, others)]
-        return min(ways, key=lambda way: price(self.chooser.prices, taken(way)))
+
+        def price_of(way: Way) -> float:
+            return price(self.chooser.prices, self._convert(reads, way.operands, dict(forms))[1] + way.cost)
+
+        return min([first, *(self.chooser.way(self.flat, at, other) for other in others)], key=price_of)
 
     def _is_handled(self, at: int) -> bool:
         """Whether the equation is a user's constraint, a loop or a branch, which has a handler of its own."""
         return self.flat.equations[at].equation.primitive.name in self.chooser.handlers
 
-    def _settle(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
-        """The conversions of an equation's operands that lie otherwise before anything reads them, and their cost."""
-        values = [value for value in self.flat.equations[at].reads if value in self.settled]
-        return self._convert(values, [self.settled[value] for value in values], forms)
+    # --- what a device has, and conversions; all of these add to `forms` what they make ---
+
+    def _lying(self, at: int, forms: Forms) -> tuple[Sharding, ...]:
+        """How an equation's operands lie; of several forms the first."""
+        return tuple(forms[value][0] for value in self.flat.equations[at].reads)
+
+    def _convert_early(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
+        """Converts those operands of an equation that are to lie otherwise before anything reads them."""
+        values = [value for value in self.flat.equations[at].reads if value in self.early]
+        return self._convert(values, [self.early[value] for value in values], forms)
 
     def _take(self, at: int, way: Way, forms: Forms) -> tuple[list[Conversion], Cost]:
-        """The conversions that a way needs, and its cost with them; `forms` has then what was made."""
+        """Takes a way: the conversions that it needs, and its cost with them."""
         flat = self.flat.equations[at]
         conversions, cost = self._convert(flat.reads, way.operands, forms)
         forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
@@ -320,73 +298,27 @@ class _Choosing:
     def _convert(
         self, values: Sequence[int], wanted: Sequence[Sharding], forms: Forms
     ) -> tuple[list[Conversion], Cost]:
-        """The conversions to have values as they are wanted, each from where it is cheapest."""
-        conversions, cost, prices = [], NOTHING, self.chooser.prices
+        """Converts values to the wanted shardings, each from the form from which it is cheapest."""
+        conversions, cost = [], NOTHING
         for value, sharding in zip(values, wanted, strict=True):
             old = forms[value]
             if sharding in old:
                 continue
-            now = min(old, key=lambda form: price(prices, self._cost_of(Conversion(value, form, sharding))))
-            conversions.append(Conversion(value, now, sharding))
-            cost = cost + self._cost_of(conversions[-1])
-            # Once a sum was taken, it needn't be taken again: the rules go by what it has become.
-            is_settled = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
-            forms[value] = (sharding, *old) if is_settled else (*old, sharding)
+            costs = [self._cost_of(Conversion(value, form, sharding)) for form in old]
+            cheapest = min(range(len(old)), key=lambda i: price(self.chooser.prices, costs[i]))
+            conversions.append(Conversion(value, old[cheapest], sharding))
+            cost = cost + costs[cheapest]
+            # Rules are asked about the first form. A sum goes to the front, so that it isn't taken again; a gathered
+            # or cut form goes to the end, so that the value still counts as lying as it was made.
+            is_sum = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
+            forms[value] = (sharding, *old) if is_sum else (*old, sharding)
         return conversions, cost
 
     def _cost_of(self, conversion: Conversion) -> Cost:
         """The cost of what a device sends in a conversion."""
         value, now, wanted = conversion
         aval = self.flat.avals[value]
-        key = aval.shape, _itemsize(aval.dtype), now, wanted
-        if key not in self._sent:
-            kind = lambda hop: SCATTERED if collective_of(self.axes, hop) == "reduce_scatter" else SENT
-            sent = [kind(hop) * bytes_sent(self.axes, *key[:2], hop) for hop in hops(self.axes, now, wanted)]
-            self._sent[key] = sum(sent, start=NOTHING)
-        return self._sent[key]
-
-    def cheapest(self, at: int, wanted: Sequence[Wanted]) -> Way:
-        """The way of an equation that is cheapest together with the equations after it."""
-        first, flat = self._at_hand(at, self.forms), self.flat.equations[at]
-        if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
-            return first
-        ways = {(first.operands, first.results): first}
-        for lying in self._hypotheses(flat, first):
-            way = self.chooser.way(self.flat, at, lying)
-            ways.setdefault((way.operands, way.results), way)
-        followed = lambda way: price(self.chooser.prices, self._followed(at, way, wanted))
-        return min(ways.values(), key=followed) if len(ways) > 1 else first
-
-    def as_before_or_cheapest(
-        self, plan: DevicePlan, values: Collection[int], wanted: Sequence[Wanted], at: int
-    ) -> Way:
-        """The cheapest way of an equation that follows one that reads any of the values; of others that of a plan."""
-        near = self.flat.equations[max(0, at + 1 - self.chooser.horizon) : at + 1]
-        is_near = any(value in values for equation in near for value in equation.reads)
-        return self.cheapest(at, wanted) if is_near else plan.equations[at].way
-
-    def _hypotheses(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
-        """How operands might lie: otherwise along one axis, where the rules convert one of them."""
-        lying = tuple(self.forms[value][0] for value in flat.reads)
-        for i, axis in enumerate(self.axes):
-            changed = [k for k, (a, b) in enumerate(zip(lying, first.operands, strict=True)) if a[i] != b[i]]
-            for k in range(len(lying)) if changed else ():
-                shape = self.flat.avals[flat.reads[k]].shape
-                others: list[AxisSharding] = [REPLICATED]
-                if k in changed:
-                    others += [Shard(dim) for dim, size in enumerate(shape) if size % axis.size == 0]
-                for other in others:
-                    own = (*lying[k][:i], other, *lying[k][i + 1 :])
-                    if own != lying[k] and is_possible(shape, own, self.axes):
-                        yield (*lying[:k], own, *lying[k + 1 :])
-
-    def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
-        """The cost of a way, and of the equations after it up to the horizon, by the rules and with what is at hand."""
-        forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
-        cost = self._take(at, way, forms)[1]
-        for later in range(at + 1, end):
-            before = self._settle(later, forms)[1]
-            cost = cost + before + self._take(later, self._at_hand(later, forms), forms)[1]
-        made = [(value, choose) for value, choose in zip(self.flat.results, wanted, strict=True) if value in forms]
-        results = [choose(forms[value][0]) for value, choose in made]
-        return cost + self._convert([value for value, _ in made], results, forms)[1]
+        key = aval.shape, itemsize(aval.dtype), now, wanted
+        if key not in self._costs:
+            self._costs[key] = cost_of_conversion(self.axes, *key)
+        return self._costs[key]

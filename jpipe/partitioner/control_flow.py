@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.jax_tools.jaxprs import uses
-from jpipe.partitioner.choice import Chooser, Handler, always, price
-from jpipe.partitioner.flat_jaxpr import FlatJaxpr
-from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, settled
+from jpipe.jaxprs.flat_jaxpr import FlatJaxpr, aval_of
+from jpipe.jaxprs.rewriting import uses
+from jpipe.partitioner.choice import Chooser, Handler, always
+from jpipe.partitioner.prices import price
+from jpipe.partitioner.shardings import REPLICATED, Shape, Shard, Sharding, is_possible, names_of, replicated, summed
 from jpipe.partitioner.way import Axes, DevicePlan, Way
 from jpipe.seam.inside import scan_counts
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -62,8 +62,8 @@ def _loop_shardings(
     shapes = [body.avals[value].shape for value in body.arguments[len(consts) : len(consts) + len(carry)]]
     while True:
         results = chooser.results_at(body, (*consts, *carry, *slices))
-        known = enumerate(zip(carry, results, shapes, strict=False))
-        new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in known]
+        parts = enumerate(zip(carry, results, shapes, strict=False))
+        new = [a if i in fixed else _combined(a, b, shape, chooser.axes) for i, (a, b, shape) in parts]
         if new == carry:
             return carry, results
         carry = new
@@ -77,16 +77,16 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     p = equation.params
     (num_consts, num_carry), body = scan_counts(equation), chooser.flat(p["jaxpr"])
     first_slice = num_consts + num_carry
-    shardings = list(map(settled, lying))
+    shardings = list(map(summed, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
     carry, results = _loop_shardings(chooser, body, consts, shardings[num_consts:first_slice], slices, ())
     of_each = results[num_carry:]
-    plan = chooser.plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
+    plan = chooser.make_plan(body, [*consts, *carry, *slices], list(map(always, [*carry, *of_each])))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
         def iteration(state: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            found = plan.run(*parts[:num_consts], *state, *xs)
-            return found[:num_carry], found[num_carry:]
+            made = plan.run(*parts[:num_consts], *state, *xs)
+            return made[:num_carry], made[num_carry:]
 
         options = {name: p[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(iteration, list(parts[num_consts:first_slice]), list(parts[first_slice:]), **options)
@@ -117,21 +117,23 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
     num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
     fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
-    shardings = list(map(settled, lying))
+    shardings = list(map(summed, lying))
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
     body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
     carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
-    test = chooser.plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
-    plan = chooser.plan(body, [*consts, *carry], list(map(always, carry)))
+    test = chooser.make_plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
+    plan = chooser.make_plan(body, [*consts, *carry], list(map(always, carry)))
 
     def run(*parts: jax.Array) -> list[jax.Array]:
-        tested, given = parts[:num_tested], parts[num_tested:first_carry]
-        goes_on = lambda state: _agreed(test.run(*tested, *state)[0], chooser.axes, [plan])
+        tested, constants = parts[:num_tested], parts[num_tested:first_carry]
+
+        def goes_on(state: list[jax.Array]) -> jax.Array:
+            return _agreed(test.run(*tested, *state)[0], chooser.axes, [plan])
 
         def iteration(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             going, old = state
-            new = plan.run(*given, *old)
+            new = plan.run(*constants, *old)
             if many:  # those that have ended stay as they are
                 spread = lambda x: lax.broadcast_in_dim(going, x.shape, range(going.ndim))
                 new = [jnp.where(spread(a), a, b) for a, b in zip(new, old, strict=True)]
@@ -150,12 +152,12 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
     Operands: the index of the branch, the operands of all branches.
     """
     branches, whole = list(map(chooser.flat, equation.params["branches"])), replicated(chooser.axes)
-    shardings = list(map(settled, lying[1:]))
+    shardings = list(map(summed, lying[1:]))
     results, *others = [chooser.results_at(branch, tuple(shardings)) for branch in branches]
-    for found in others:
-        pairs = zip(results, found, equation.outvars, strict=True)
+    for of_branch in others:
+        pairs = zip(results, of_branch, equation.outvars, strict=True)
         results = [_combined(a, b, aval_of(v).shape, chooser.axes) for a, b, v in pairs]
-    plans = [chooser.plan(branch, shardings, list(map(always, results))) for branch in branches]
+    plans = [chooser.make_plan(branch, shardings, list(map(always, results))) for branch in branches]
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
         if platforms := equation.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`: names, or None

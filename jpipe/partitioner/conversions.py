@@ -82,17 +82,17 @@ def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
 def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
     """The steps from `now` to `wanted`, one axis after the other, but one sum over all mesh axes that are summed.
 
-    What makes parts smaller comes first, gathers come last.
+    Steps that make parts smaller come first and gathers last, so that each step sends as little as it can.
     """
     order = sorted(range(len(axes)), key=lambda i: (not isinstance(wanted[i], Shard), isinstance(now[i], Shard)))
     is_summed = lambda i: (now[i], wanted[i]) == (PARTIAL, REPLICATED)
     at_once = tuple(i for parts in by_mesh_axis(axes) if all(map(is_summed, parts)) for i in parts)
-    found: list[Hop] = []
+    path: list[Hop] = []
     for i in order:
-        before = found[-1].then if found else now
+        before = path[-1].then if path else now
         if before[i] != wanted[i]:
-            found.append(Hop(before, at_once if i in at_once else (i,), wanted[i]))
-    return found
+            path.append(Hop(before, at_once if i in at_once else (i,), wanted[i]))
+    return path
 
 
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
@@ -180,13 +180,13 @@ def _joined(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
 def _cut(x: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """Cuts this device's shard out of the whole dimension."""
     blocks, device = _split_dim(x, dim, outer, axis.size), axis.index()
-    own = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
-    return lax.collapse(own, dim, dim + 2)
+    shard = lax.dynamic_index_in_dim(blocks, device, dim + 1, keepdims=False, allow_negative_indices=False)
+    return lax.collapse(shard, dim, dim + 2)
 
 
 def _among_zeros(part: jax.Array, axis: Axis, dim: int, outer: int) -> jax.Array:
     """Makes a partial sum of a shard of `dim`: this device's blocks in their place, zeros elsewhere."""
     blocks = jnp.expand_dims(_split_dim(part, dim, outer), dim + 1)  # [..., outer, 1, block, ...]
     device = lax.broadcasted_iota(jnp.int32, (axis.size,) + (1,) * (blocks.ndim - dim - 2), 0)
-    own = device == axis.index()
-    return lax.collapse(jnp.where(own, blocks, jnp.zeros_like(blocks)), dim, dim + 3)
+    is_here = device == axis.index()
+    return lax.collapse(jnp.where(is_here, blocks, jnp.zeros_like(blocks)), dim, dim + 3)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from jpipe.partitioner.rule import RuleResult, aval_of, by_labels, operand_shape, result_shape, where_equal
+from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.partitioner.rule import RuleResult, by_labels, operand_shape, result_shape, where_equal
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 
@@ -19,17 +20,17 @@ def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
     sum is best taken before it is broadcast.
     """
     shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
-    labels = [where_equal(own, shape) if len(own) == len(shape) else [None] * len(own) for own in shapes]
+    labels = [where_equal(s, shape) if len(s) == len(shape) else [None] * len(s) for s in shapes]
     largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
-    found = by_labels(labels, [range(len(shape))], shardings, largest_first)
+    split = by_labels(labels, [range(len(shape))], shardings, largest_first)
     partial = [s == PARTIAL for s in shardings]
     linear = _LINEAR.get(equation.primitive.name)
-    sizes = {own for own, is_one in zip(shapes, partial, strict=True) if is_one}
-    return linear(equation, partial, axis) if linear and not found and sizes == {shape} else found
+    partial_shapes = {s for s, is_partial in zip(shapes, partial, strict=True) if is_partial}
+    return linear(equation, partial, axis) if linear and not split and partial_shapes == {shape} else split
 
 
 def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
-    """A sum of all operands, or a linear function of one: whatever isn't a partial sum is made one."""
+    """A sum of all operands, or a linear function of one: operands that aren't partial are made so."""
     return RuleResult([PARTIAL] * len(partial), [PARTIAL])
 
 
@@ -50,8 +51,8 @@ def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult
 
 
 def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A product of a partial sum with what isn't one."""
-    operands = [PARTIAL if is_one else REPLICATED for is_one in partial]
+    """A product of one partial sum with what all devices have; the product of two sums isn't the sum of products."""
+    operands = [PARTIAL if is_partial else REPLICATED for is_partial in partial]
     return RuleResult(operands, [PARTIAL]) if sum(partial) == 1 else None
 
 
@@ -64,7 +65,7 @@ def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleRe
 
 
 def _choice(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A choice among partial sums by a condition that isn't one."""
+    """A choice among partial sums by a condition that all devices have."""
     return None if partial[0] else RuleResult([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.partitioner.rule import Operation, RuleResult, aval_of, by_labels, on_partial, operand_shape, result_shape
+from jpipe.jaxprs.flat_jaxpr import aval_of
+from jpipe.partitioner.rule import Operation, RuleResult, by_labels, on_partial, operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn
 
@@ -36,15 +37,15 @@ def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis:
         if p["slice_sizes"][dim] == shape[dim] and dim not in d.start_index_map:
             of_table[dim] = kept
     labels = [of_table, [*index_dims, None]]
-    found = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
-    if found is None and isinstance(table, Shard):
+    split = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
+    if split is None and isinstance(table, Shard):
         can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
         by_index = table.dim in d.collapsed_slice_dims and table.dim in d.start_index_map
         if by_index and table.outer == 1 and can_be_added:
             wrap = lambda operation: _own_entries(equation, operation, axis, table.dim)
             return RuleResult([table, REPLICATED], [PARTIAL], wrap)
     fills = p["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    return on_partial(shardings, 1, 1) if found is None and not fills else found
+    return on_partial(shardings, 1, 1) if split is None and not fills else split
 
 
 def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
@@ -69,20 +70,20 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
 
     def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
         device, length = axis.index(), size // axis.size
-        # Bytes can't count a larger table.
+        # Narrow indices, such as bytes, might not hold the table's size.
         indices = indices.astype(jnp.int64 if indices.dtype.itemsize > 4 else jnp.int32)
         wanted = indices[..., column]
         # What is outside of the whole table is looked up by the first device, outside of its part too.
         outside = (wanted < 0) | (wanted >= size)
         if equation.params["mode"] == lax.GatherScatterMode.CLIP:
             wanted, outside = jnp.clip(wanted, 0, size - 1), jnp.zeros_like(outside)
-        own = wanted - (device * length).astype(wanted.dtype)
-        valid = jnp.where(outside, device == 0, (own >= 0) & (own < length))
-        own = jnp.where(outside, jnp.full_like(own, length), jnp.clip(own, 0, length - 1))
+        place = wanted - (device * length).astype(wanted.dtype)  # in the device's part
+        valid = jnp.where(outside, device == 0, (place >= 0) & (place < length))
+        place = jnp.where(outside, jnp.full_like(place, length), jnp.clip(place, 0, length - 1))
         in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
-        (found,) = operation(table, jnp.where(in_column, own[..., None], indices))
-        valid = lax.broadcast_in_dim(valid, found.shape, [i for i in range(ndim) if i not in d.offset_dims])
-        return [jnp.where(valid, found, jnp.zeros_like(found))]
+        (entries,) = operation(table, jnp.where(in_column, place[..., None], indices))
+        valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in d.offset_dims])
+        return [jnp.where(valid, entries, jnp.zeros_like(entries))]
 
     return look_up_own
 
@@ -111,13 +112,14 @@ def write_entries(
             target[dim] = of_updates[at] = dim
     labels = [target, [*of_indices, None], [of_updates.get(dim) for dim in range(len(update_shape))]]
     order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
-    found = by_labels(labels, [range(len(shape))], shardings, order)
-    if found is None:
+    split = by_labels(labels, [range(len(shape))], shardings, order)
+    if split is None:
         if adds and isinstance(old, Shard) and old.outer == 1 and old.dim in dims_of_entries(equation):
             wrap = lambda operation: _to_own_entries(equation, operation, axis, old.dim)
             return RuleResult([old, REPLICATED, REPLICATED], [old], wrap)
         return RuleResult([PARTIAL, REPLICATED, PARTIAL], [PARTIAL]) if adds and PARTIAL in (old, updates) else None
-    return RuleResult([PARTIAL, *found.operands[1:]], [PARTIAL]) if PARTIAL in found.results else found
+    # The target is added to once in all: it is one device's, and zeros on the others.
+    return RuleResult([PARTIAL, *split.operands[1:]], [PARTIAL]) if PARTIAL in split.results else split
 
 
 def dims_of_entries(equation: JaxprEqn) -> list[int]:

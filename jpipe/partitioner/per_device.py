@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jpipe.jax_tools.tracing import replay
-from jpipe.partitioner.choice import Chooser, Wanted, cheapest_plan
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.tracing import replay
+from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import (
     Axis,
     Sharding,
@@ -78,8 +78,8 @@ def per_device(
     def on_parts(*parts: PyTree) -> PyTree:
         """A device's parts of the arguments -> its parts of the results."""
         _check_manual(mesh, axes)
-        leaves, given = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
-        shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, given, strict=True)]
+        leaves, shardings = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
+        shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, shardings, strict=True)]
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, leaves, strict=True)]
         with _all_of_type(mesh.abstract_mesh, AxisType.Auto):
             arguments = jax.tree.unflatten(jax.tree.structure(parts), whole)
@@ -91,7 +91,7 @@ def per_device(
                     f"out_specs ask for the result{jax.tree_util.keystr(path)} of shape {leaf.shape} to be split by "
                     f"{to_spec(sharding, axes, leaf.ndim)}, which doesn't divide it; change the spec or the shape"
                 )
-        program = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in wanted])
+        program = jaxpr_per_device(jaxpr, axes, shardings, list(map(always, wanted)))
         return replay(program.jaxpr, results)(*parts)
 
     return on_parts
@@ -142,10 +142,10 @@ def jaxpr_per_device(
         return PerDeviceJaxpr(jaxpr, [()] * len(jaxpr.jaxpr.outvars), [])
     plan = cheapest_plan(axes, HANDLERS, flatten(jaxpr), shardings, wanted)
     sizes = dict(here.shape) or {n: size for axis in axes for n, size in zip(axis.names, axis.sizes, strict=True)}
-    own = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
+    parts = part_structs(shapes_of(jaxpr.jaxpr.invars), shardings, axes)
     with _all_of_type(here, AxisType.Manual):
         results = [together(sharding, axes, plan.axes) for sharding in plan.results]
-        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*own)[0], results, plan.unsplit)
+        return PerDeviceJaxpr(with_named_axes(plan.run, sizes)(*parts)[0], results, plan.unsplit)
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:

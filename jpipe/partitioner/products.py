@@ -35,11 +35,11 @@ def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], 
     p, ndim = equation.params, len(operand_shape(equation))
     one_group, one_batch = p["feature_group_count"] == 1, p["batch_group_count"] == 1
     examples, taken = "examples" if one_batch else None, "taken" if one_group else None
-    given = "given" if one_group and one_batch else None
+    features = "features" if one_group and one_batch else None
     images, kernel, result = p["dimension_numbers"]
     labels = lambda dims, first, second: [{dims[0]: first, dims[1]: second}.get(dim) for dim in range(ndim)]
-    left, right = labels(images, examples, taken), labels(kernel, given, taken)
-    return _of_larger(equation, left, right, labels(result, examples, given), shardings)
+    left, right = labels(images, examples, taken), labels(kernel, features, taken)
+    return _of_larger(equation, left, right, labels(result, examples, features), shardings)
 
 
 def _of_larger(

@@ -1,4 +1,8 @@
-"""The interface of a rule: what it is told of one operation, and what it answers.
+"""The interface of a rule: what it is told of one operation along one mesh axis, and what it answers.
+
+A rule is asked before anything is carried out, while a plan is made (`jpipe.partitioner.choice`): for each axis, and
+for each sharding of the operands that is tried. It answers how operands have to lie, and how results lie then. It moves
+nothing: the plan converts operands that lie otherwise.
 
 Most rules follow from labels, as those of an einsum: dimensions that are split together have the same label. For the
 product "bd,df->bf" there are three ways to split it along an axis:
@@ -8,20 +12,20 @@ product "bd,df->bf" there are three ways to split it along an axis:
     d      Shard(1)     Shard(0)        partial
     f      replicated   Shard(1)        Shard(1)
 
-`by_labels` finds the one that keeps an operand as it lies.
+`by_labels` takes the first of these that keeps an operand as it lies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
-from jax.core import ShapedArray
 
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn, Literal, Var
+from jpipe.seam.jaxpr_types import JaxprEqn
 
 Operation = Callable[..., list[jax.Array]]
 """A device's parts of an equation's operands -> its parts of the results."""
@@ -75,9 +79,15 @@ def by_labels(
     if chosen is None:
         return None
     shard, label = chosen
-    lies = lambda labels, otherwise: Shard(labels.index(label), shard.outer) if label in labels else otherwise
-    behind = [REPLICATED] * (len(shardings) - len(operands))
-    return RuleResult([*[lies(x, REPLICATED) for x in operands], *behind], [lies(x, PARTIAL) for x in results])
+
+    def split_or(labels: Labels, otherwise: AxisSharding) -> AxisSharding:
+        return Shard(labels.index(label), shard.outer) if label in labels else otherwise
+
+    unlabelled = [REPLICATED] * (len(shardings) - len(operands))
+    return RuleResult(
+        [*[split_or(labels, REPLICATED) for labels in operands], *unlabelled],
+        [split_or(labels, PARTIAL) for labels in results],
+    )
 
 
 def where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
@@ -86,16 +96,14 @@ def where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
 
 
 def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int | None = None) -> RuleResult | None:
-    """A linear operation on partial sums: if one of the first `count` operands (default: all) is partial, all are."""
+    """The answer of a linear operation, which may be done before its operands are summed; None if none is partial.
+
+    The first `count` operands (default: all) are summed over devices later: if one is partial, all have to be.
+    """
     alike = len(shardings[:count])
     if PARTIAL not in shardings[:alike]:
         return None
     return RuleResult([PARTIAL] * alike + [REPLICATED] * (len(shardings) - alike), [PARTIAL] * num_results)
-
-
-def aval_of(variable: Var | Literal) -> ShapedArray:
-    """The whole shape and the dtype of an operand or a result."""
-    return cast(ShapedArray, variable.aval)
 
 
 def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:

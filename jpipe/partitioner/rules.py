@@ -1,8 +1,13 @@
 """The table `RULES` of what each operation does to shards, and the rules of operations on dimensions.
 
-The interface of a rule is in `rule`. An operation without one has to see whole arrays. Rules of elementwise operations,
-products and look-ups have files of their own; here are those of operations on dimensions, most of which leave some
-dimensions alone and may be carried out on shards of these.
+A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
+and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
+device does instead of the plain operation (`wrap`). It returns None if the operation has to see whole arrays, which an
+operation without a rule always does. Rules are asked while a plan is made (`jpipe.partitioner.by_rule`), for one axis
+after the other. `part_params` is asked later, when a device's operation is traced.
+
+Rules of elementwise operations, products and look-ups have files of their own; here are those of operations on
+dimensions, most of which leave some dimensions alone and may be carried out on shards of these.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import look_up_entries, write_entries
 from jpipe.partitioner.products import conv_general_dilated, dot_general
@@ -24,7 +30,6 @@ from jpipe.partitioner.rule import (
     Operation,
     Rule,
     RuleResult,
-    aval_of,
     by_labels,
     on_partial,
     operand_shape,
@@ -43,10 +48,10 @@ LabelsOf = Callable[[JaxprEqn], Labels]
 
 
 def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1) -> Rule:
-    """The rule of an operation that leaves some dimensions alone: it may be carried out on shards of these.
+    """Makes the rule of an operation that leaves some dimensions alone: it may be carried out on shards of these.
 
     Args:
-      labels_of: which dimensions; of all operands that have to lie alike.
+      labels_of: says which dimensions, for all operands that have to lie alike.
       linear: whether the operation may be carried out on partial sums.
       alike: how many operands have to lie alike, from the first on (None: all); the others are replicated.
     """
@@ -54,8 +59,8 @@ def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1
     def rule(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
         operands, num_results = [labels_of(equation)] * len(shardings[:alike]), len(equation.outvars)
         results = [range(len(result_shape(equation)))] * num_results
-        found = by_labels(operands, results, shardings)
-        return on_partial(shardings, num_results, alike) if found is None and linear else found
+        split = by_labels(operands, results, shardings)
+        return on_partial(shardings, num_results, alike) if split is None and linear else split
 
     return rule
 
@@ -67,7 +72,7 @@ def _named(equation: JaxprEqn, name: str) -> set[int]:
 
 
 def _other_than(name: str) -> LabelsOf:
-    """All dimensions stay but those that a parameter names."""
+    """Labels for an operation that leaves all dimensions alone but those that a parameter names."""
 
     def labels(equation: JaxprEqn) -> Labels:
         named = _named(equation, name)
@@ -77,7 +82,10 @@ def _other_than(name: str) -> LabelsOf:
 
 
 def _without(name: str, *, summed: bool = False) -> LabelsOf:
-    """The dimensions that a parameter names are removed; if they are summed over, they have labels of their own."""
+    """Labels for an operation that removes the dimensions that a parameter names.
+
+    If it sums over them (`summed`), they have labels of their own (~0, ~1, ...): a split one gives partial sums.
+    """
 
     def labels(equation: JaxprEqn) -> Labels:
         count, removed = itertools.count(), _named(equation, name)
@@ -89,7 +97,7 @@ def _without(name: str, *, summed: bool = False) -> LabelsOf:
 
 
 def _as_large(equation: JaxprEqn) -> Labels:
-    """The dimensions of which a slice takes all elements."""
+    """Labels for a slice: the dimensions whose elements it takes all."""
     return where_equal(operand_shape(equation), result_shape(equation))
 
 
@@ -97,19 +105,19 @@ _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilat
 
 
 def _outside_window(equation: JaxprEqn) -> Labels:
-    """The dimensions along which a window has one element and moves by one."""
+    """Labels for an operation on windows: the dimensions along which a window has one element and moves by one."""
     p, ndim = equation.params, len(operand_shape(equation))
     sizes = zip(*[p.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, p["padding"]), strict=True)
     return where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
 def _not_repeated(equation: JaxprEqn) -> Labels:
-    """The dimensions that `jnp.tile` repeats once."""
+    """Labels for `jnp.tile`: the dimensions that it repeats once."""
     return where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
 
 
 def _if_as_wide(equation: JaxprEqn) -> Labels:
-    """All dimensions, where bits are read as numbers of the same width."""
+    """Labels for a cast of bits: all dimensions, if the numbers have the same width."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     ndim = len(operand_shape(equation))
     return range(ndim) if old.itemsize == new.itemsize else [None] * ndim
@@ -119,14 +127,17 @@ def _if_as_wide(equation: JaxprEqn) -> Labels:
 
 
 def broadcast_in_dim(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """Dimensions keep their shards: only one of a single element is made larger, and that isn't split."""
+    """The rule of `broadcast_in_dim`: dimensions keep their shards; one that grows has one element, and isn't split."""
     grows = operand_size(equation) < math.prod(result_shape(equation))  # a sum is best taken before that
     rule = _keeping(lambda equation: equation.params["broadcast_dimensions"], linear=not grows)
     return rule(equation, shardings, axis)
 
 
 def reshape(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """Shards stay, where the blocks along the old dimension are blocks along a new one."""
+    """The rule of `reshape`: a shard stays if its blocks along the old dimension are blocks along a new one.
+
+    `[2, 8]` split along the eight is, as `[16]`, `Shard(0, outer=2)`: two runs of elements for each device.
+    """
     first, old = shardings[0], operand_shape(equation)
     if not isinstance(first, Shard):
         return on_partial(shardings, 1, 1)
@@ -145,35 +156,40 @@ _reduce = _keeping(_without("axes"))
 
 
 def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """A reduction that can be done in any order and more than once, such as a maximum.
+    """The rule of reductions that can be done in any order and more than once, such as a maximum.
 
-    Over a split dimension each device reduces its part, and then the results of all devices.
+    Over a split dimension each device reduces its part, and then reduces the results of all devices.
     """
     first = shardings[0]
     if not isinstance(first, Shard) or first.dim not in equation.params["axes"]:
         return _reduce(equation, shardings, axis)
+    reduce = getattr(lax, equation.primitive.name)
     # A gather is used, since collectives that compare may lose NaN.
-    of_all = lambda x: lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
-    combine = lambda x: getattr(lax, equation.primitive.name)(of_all(x), (0,))
-    return RuleResult([first], [REPLICATED], lambda operation: lambda x: [combine(operation(x)[0])])
+    wrap = lambda operation: lambda x: [reduce(_of_all_devices(operation(x)[0], axis), (0,))]
+    return RuleResult([first], [REPLICATED], wrap)
+
+
+def _of_all_devices(x: jax.Array, axis: Axis) -> jax.Array:
+    """The arrays of all devices along an axis, `[axis.size, ...]`."""
+    return lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
 
 
 def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The rule of `argmax` and `argmin`: along a split dimension each device finds the place in its run of elements.
 
-    The result is the first of the largest of all; the device that has it says where it is.
+    The result is the place of the first extreme of all. The device that has it gives its place, the others give zero:
+    a partial sum.
     """
     first, (dim,) = shardings[0], equation.params["axes"]
     if first != Shard(dim):
         return _reduce(equation, shardings, axis)
     find, extreme = {"argmax": (lax.argmax, jnp.max), "argmin": (lax.argmin, jnp.min)}[equation.primitive.name]
-    of_all = lambda x: lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
 
     def wrap(operation: Operation) -> Operation:
         def on_device(x: jax.Array) -> list[jax.Array]:
             (at,) = operation(x)
             at = at + axis.index().astype(at.dtype) * x.shape[dim]
-            has_it = find(of_all(extreme(x, dim)), 0, at.dtype) == axis.index().astype(at.dtype)
+            has_it = find(_of_all_devices(extreme(x, dim), axis), 0, at.dtype) == axis.index().astype(at.dtype)
             return [jnp.where(has_it, at, jnp.zeros_like(at))]
 
         return on_device
@@ -182,7 +198,7 @@ def find_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis
 
 
 def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """Bits for examples are made whole, so that they don't depend on the mesh, and each device takes its own."""
+    """The rule of `random_bits`: each device makes the bits of all examples, as without a mesh, and takes its own."""
     shape = result_shape(equation)
     if not axis.is_data or not shape or shape[0] % axis.size or shardings[0] != REPLICATED:
         return None
@@ -196,7 +212,7 @@ def random_bits(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
 
 
 def identity(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """Each result lies as the operand that it is."""
+    """The rule of operations whose results are their operands."""
     return RuleResult(list(shardings), list(shardings))
 
 
@@ -269,6 +285,6 @@ def part_params(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence
         changed["slice_sizes"] = tuple(n if old == new or n == 1 else new for n, old, new in sizes)
     elif name == "scatter-add" and params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
         changed["mode"] = lax.GatherScatterMode.FILL_OR_DROP  # where the entries of other devices lie
-    # What tells a compiler how to split results is of no use to a device.
+    # These parameters tell a compiler how to split results; a device has nothing to split.
     unsplit = dict.fromkeys({"sharding", "out_sharding"} & params.keys())
     return {**params, **unsplit, **changed}

@@ -107,7 +107,7 @@ def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
     """The indices of axes, those together that are parts of one mesh axis."""
-    return [[i for i, axis in enumerate(axes) if axis.names == own] for own in dict.fromkeys(a.names for a in axes)]
+    return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
 
 
 REPLICATED, PARTIAL = Replicated(), Partial()
@@ -122,7 +122,7 @@ def replicated(axes: Sequence[Axis]) -> Sharding:
     return (REPLICATED,) * len(axes)
 
 
-def settled(sharding: Sharding) -> Sharding:
+def summed(sharding: Sharding) -> Sharding:
     """The sharding once partial sums are added up: replicated where it was partial."""
     return tuple(REPLICATED if s == PARTIAL else s for s in sharding)
 
@@ -161,7 +161,7 @@ def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape
 def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
     """How many devices share each dimension."""
     shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
-    return [math.prod(size for dim, size in shards if dim == own) for own in range(ndim)]
+    return [math.prod(size for of_dim, size in shards if of_dim == dim) for dim in range(ndim)]
 
 
 def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:
@@ -193,7 +193,7 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
     Raises:
       ValueError: it names a part of mesh axes that arrays are split over jointly, or in another order.
     """
-    found: list[AxisSharding] = [REPLICATED] * len(axes)
+    sharding: list[AxisSharding] = [REPLICATED] * len(axes)
     joint = {name: axis.names for axis in axes for name in axis.names}
     for dim, entry in enumerate(spec):
         names, outer = tuple(name for name in names_in(entry) if name in joint), 1
@@ -205,10 +205,10 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
                     "name all of them, in this order"
                 )
             for i in (i for i, axis in enumerate(axes) if axis.names == first):  # all of its parts
-                found[i] = Shard(dim, outer)
+                sharding[i] = Shard(dim, outer)
                 outer *= axes[i].size
             names = names[len(first) :]
-    return tuple(found)
+    return tuple(sharding)
 
 
 def names_in(entry: object) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.partitioner.flat_jaxpr import FlatJaxpr
+from jpipe.jaxprs.flat_jaxpr import FlatJaxpr
+from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.rule import operand_shape, result_shape
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard, Sharding
 from jpipe.partitioner.way import Axes
@@ -44,9 +44,11 @@ def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
     """
 
     def along(axis: Axis) -> AxisSharding:
-        own = tuple(s for s, part in zip(sharding, parts, strict=True) if part.names == axis.names)
-        same = apart((own[0],), (axis,), tuple(part for part in parts if part.names == axis.names))
-        return own[0] if own == same else PARTIAL if PARTIAL in own else REPLICATED
+        along_parts = tuple(s for s, part in zip(sharding, parts, strict=True) if part.names == axis.names)
+        agreeing = apart((along_parts[0],), (axis,), tuple(part for part in parts if part.names == axis.names))
+        if along_parts == agreeing:
+            return along_parts[0]
+        return PARTIAL if PARTIAL in along_parts else REPLICATED
 
     return tuple(map(along, axes))
 
@@ -69,9 +71,9 @@ def _shared(size: int, old: Shape, new: Shape) -> set[int]:
     Where they can split the one, but not the first of those: [32] on 16 devices, and [8, 4] on 8 pairs of them.
     """
     starts = dict(zip(accumulate(old, lambda a, b: a * b, initial=1), old, strict=False))
-    found = set()
+    counts = set()
     for start, dim in zip(accumulate(new, lambda a, b: a * b, initial=1), new, strict=False):
         whole = starts.get(start, 0)
         if whole > dim > 1 and whole % size == 0:
-            found.add(math.gcd(dim, size))
-    return found - {1, size}
+            counts.add(math.gcd(dim, size))
+    return counts - {1, size}

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.jaxprs import equations_in
+from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
+from jpipe.jaxprs.rewriting import equations_in
+from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.flat_jaxpr import flatten
-from jpipe.partitioner.rule import aval_of
-from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, settled
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -33,11 +33,11 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
         return _as_it_is(chooser, equation, lying)
     free, shape = equation.params.get("unconstrained_dims", frozenset()), aval_of(equation.invars[0]).shape
     keeps = [axis.is_data or (isinstance(s, Shard) and s.dim in free) for axis, s in zip(axes, now, strict=True)]
-    own = [name for axis, keep in zip(axes, keeps, strict=True) if not keep for name in axis.names]
-    by_spec = of_spec(PartitionSpec(*[tuple(n for n in names_in(entry) if n in own) for entry in spec]), axes)
+    constrained = [name for axis, keep in zip(axes, keeps, strict=True) if not keep for name in axis.names]
+    by_spec = of_spec(PartitionSpec(*[tuple(n for n in names_in(entry) if n in constrained) for entry in spec]), axes)
     wanted = tuple(a if keep else b for a, b, keep in zip(now, by_spec, keeps, strict=True))
     if not is_possible(shape, wanted, axes):  # as far as it can be
-        wanted = settled(now)
+        wanted = summed(now)
         for i, keep in enumerate(keeps):
             changed = (*wanted[:i], by_spec[i], *wanted[i + 1 :])
             wanted = changed if not keep and is_possible(shape, changed, axes) else wanted
@@ -69,19 +69,19 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
       ValueError: it names an axis of those where a device would see which of several it is.
     """
     p, axes = equation.params, chooser.axes
-    known = {name for axis in axes for name in axis.names}
-    alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in known}
+    split_over = {name for axis in axes for name in axis.names}
+    alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in split_over}
     inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
-    given = [pick(settled(sharding)) for sharding in lying]
-    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], given, strict=True)]
-    handlers = {**chooser.handlers, **_of_single_devices(alike, known)}
+    operands = [pick(summed(sharding)) for sharding in lying]
+    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], operands, strict=True)]
+    handlers = {**chooser.handlers, **_of_single_devices(alike, split_over)}
     inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
-    gives = inner.results_at(body, tuple(arguments))
-    found = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], gives, strict=True)]
-    plan = inner.plan(body, arguments, [always(pick(sharding)) for sharding in found])
-    return Way(tuple(wanted), tuple(found), plan.run, plan.cost, ((plan, 1.0),), sends=True)
+    by_rules = inner.results_at(body, tuple(arguments))
+    results = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], by_rules, strict=True)]
+    plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in results])
+    return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
 
 def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
@@ -100,25 +100,25 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     Raises:
       ValueError: it is manual over a part of mesh axes that arrays are split over jointly.
     """
-    own = set(axis.names) & set(names)
-    if own and own != set(axis.names):
+    manual = set(axis.names) & set(names)
+    if manual and manual != set(axis.names):
         raise ValueError(
-            f"jax.shard_map is manual over {sorted(own)}, a part of the mesh axes {axis.names} that arrays are split "
-            "over jointly; make it manual over all of them"
+            f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names} that arrays are "
+            "split over jointly; make it manual over all of them"
         )
-    return bool(own)
+    return bool(manual)
 
 
-def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict[str, Handler]:
+def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) -> dict[str, Handler]:
     """Within `shard_map`, the handlers of collectives: they reach only devices along axes that arrays are split over.
 
     Args:
       alike: the other mesh axes that the function is manual over, along which all devices have the same, and how many
         devices they have.
-      known: the mesh axes that arrays are split over.
+      split_over: the mesh axes that arrays are split over.
     """
 
-    others = partial(_unlike, alike=alike, known=known)
+    others = partial(_unlike, alike=alike, split_over=split_over)
 
     def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
@@ -139,9 +139,9 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
         names = equation.params["axes"]
         others(names)
         if not {*names} & alike.keys():
-            return chooser.by_rule(equation, lying)
+            return way_by_rule(equation, lying, chooser.axes)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(list(map(settled, lying)), lambda x: compare(x, others(names)) if others(names) else x)
+        return run_on_each(list(map(summed, lying)), lambda x: compare(x, others(names)) if others(names) else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
@@ -152,7 +152,7 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
             return run_on_each(lying, partial(_permuted, equation))
-        return chooser.by_rule(equation, lying)
+        return way_by_rule(equation, lying, chooser.axes)
 
     return {
         **dict.fromkeys(("pvary", "pbroadcast"), _as_it_is),
@@ -162,16 +162,16 @@ def _of_single_devices(alike: Mapping[str, int], known: Collection[str]) -> dict
     }
 
 
-def _unlike(names: tuple[str, ...], alike: Mapping[str, int], known: Collection[str]) -> tuple[str, ...]:
+def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collection[str]) -> tuple[str, ...]:
     """The axes of a collective along which devices have different values.
 
     Raises:
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
     """
-    if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in known]:
+    if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in split_over]:
         raise ValueError(
             f"jax.shard_map holds a collective over {outside}, along which devices do other work and would never come "
-            f"to it; name axes of {sorted(known)} there"
+            f"to it; name axes of {sorted(split_over)} there"
         )
     return tuple(name for name in names if name not in alike)
 
@@ -193,9 +193,9 @@ def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
     for groups in _gathered_among([pair for pair in equation.params["perm"] if pair[0] != pair[1]], size):
         places = [(i, group.index(s) if (s := sources.get(i)) in group else -1) for group in groups for i in group]
         place = jnp.asarray([place for _, place in sorted(places)])[device]
-        given = lax.all_gather(x, axes, axis_index_groups=groups)
-        found = lax.dynamic_index_in_dim(given, jnp.maximum(place, 0), keepdims=False)
-        result = jnp.where(place >= 0, found, result)
+        of_group = lax.all_gather(x, axes, axis_index_groups=groups)
+        of_source = lax.dynamic_index_in_dim(of_group, jnp.maximum(place, 0), keepdims=False)
+        result = jnp.where(place >= 0, of_source, result)
     return result
 
 
@@ -218,7 +218,7 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
         while source in targets:
             sent.append((source, targets[source]))
             source = targets.pop(source)
-    found: list[list[list[int]]] = []
+    rounds: list[list[list[int]]] = []
     while sent:
         pairs, alone = [], dict.fromkeys(range(size))
         for source, target in sent:
@@ -226,21 +226,21 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
                 pairs.append([source, target])
                 del alone[source], alone[target]
         rest = list(alone)
-        found.append([*pairs, *map(list, zip(rest[::2], rest[1::2], strict=True))])
-        sent = [pair for pair in sent if not any({*pair} <= {*own} for own in found[-1])]
-    return found if len(found) < size - 1 else [[list(range(size))]]
+        rounds.append([*pairs, *map(list, zip(rest[::2], rest[1::2], strict=True))])
+        sent = [pair for pair in sent if not any({*pair} <= {*group} for group in rounds[-1])]
+    return rounds if len(rounds) < size - 1 else [[list(range(size))]]
 
 
 def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
     """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
-    found: set[str] = set()
+    names: set[str] = set()
     for equation in equations_in(jaxpr.eqns):
         p, name = equation.params, equation.primitive.name
         specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
         if name == "sharding_constraint":
             specs = (getattr(p["sharding"], "spec", None) or (),)
-        found.update(axis for spec in specs for entry in spec for axis in names_in(entry))
-    return frozenset(found)
+        names.update(axis for spec in specs for entry in spec for axis in names_in(entry))
+    return frozenset(names)
 
 
 USER_SHARDINGS: dict[str, Handler] = {

@@ -1,11 +1,17 @@
 """`Way` and `DevicePlan`: how one equation is carried out on parts of arrays, and a plan for a whole jaxpr.
 
-A plan is made before anything is traced (`jpipe.partitioner.choice`), and says all that devices send to each other:
+A *sharding* says how an array lies along each axis: as a shard, replicated, or partial. A *way* of an equation says how
+its operands have to lie, how its results lie then, and what a device computes. A *plan* goes through the equations of a
+jaxpr in order: it first converts operands that lie otherwise, by collectives, and then takes the equation's way. Here
+tanh(y) @ w, with y partial and w split by columns:
 
-    conversions     y: partial -> replicated        an all_reduce
+    conversions     y: partial -> replicated                        an all_reduce
     way             tanh: replicated -> replicated
     conversions     none
-    way             dot_general: replicated, Shard(1) -> Shard(1)
+    way             dot_general: replicated, Shard(1) -> Shard(1)   a device's columns of the product
+
+A plan is made before anything is carried out (`jpipe.partitioner.choice`), and says all that devices send each other,
+except for what ways send by themselves (`Way.sends`). `DevicePlan.run` carries it out.
 """
 
 from __future__ import annotations
@@ -16,29 +22,25 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
-from jpipe.partitioner.flat_jaxpr import FlatEquation, FlatJaxpr
-from jpipe.partitioner.lookups import dims_of_entries
-from jpipe.partitioner.rule import operand_shape
+from jpipe.partitioner.prices import NOTHING, Cost
 from jpipe.partitioner.rules import RULES
 from jpipe.partitioner.shardings import (
     PARTIAL,
     REPLICATED,
     Axis,
+    AxisSharding,
     Shard,
     Sharding,
     by_mesh_axis,
-    is_possible,
     replicated,
 )
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
-Cost = np.ndarray
-"""`[4]`, how much of what is counted (`jpipe.partitioner.choice`)."""
-NOTHING: Cost = np.zeros(4)
+"""The mesh axes that arrays are split over; a `Sharding` has an entry for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +48,12 @@ class Way:
     """How an equation is carried out.
 
     Attributes:
-      operands: how its operands have to lie.
-      results: how its results lie then.
+      operands: how each operand has to lie.
+      results: how each result lies then.
       run: a device's parts of the operands -> its parts of the results.
-      cost: what it takes by itself.
-      plans: of the jaxprs that it holds, each with how often it is run (a `while` loop's body once).
+      cost: what a device computes and writes in it, and what `plans` cost (`jpipe.partitioner.prices`).
+      plans: for a loop or a branch the plans of the jaxprs inside, each with how often it runs (a `while` loop's body
+        once); empty for all others.
       sends: whether devices send each other something in it, besides what its plans say.
     """
 
@@ -63,12 +66,12 @@ class Way:
 
 
 class Conversion(NamedTuple):
-    """A value that comes to lie otherwise.
+    """A value that is converted to another sharding.
 
     Attributes:
-      value: its number.
-      now: how it lies.
-      wanted: how it lies after it; besides, it is still there as it was.
+      value: its number in the `FlatJaxpr`.
+      now: the sharding from which it is converted.
+      wanted: the sharding to which it is converted. The value stays there in its other forms too.
     """
 
     value: int
@@ -89,13 +92,17 @@ class PlannedEquation(NamedTuple):
         An operation without a rule counts also where an operand was a sum over devices.
         """
         has_rule = self.flat.equation.primitive.name in RULES
-        was_apart = lambda now: isinstance(now, Shard) or (now == PARTIAL and not has_rule)
         lying = (*self.way.operands, *self.way.results)
+
+        def was_gathered(now: AxisSharding, wanted: AxisSharding) -> bool:
+            was_apart = isinstance(now, Shard) or (now == PARTIAL and not has_rule)
+            return was_apart and wanted == REPLICATED
+
         return tuple(
             name
             for parts in by_mesh_axis(axes)
             if all(sharding[i] == REPLICATED for sharding in lying for i in parts)
-            and any(was_apart(now[i]) and wanted[i] == REPLICATED for _, now, wanted in self.conversions for i in parts)
+            and any(was_gathered(now[i], wanted[i]) for _, now, wanted in self.conversions for i in parts)
             for name in axes[parts[0]].names
         )
 
@@ -116,16 +123,16 @@ class Unsplit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """How a jaxpr is carried out.
+    """How a device carries out a jaxpr: its equations in order, and then conversions of the results.
 
     Attributes:
-      flat: the jaxpr.
+      flat: the jaxpr, of whole arrays.
       axes: what arrays are split over.
       arguments: how its arguments lie.
-      equations: how each of its equations is carried out.
-      conversions: those of its results.
-      results: how its results lie.
-      cost: what it takes.
+      equations: for each equation its way and the conversions before it.
+      conversions: the conversions of the results, after all equations.
+      results: how the results lie in the end.
+      cost: the sum of the costs of all ways and conversions.
     """
 
     flat: FlatJaxpr
@@ -141,8 +148,8 @@ class DevicePlan:
         """The equations that every device carries out whole though an operand was split."""
         inner = [pair for planned in self.equations for pair in planned.way.plans]
         within = [one._replace(times=one.times * times) for plan, times in inner for one in plan.unsplit]
-        found = [Unsplit(planned.flat, 1.0, planned.unsplit_along(self.axes)) for planned in self.equations]
-        return within + [one for one in found if one.along]
+        here = [Unsplit(planned.flat, 1.0, planned.unsplit_along(self.axes)) for planned in self.equations]
+        return within + [one for one in here if one.along]
 
     @property
     def sends(self) -> bool:
@@ -155,6 +162,7 @@ class DevicePlan:
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
         """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""
+        # By a value's number and a sharding, the device's part of it; each form of a value is converted once.
         at_hand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
 
@@ -172,16 +180,3 @@ class DevicePlan:
                 results = way.run(*operands)
             at_hand.update(zip(zip(makes, way.results, strict=True), results, strict=True))
         return take(self.conversions, self.flat.results, self.results)
-
-
-def added_to_whole(plan: DevicePlan) -> list[dict[int, Sharding]]:
-    """The constants to which every device adds all entries, though each could have a part; and how they lie then."""
-    named = lambda name: [e for e in plan.equations if e.flat.equation.primitive.name == name]
-    constants = {e.flat.makes[0] for e in named("broadcast_in_dim") if not operand_shape(e.flat.equation)}
-    found: list[dict[int, Sharding]] = []
-    for flat, _, way in named("scatter-add"):
-        value, lying, shape = flat.reads[0], way.operands[0], operand_shape(flat.equation)
-        for i in [i for i, along in enumerate(lying) if along == REPLICATED and value in constants]:
-            split = [(*lying[:i], Shard(dim), *lying[i + 1 :]) for dim in dims_of_entries(flat.equation)]
-            found += [{value: own} for own in split if is_possible(shape, own, plan.axes)]
-    return found

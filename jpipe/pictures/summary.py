@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from itertools import groupby
 
 import numpy as np
 
-from jpipe.pictures.tables import Table, bytes_in_words
+from jpipe.costs.holdings import Holdings, holdings
+from jpipe.costs.memory_model import predict_memory
 from jpipe.planning.balance import measure_of
-from jpipe.planning.holdings import Holdings, holdings
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan
 from jpipe.planning.planner import Planner
 from jpipe.planning.request import Request
 from jpipe.schedules.simulate import simulate
+from jpipe.terminal.tables import Table, bytes_in_words
 
 SHOWN_DEVICES = 4
 
@@ -98,15 +98,13 @@ def _held(found: Holdings) -> list[str]:
 
 def _memory(planner: Planner, plan: Plan) -> list[str]:
     """Lines on a step's memory by its model, the parts by size; none for a pipeline that doesn't train."""
-    from jpipe.forecasting.memory_model import memory_parts
-
     if plan.loss is None:
         return []
     try:
-        found = memory_parts(planner, plan.batch)
+        found = predict_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    total, parts = bytes_in_words(found.total), sorted(asdict(found).items(), key=lambda part: -part[1])
+    total, parts = bytes_in_words(found.total), sorted(found.items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in parts if size)
     return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
 

@@ -17,11 +17,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.random_keys import example_key
-from jpipe.jax_tools.tracing import no_mesh
+from jpipe.arrays.trees import bytes_of
+from jpipe.jaxprs.tracing import no_mesh
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import Model
+from jpipe.model.random_keys import example_key
 from jpipe.model.traced_layer import TracedLayer, partition_layer
 from jpipe.planning.flops import count_flops
 from jpipe.seam.inside import needed_part
@@ -208,6 +209,5 @@ def _example(index: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def _bytes(layer: TracedLayer) -> tuple[int, int, int]:
     """The bytes of parameters, other variables and residuals."""
     variables = layer.function.group.variables
-    size = lambda tree: sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     state = {name: tree for name, tree in variables.items() if name != "params"}
-    return size(variables.get("params")), size(state), size(layer.residuals)
+    return bytes_of(variables.get("params")), bytes_of(state), bytes_of(layer.residuals)

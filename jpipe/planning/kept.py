@@ -17,8 +17,8 @@ from typing import TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jpipe.jax_tools.indexing import Index
-from jpipe.jax_tools.memory_order import Order, result_orders
+from jpipe.arrays.indexing import Index
+from jpipe.memory.memory_order import Order, result_orders
 from jpipe.memory.storage import Buffers, Row, Storage, build_storage, each_apart
 from jpipe.model.traced_layer import DeviceLayer
 from jpipe.schedules.ticks import ROWS
@@ -102,8 +102,8 @@ def make_kept_storage(
 def _kept_of(layer: DeviceLayer, mesh: Mesh) -> dict[str, list[tuple[jax.ShapeDtypeStruct, Order | None]]]:
     """The leaves that a layer keeps, by name of their rows, with the orders of dimensions in which they are made."""
     forward, split = layer.forward, layer.split
-    orders = result_orders(forward.jaxpr, forward.residuals_at, mesh)
+    orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
     residuals = list(zip(layer.residuals, orders, strict=True))
     own = lambda waiting: [leaf for leaf, waits in zip(residuals, layer.waits, strict=True) if waits == waiting]
-    stash = zip(split.stash, result_orders(split.jaxpr, split.stash_at, mesh), strict=True) if split else ()
+    stash = zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True) if split else ()
     return {"residual": own(False), "kept": own(True), "stash": list(stash)}

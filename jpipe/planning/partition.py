@@ -15,14 +15,12 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import SupportsFloat
 
 import numpy as np
 
+from jpipe.terminal.tables import Table
 from jpipe.users_numbers import as_integer, as_number
-
-if TYPE_CHECKING:
-    from jpipe.pictures.tables import Table
 
 OBJECTIVES = ("max", "variance")
 
@@ -95,8 +93,6 @@ class Partition:
 
     def _table(self) -> Table:
         """A row for each virtual stage, the slowest one marked."""
-        from jpipe.pictures.tables import Table
-
         costs = self.costs
         total, slowest = math.fsum(costs), costs.index(max(costs))
         rows = []

@@ -7,7 +7,7 @@ other sizes are only compiled anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,11 +110,8 @@ class Plan:
 
     def known_loss(self) -> TracedLoss:
         """The loss; without one a ValueError."""
-        if self.loss is None:
-            raise ValueError(
-                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
-                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
-            )
+        self.request.check_has_loss()
+        assert self.loss is not None
         return self.loss
 
     def check_model(self, model: Model) -> None:
@@ -151,16 +148,14 @@ def early_partition(request: Request) -> Partition | None:
     return _cut(request, unmeasured_costs(request.balance, len(request.layers)))
 
 
-def make_plan(
-    request: Request, model: Model, loss: TracedLoss | None, trace_layers: Callable[[], Sequence[TracedLayer]]
-) -> Plan:
+def make_plan(request: Request, model: Model, loss: TracedLoss | None, layers: Sequence[TracedLayer]) -> Plan:
     """Measures the layers and cuts the model; the layouts of its variables follow.
 
     Args:
       request: what the user asked for.
       model: the layers, traced at the shapes of one micro-batch.
       loss: what the loss function gives for it, if there is one.
-      trace_layers: traces forward and backward of their groups, if they have to be measured.
+      layers: forward and backward of each group, if layers are to be measured.
 
     Raises:
       ValueError: the request has a rule for a collection that no layer has; or shared ends that have state.
@@ -178,7 +173,7 @@ def make_plan(
     _warn_of_untied(request, model)
     _warn_of_idle_axes(request, model, loss)
     measure = measure_of(request.balance)
-    costs = layer_costs(model, trace_layers(), measure.unit, request.mesh) if measure else []
+    costs = layer_costs(model, layers, measure.unit, request.mesh) if measure else []
     measured = [measure.of(cost) for cost in costs] if measure else None
     if measured and request.shares_ends:
         measured[0] = measured[-1] = 0.0  # which stage they are cut to makes no difference

@@ -4,23 +4,27 @@
                              │        │
                              └────────┴─► Step
 
-Each is a value made from those before it. Only three things on the way use a device or a compiler: timing layers
-(`balance="time"`), compiling a layer for the order of its residuals in a TPU's memory, and finding the rates of running
-averages.
+Each is a value made from those before it. `for_training`, `for_evaluation` and `for_outputs` are the door: they check a
+batch, and cut it. Everything behind them takes the `MicroBatch`, and looks at no batch again.
+
+Only three things on the way use a device or a compiler: timing layers (`balance="time"`), compiling a layer for the
+order of its residuals in a TPU's memory, and finding the rates of running averages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 
 import jax
+import numpy as np
 
-from jpipe.batches.microbatches import MicroBatch, cut_for_evaluation, cut_for_training
+from jpipe.batches.bare_inputs import is_bare
+from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.jax_tools.random_keys import key_shape
+from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
@@ -29,8 +33,10 @@ from jpipe.mesh.users_mesh import check_context
 from jpipe.model.groups import Model
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import TracedLoss, trace_loss
+from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
+from jpipe.planning.balance import measure_of
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
@@ -53,7 +59,9 @@ class Planner:
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
-      step: micro-batch, the layers of each group in training -> the step of training.
+      step: micro-batch, type of random keys -> the step of training.
+      evaluation_step: micro-batch, whether the loss follows -> the step forward only; the errors are those of
+        `known_loss`.
     """
 
     def __init__(self, request: Request):
@@ -62,11 +70,12 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
-        self.step = cache(self._step)
+        self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
-        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, self.step):
+        steps = self.step, self.evaluation_step
+        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, *steps):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -82,13 +91,53 @@ class Planner:
     # --- batch -> micro-batch ---
 
     def for_training(self, batch: Batch) -> MicroBatch:
-        """The micro-batches of a training batch `[B, ...]`, as shapes; the errors are those of `cut_for_training`."""
-        return cut_for_training(batch, self.request.schedule.num_microbatches, self.request.splits.num_shards)
+        """The micro-batches of a training batch `[B, ...]`, as shapes. The first batch makes the plan.
 
-    def for_evaluation(self, batch: Batch, *, bare: bool = False) -> MicroBatch:
-        """The micro-batches of an evaluation batch of any size, or of its bare inputs."""
-        num_microbatches, shards = self.request.schedule.num_microbatches, self.request.splits.num_shards
-        return cut_for_evaluation(batch, num_microbatches, shards, bare=bare)
+        Raises:
+          ValueError: there is no loss to train with; the batch has another structure than the first one, or is a single
+            example.
+          TypeError, ValueError: as of `cut_for_training`; or the first batch can't be planned for.
+        """
+        self.request.check_has_loss()
+        check_context(self.request.mesh)
+        if self.plan is not None:
+            check_like(batch, self.plan.traced.batch)
+        micro = cut_for_training(batch, *self._sizes)
+        if self.plan is None:
+            self._make_plan(micro)
+        return micro
+
+    def for_evaluation(self, batch: Batch) -> MicroBatch:
+        """The micro-batches of an evaluation batch of any size; errors as of `for_training`, but for the size."""
+        check_like(batch, self.plan_for(batch).traced.batch)
+        return cut_for_evaluation(batch, *self._sizes)
+
+    def for_outputs(self, batch: Batch, bare: bool | None = None) -> MicroBatch:
+        """The micro-batches of a batch of any size, or of the model's bare inputs, for its outputs.
+
+        Args:
+          batch: either.
+          bare: which of the two it is; None to find out.
+
+        Raises:
+          TypeError: `bare` is no bool.
+          ValueError: as of `is_bare`; a layer reads from the batch, and there is none; it is a single example.
+        """
+        seen = self.plan_for(batch).traced
+        if bare is not None and not isinstance(bare, bool | np.bool_):
+            raise TypeError(
+                f"bare={bare!r} is no bool; pass True for the model's inputs alone, False for a whole batch"
+            )
+        bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
+        if bare:
+            check_reads_nothing(self.request.layers)
+        check_no_example(batch, seen.inputs if bare else seen.batch)
+        return cut_for_evaluation(batch, *self._sizes, bare=bare)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """M, and the devices that each micro-batch is split over."""
+        return self.request.schedule.num_microbatches, self.request.splits.num_shards
 
     # --- micro-batch -> model ---
 
@@ -170,53 +219,67 @@ class Planner:
         return self.plan
 
     def plan_for(self, batch: Batch) -> Plan:
-        """The plan; made from this batch's shapes, under Flax's logical axis rules of now, if it is the first one."""
+        """The plan; made from this batch's shapes, if it is the first one. Of other batches nothing is looked at."""
         check_context(self.request.mesh)
         if self.plan is None:
-            self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
-            try:
-                self.plan = self._first_plan(batch)
-                if self.request.shares_ends and self.request.loss_fn is not None:
-                    self.training_step(batch)  # which refuses ends that can't be shared, before anything is compiled
-            except BaseException:
-                self.plan = None
-                self.clear_cache()  # what was traced before the error may be traced under other rules next time
-                raise
-        return self.plan
+            cut = cut_for_evaluation if self.request.loss_fn is None else cut_for_training
+            self._make_plan(cut(batch, *self._sizes))
+        return self.known_plan()
 
-    def _first_plan(self, batch: Batch) -> Plan:
-        cut = self.for_evaluation if self.request.loss_fn is None else self.for_training
-        micro = cut(batch)
+    def _make_plan(self, micro: MicroBatch) -> None:
+        """Plans for the first batch, under Flax's logical axis rules of now."""
+        self._rules = logical_rules({*self.request.mesh.axis_names} - {AXIS})
+        try:
+            self.plan = self._first_plan(micro)
+            if self.request.shares_ends and self.request.loss_fn is not None:
+                self.training_step(micro)  # which refuses ends that can't be shared, before anything is compiled
+        except BaseException:
+            self.plan = None
+            self.clear_cache()  # what was traced before the error may be traced under other rules next time
+            raise
+
+    def _first_plan(self, micro: MicroBatch) -> Plan:
         with task(f"planning {len(self.request.layers)} layers"):
             model, loss = self.model(micro), self.loss(micro)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
-            return make_plan(self.request, model, loss, lambda: self.layers(micro, key_shape()))
+            layers = self.layers(micro, key_shape()) if measure_of(self.request.balance) else ()
+            return make_plan(self.request, model, loss, layers)
 
     # --- plan -> step ---
 
-    def training_step(self, batch: Batch, key: jax.Array | None = None) -> Step:
+    def training_step(self, micro: MicroBatch, key: Key | None = None) -> Step:
         """The step of training for a batch's shapes and a type of random keys.
 
         It is kept: the order of its residuals in memory may have taken a compilation.
-
-        Raises:
-          ValueError: there is no loss to train with.
         """
-        self.known_plan().known_loss()
-        micro = self.for_training(batch)
-        return self.step(micro, self.layers(micro, key_shape(key)))
+        return self.step(micro, key_shape(key))
 
-    def _step(self, micro: MicroBatch, layers: tuple[TracedLayer, ...]) -> Step:
+    def _step(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> Step:
+        layers = self.layers(micro, key)
         functions = [layer.function for layer in layers]
         with self.tracing():
             schedule, make = self.request.schedule, self.on_device
             return build_step(self.known_plan(), self.model(micro), schedule, functions, layers, make)
 
-    def evaluation_step(self, batch: Batch, *, with_loss: bool, bare: bool = False) -> Step:
-        """The step forward only, for the shapes of a batch or of its bare inputs."""
-        micro, given = self.for_evaluation(batch, bare=bare), self.request
-        sizes = given.schedule.sizes | {"num_microbatches": micro.count}
-        schedule = forward_only(**sizes, style=given.schedule.style)
+    def _evaluation_step(self, micro: MicroBatch, *, with_loss: bool) -> Step:
+        if with_loss:
+            self.request.check_has_loss()
+        sizes = self.request.schedule.sizes | {"num_microbatches": micro.count}
+        schedule = forward_only(**sizes, style=self.request.schedule.style)
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)
+
+
+def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:
+    """Checks that no layer has a side input, where there is no batch but only the model's inputs.
+
+    Raises:
+      ValueError: naming the first layer that has one.
+    """
+    for index, layer in enumerate(layers):
+        if layer.reads_batch:
+            raise ValueError(
+                f"layer {index} ({layer.name}) can't read its side input from the bare inputs; pass the whole batch to "
+                "apply"
+            )

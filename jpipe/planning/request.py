@@ -104,6 +104,14 @@ class Request:
         """Whether all stages compute the first and the last layer together."""
         return self.options.ends == "shared" and self.schedule.num_stages > 1
 
+    def check_has_loss(self) -> None:
+        """Checks that there is a loss; without one a ValueError."""
+        if self.loss_fn is None:
+            raise ValueError(
+                "this pipeline has no loss (loss_fn=None), so it only applies and generates; to train or to evaluate, "
+                "make one with a loss function: jpipe.Pipeline(layers, loss_fn, ...)"
+            )
+
     @property
     def rules(self) -> dict[str, str]:
         """The rules for collections other than parameters, by name."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from jpipe.jax_tools.dtypes import is_float
+from jpipe.arrays.dtypes import is_float
 from jpipe.memory.boundaries import Boundaries, make_boundaries
 from jpipe.memory.storage import Storage
 from jpipe.model.groups import Model, role_of

@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
 import jax
 
-from jpipe.pictures.tables import Table
+from jpipe.costs.step_cost import Parts
 from jpipe.profiling.measure import Program
 from jpipe.training.train_state import TrainState
 from jpipe.types import PyTree
 
-MIB = 2**20
 
+def memory_of(program: Program, state: TrainState) -> Parts[int]:
+    """The bytes that a step of this program holds with this state, on the fullest device of this process.
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the fullest device of this process.
-
-    Attributes:
-      parameters: the parameters.
-      other_variables: other collections.
-      optimizer: the optimiser's state.
-      gradients: the gradients, laid out and typed like the parameters.
-      temporaries: what the program holds besides while it runs, as its compiler says: residuals and activations of the
-        micro-batches in flight, sums of gradients, whatever a layer needs.
+    `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
+    the micro-batches in flight, sums of gradients, whatever a layer needs.
     """
-
-    parameters: int
-    other_variables: int
-    optimizer: int
-    gradients: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(asdict(self).values())
-
-    def table(self) -> Table:
-        """A row for each part."""
-        rows = [(name.replace("_", " "), f"{size / MIB:,.1f}") for name, size in asdict(self).items()]
-        return Table("Memory of a device", ("part", "MiB"), [*rows, ("all", f"{self.total / MIB:,.1f}")], {})
-
-
-def memory_of(program: Program, state: TrainState) -> Memory:
-    """The bytes that a step of this program holds with this state."""
     params = state.variables["params"]
     rest = {name: tree for name, tree in state.variables.items() if name != "params"}
-    return Memory(
+    return Parts(
         parameters=_on_a_device(params),
         other_variables=_on_a_device(rest),
         optimizer=_on_a_device(state.opt_state),

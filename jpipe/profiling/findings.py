@@ -11,10 +11,10 @@ import numpy as np
 from jpipe.model.remat import MODES
 from jpipe.planning.planner import Planner
 from jpipe.profiling.changes import MicrobatchSize, best_cut, layer_shares, without_remat
-from jpipe.profiling.device_memory import MIB
 from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.layer_times import LayerTimes, by_stage
 from jpipe.profiling.prediction import StepModel
+from jpipe.terminal.tables import bytes_in_words
 
 WORTH = 0.05
 """The share of a step from which on a change, or a bubble, is worth a word."""
@@ -150,7 +150,7 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
     held = np.asarray(model.stages.timeline(model.schedule).peak_in_flight) / model.schedule.num_chunks
     kept = float((held * by_stage(planner, [cost.residual_bytes for cost in times.kept])).max())
     yield Finding(
-        f'without recomputation (remat="none") a stage holds up to {kept / MIB:,.1f} MiB of residuals: step '
+        f'without recomputation (remat="none") a stage holds up to {bytes_in_words(kept)} of residuals: step '
         f"{_percent(promise)}",
         {"remat": "none"},
         promise,

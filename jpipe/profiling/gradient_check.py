@@ -15,22 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.batches.microbatches import split_microbatches
-from jpipe.jax_tools.dtypes import accumulator_dtype
-from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.jax_tools.random_keys import Key, as_key, key_shape, layer_key
-from jpipe.jax_tools.tracing import no_mesh, replay, trace
+from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import no_mesh, replay, trace
 from jpipe.layers.base import Context, LayerVariables, positional
 from jpipe.layers.connections import with_inputs
 from jpipe.layers.frozen import parameter_paths
 from jpipe.memory.layer_trees import LayerTrees, to_items
 from jpipe.model.groups import Model
+from jpipe.model.random_keys import Key, as_key, key_shape, layer_key
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import settled
-from jpipe.pictures.tables import Table, Tabular
+from jpipe.partitioner.shardings import summed
 from jpipe.planning.planner import Planner
 from jpipe.seam.inside import raised
 from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.terminal.tables import Table, Tabular
 from jpipe.types import Batch, PyTree
 
 Params = Mapping[int, PyTree]
@@ -257,7 +257,7 @@ def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
             "a layer calls jax.shard_map, which needs the mesh, while the plain model runs on one device; pass "
             "reference=, a model that doesn't"
         )
-    return jaxpr_per_device(jaxpr, (), [()] * len(jaxpr.in_avals), [settled] * len(jaxpr.out_avals)).jaxpr
+    return jaxpr_per_device(jaxpr, (), [()] * len(jaxpr.in_avals), [summed] * len(jaxpr.out_avals)).jaxpr
 
 
 # --- differences ------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jpipe.batches.microbatches import cut
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.model.groups import Model
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import TracedLayer, trace_layer
 from jpipe.planning.costs import Cost, timed_costs

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jpipe.batches import microbatches
+from jpipe.batches import rows
 from jpipe.execution import programs
 from jpipe.pipeline import Pipeline
 from jpipe.schedules.ticks import TickTable
@@ -74,12 +74,13 @@ class Program:
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
         planner = pipe.planner
         with task("compiling the measured step"):
-            self.table: TickTable = planner.training_step(batch, state.key).table
-            self.batch, self._mesh = microbatches.on_mesh(batch, pipe.mesh), pipe.mesh
+            step = planner.training_step(planner.for_training(batch), state.key)
+            self.table: TickTable = step.table
+            self.batch, self._mesh = rows.on_mesh(batch, pipe.mesh), pipe.mesh
             self._arguments = state.variables, self.batch, jax.jit(jax.random.fold_in)(state.key, state.step)
-            run = jax.jit(partial(programs.value_and_grad, planner))
+            run = jax.jit(partial(programs.value_and_grad, step))
             self._compiled = run.lower(*self._arguments, self.only("FRBIW")).compile()
-            without = *self._arguments, microbatches.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
+            without = *self._arguments, rows.on_all(np.asarray(self.only(""))[:, :0], pipe.mesh)
             self.set_up = partial(run.lower(*without).compile(), *without)
 
     @property
@@ -97,7 +98,7 @@ class Program:
         chosen = np.stack([np.isin(slot.kind, own) for slot, own in zip(self.table.slots, numbers, strict=True)])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
-        return microbatches.on_all(chosen.astype(np.int32), self._mesh)
+        return rows.on_all(chosen.astype(np.int32), self._mesh)
 
     def run(self, only: jax.Array) -> PyTree:
         """`((loss, updates, metrics), grads)`, which mean nothing unless all actions run."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jpipe.checks import check_state, check_training
-from jpipe.pictures.tables import Table, folded
+from jpipe.checks import check_complete, check_state
+from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
 from jpipe.profiling import profile_tables as tables
 from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
-from jpipe.profiling.device_memory import Memory, memory_of
+from jpipe.profiling.device_memory import memory_of
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.hosts import ProcessTime, host_names, process_times
 from jpipe.profiling.layer_times import measure_layers
@@ -25,6 +25,7 @@ from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
 from jpipe.terminal.progress import task
+from jpipe.terminal.tables import Table, folded
 from jpipe.training.train_state import TrainState
 from jpipe.types import Batch
 from jpipe.users_numbers import as_integer
@@ -45,11 +46,10 @@ class Profile:
       stages: seconds of each stage for one micro-batch, alone: forward, backward, and what the backward computes anew.
       step: seconds of a training step, measured.
       predicted_step: seconds that it would take if stages took as long all together as each alone.
-      slices: the measured step's seconds by what they go into, of a stage on average; they add up to `step`.
+      cost: the measured step's seconds by what they go into, of a stage on average, and the bytes on a device.
       contention: how many times as long stages take all together as alone.
       noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
       sizes: the number of micro-batches at hand and others, and what a step takes with each.
-      memory: bytes on a device.
       processes: what each of several processes takes for the same layers; empty if there is one.
       findings: in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
@@ -61,15 +61,24 @@ class Profile:
     stages: StageTimes
     step: float
     predicted_step: float
-    slices: dict[str, float]
+    cost: StepCost
     contention: float
     noise: float
     sizes: tuple[MicrobatchSize, ...]
-    memory: Memory
     processes: tuple[ProcessTime, ...]
     findings: tuple[Finding, ...]
     predicted: Timeline = field(repr=False)
     facts: PipelineFacts = field(repr=False)
+
+    @property
+    def slices(self) -> dict[str, float]:
+        """The measured step's seconds by what they go into; they add up to `step`."""
+        return dict(self.cost.seconds)
+
+    @property
+    def memory(self) -> Parts[int]:
+        """The bytes on the fullest device of this process, by part."""
+        return self.cost.bytes
 
     def __repr__(self) -> str:
         return f"<Profile of {self.schedule.title}; step {1e3 * self.step:.3g} ms, {len(self.findings)} findings>"
@@ -88,9 +97,8 @@ class Profile:
                 self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes
             ),
             *([tables.process_table(self.processes)] if self.processes else []),
-            tables.slice_table(self.slices, self.step, self.predicted_step, self.noise),
             tables.size_table(self.sizes, self.schedule.num_microbatches),
-            self.memory.table(),
+            self.cost.table(),
         ]
 
     def as_dict(self) -> dict[str, object]:
@@ -99,7 +107,9 @@ class Profile:
             "schedule": self.schedule.name,
             **self.schedule.sizes,
             "counts": self.partition.counts,
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.repr},
+            "slices": self.slices,
+            "memory": dict(self.memory),
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.repr and field.name != "cost"},
         }
         return json.loads(json.dumps(found, default=asdict))
 
@@ -163,17 +173,18 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         sizes = microbatch_sizes(planner, batch, model, times, others)
         memory = memory_of(program, state)
         processes = process_times(times.by_process, host_names(), pipe.mesh)
+        predicted_step = replace(model, contention=1.0).step()
+        notes = (tables.prediction_in_words(measured.step, predicted_step, measured.noise),)
         return Profile(
             schedule=pipe.schedule,
             partition=pipe.partition,
             stages=stages,
             step=measured.step,
-            predicted_step=replace(model, contention=1.0).step(),
-            slices=model.slices,
+            predicted_step=predicted_step,
+            cost=StepCost("measured", Parts(model.slices), memory, notes=notes),
             contention=model.contention,
             noise=measured.noise,
             sizes=sizes,
-            memory=memory,
             processes=processes,
             findings=find(planner, model, times, sizes, measured.noise, processes),
             predicted=stages.timeline(pipe.schedule),
@@ -181,7 +192,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         )
 
 
-def _measured(of: PipelineFacts, stages: StageTimes, memory: Memory) -> PipelineFacts:
+def _measured(of: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
     unit = stages.scaled([MILLISECONDS] * of.num_stages)
     return replace(
@@ -200,4 +211,5 @@ def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> Non
         raise TypeError(f"pipe is a {type(pipe).__name__}; jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline")
     check_state(state)
     as_integer("rounds", rounds, "everything has to be timed at least once")
-    check_training(pipe.planner, state.variables, batch, state.key)
+    pipe.planner.for_training(batch)
+    check_complete(pipe.plan, state.variables)

@@ -1,4 +1,4 @@
-"""Prints the tables of a profile: stages, processes, slices, sizes of micro-batches."""
+"""Prints the tables of a profile: stages, processes, sizes of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.pictures.tables import Table
 from jpipe.planning.partition import Partition
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import StageTimes
 from jpipe.schedules.schedule import Schedule
+from jpipe.terminal.tables import Table
 
 
 def stage_table(
@@ -43,17 +43,11 @@ def process_table(processes: Sequence[ProcessTime]) -> Table:
     return Table(title, ("process", "host", "stages", "all layers", "of median"), rows, marks)
 
 
-def slice_table(slices: dict[str, float], step: float, predicted: float, noise: float) -> Table:
-    """A row for each slice of the step."""
-    share = lambda seconds: f"{seconds / step:.1%}" if step else "-"
-    rows = [(name, _in_ms(seconds), share(seconds)) for name, seconds in slices.items()]
+def prediction_in_words(step: float, predicted: float, noise: float) -> str:
+    """The seconds of a step as predicted from stages alone, beside the measured ones."""
     times = f"{step / predicted:.2f}" if predicted else "-"
-    note = (
-        f"predicted from stages alone: {_in_ms(predicted)} ms, measured {times} times that; "
-        f"rounds differ by {noise:.0%}"
-    )
-    rows.append(("step", _in_ms(step), f"{1:.1%}"))
-    return Table("A training step, by what its time goes into", ("slice", "ms", "share"), rows, {}, [note])
+    alone = f"predicted from stages alone: {_in_ms(predicted)} ms"
+    return f"{alone}, measured {times} times that; rounds differ by {noise:.0%}"
 
 
 def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:

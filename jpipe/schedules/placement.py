@@ -6,6 +6,7 @@ dealt out to the stages decides who sends to whom. It is known here and nowhere 
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 Integer: TypeAlias = Any  # an int, or integers of NumPy or (traced) JAX: plain arithmetic works on all of them
@@ -60,45 +61,36 @@ class Placement:
         """Which of its stage's chunks a virtual stage is."""
         return virtual_stage // self.num_stages
 
-    def neighbour(self, virtual_stage: int, flow: int) -> int | None:
-        """The virtual stage to which a value goes from this one; None at the end of the chain.
-
-        Args:
-          virtual_stage: the sender.
-          flow: +1 for activations, which go up the chain, -1 for cotangents, which go down.
-        """
-        receiver = virtual_stage + flow
-        return receiver if 0 <= receiver < self.num_virtual_stages else None
-
     @cached_property
     def sources(self) -> dict[tuple[int, int, int], tuple[int, int]]:
-        """The stage and the chunk from which values come, by flow, stage and chunk; none at the end of the chain."""
-        chain = [(s, flow, self.neighbour(s, -flow)) for flow in (+1, -1) for s in range(self.num_virtual_stages)]
-        at = lambda virtual_stage: (self.stage_of(virtual_stage), self.chunk_of(virtual_stage))
-        return {(flow, *at(s)): at(source) for s, flow, source in chain if source is not None}
+        """The stage and the chunk from which values come, by flow, stage and chunk; missing at the end of the chain.
+
+        Flow +1 is that of activations, which go up the chain; -1 that of cotangents, which go down.
+        """
+        chain = [(self.stage_of(s), self.chunk_of(s)) for s in range(self.num_virtual_stages)]
+        down = list(pairwise(chain))
+        up = [(after, before) for before, after in down]
+        return {(flow, *at): source for flow, pairs in ((+1, up), (-1, down)) for at, source in pairs}
 
     def _reflected(self, chunk: Integer, place: Integer) -> Integer:
-        """A stage as its place in the chunk's run through the stages, and back: in a "v", odd chunks run backwards."""
+        """Turns a stage into its place in the chunk's run, or back: in a "v" odd chunks run backwards."""
         return place + (chunk % 2) * (self.num_stages - 1 - 2 * place) if self.style == "v" else place
 
     def routes(self, flow: int) -> list[list[tuple[int, int]]]:
-        """`hops`, so that in each of the lists a stage hears from one other or from itself at most.
+        """Divides `hops` into lists in each of which a stage receives from one stage at most.
 
-        In a loop they are one list. In a "v" a stage hears from both sides, and the last one from itself where the
-        chain turns: one list goes up the stages, one goes down and has the turn.
+        In a loop they are one list. In a "v" a stage receives from both sides, and the last one from itself where the
+        chain turns: one list goes up the stages, the other goes down and has the turn.
         """
         hops = self.hops(flow)
-        routes = (
-            [hops] if self.style == "loop" else [[h for h in hops if h[0] < h[1]], [h for h in hops if h[0] >= h[1]]]
-        )
-        return [route for route in routes if route]
+        if self.style == "loop":
+            return [hops] if hops else []
+        return [route for up in (True, False) if (route := [(a, b) for a, b in hops if (a < b) == up])]
 
     def hops(self, flow: int) -> list[tuple[int, int]]:
         """All (from stage, to stage) between which values of this flow cross a boundary: `jax.lax.ppermute`'s pairs.
 
-        Each pair is there once, in sorted order. In a loop of one chunk they are a line, of more a ring, since the last
-        stage then sends to the first.
+        Each pair is there once, in sorted order. In a loop of one chunk the pairs are a line. With more chunks they are
+        a ring, since the last stage then sends to the first.
         """
-        chain = range(self.num_virtual_stages)
-        pairs = ((sender, self.neighbour(sender, flow)) for sender in chain)
-        return sorted({(self.stage_of(a), self.stage_of(b)) for a, b in pairs if b is not None})
+        return sorted({(source, stage) for (way, stage, _), (source, _) in self.sources.items() if way == flow})

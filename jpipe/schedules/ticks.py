@@ -1,11 +1,12 @@
 """Lowers orders of actions to a table of ticks and buffer rows, which the executor runs and the simulator times.
 
-All devices run the same code, so what a device does in a slot, and where its inputs lie, must be data. `lower` makes
-the orders that data. It looks up when each action runs (`timing.slot_times`). And it gives every value that waits for
-an action (an activation, a cotangent, a forward's residuals) a row of a buffer for as long as it is live, so the memory
-held is what the orders need and no more.
+All devices run the same code. So it must be data what a device does in a slot, and where its inputs lie. `lower` makes
+this data, a `TickTable`, from orders of actions. It looks up when each action runs (`timing.slot_times`). And it gives
+every value that waits for an action (an activation, a cotangent, a forward's residuals) a row of a buffer while it is
+live, so that no more memory is held than the orders need. A *row* here is the part of a buffer for one value.
 
-Arrays here are NumPy's, int32, `[T, K]`: T ticks, K stages.
+Arrays are NumPy's, int32. K stages, M micro-batches, V chunks a stage; T ticks of `width` slots each. While the table
+is made, a *column* is `[T * width, K]`, a line for each slot time; the table has `[T, K]` for each slot of a tick.
 """
 
 import heapq
@@ -20,23 +21,22 @@ from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Orders, admitted
 from jpipe.schedules.timing import slot_times
 
 KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
-"""Values that actions keep in rows for later ones of their own stage: by the column that names the rows, the kind of
-action that writes one, and the kinds that read it, of which the last to run frees it. "kept" only if a backward is
-split."""
+"""Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
+row, the kinds that read it). The last of these to run frees the row. "kept" is used only if a backward is split."""
 
 ROWS = (*KEEPS,)
-"""The columns."""
+"""The names of the columns that say in which rows these values lie."""
 
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The actions of all stages in one slot of each tick. Arrays are read-only int32 `[T, K]`.
+    """The actions of all stages in one slot of each tick, as read-only arrays `[T, K]`.
 
     Attributes:
       kinds: the kinds that ever run in this slot.
       kind: 0 where the stage idles, else 1 + `kinds.index(kind of the action)`.
-      microbatch: the action's micro-batch; 0 where idle.
-      chunk: the action's chunk; 0 where idle.
+      microbatch: the action's micro-batch; 0 where the stage idles.
+      chunk: the action's chunk; 0 where the stage idles.
       activation: row of the activation buffer with the boundary input of this action's virtual stage, for F, and with
         `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle).
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
@@ -46,11 +46,11 @@ class SlotTable:
         where idle, and in forward-only schedules.
       kept: row of those residuals that F writes and W (or B) reads last; -1 everywhere in a schedule without W.
       stash: row of what I writes for W; -1 for other kinds.
-      activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes what
-        arrives over its boundary at the end of this slot, after the slot's action has read its own row. What an action
-        sends arrives at the end of the next slot where `crosses_beside` says so, else at the end of its own. Where
-        nothing arrives, but does in other ticks or on other stages, a row that holds nothing live, so that the
-        executor can write always, without a condition. -1 everywhere if nothing ever arrives in this slot.
+      activation_in: for each route (`Placement.routes`), row of the activation buffer into which a stage writes the
+        value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
+        value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
+        Where nothing arrives, it is a row that holds nothing live: so the executor always writes, without a condition.
+        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage.
       cotangent_in: the same for the cotangent buffer.
     """
 
@@ -75,8 +75,8 @@ class TickTable:
     Attributes:
       slots: the slots of a tick, in the order in which they run.
       num_ticks: T; the last tick has an action.
-      rows: for each of `ROWS` K numbers, the rows that each stage needs, which is the most (micro-batch, chunk) pairs
-        between the action that writes a row and the last one that reads it.
+      rows: by name (`ROWS`), K numbers: the rows that each stage needs. That is the most (micro-batch, chunk) pairs at
+        a time which are between the action that writes a row and the last one that reads it.
     """
 
     slots: tuple[SlotTable, ...]
@@ -84,22 +84,22 @@ class TickTable:
     rows: dict[str, tuple[int, ...]]
 
     def rows_written(self, name: str) -> int:
-        """How many rows the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
+        """Counts the rows that the "activation" or "cotangent" buffer must have: those that any stage ever writes."""
         arrivals = [column for slot in self.slots for column in getattr(slot, f"{name}_in")]
         return 1 + max((int(column.max()) for column in arrivals), default=-1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Values:
-    """Values kept on stages, each of which has its row to itself from slot time `first` to its last use, both included.
+    """The n values of one kind that stages keep, as integer arrays.
 
-    Integer arrays of the n values.
+    A value has its row to itself from slot time `first` to its last use, both included.
 
     Attributes:
-      stage: which keeps it, `[n]`.
-      first: `[n]`.
-      uses: slot times of the actions that need to know its row, `[n, u]`; -1 for none. The first is never none.
-      sender: the stage that a boundary value comes from, `[n]`; -1 for those that a stage keeps for itself.
+      stage: `[n]`, the stage that keeps the value.
+      first: `[n]`, the slot time from which the value is live.
+      uses: `[n, u]`, the slot times of the actions that need to know its row; -1 for none, but never in column 0.
+      sender: `[n]`, the stage that a boundary value comes from; -1 for a value that a stage keeps for itself.
     """
 
     stage: np.ndarray
@@ -109,14 +109,15 @@ class _Values:
 
     @cached_property
     def last(self) -> np.ndarray:
-        """`[n]`."""
+        """`[n]`, the slot time of the value's last use."""
         return self.uses.max(axis=1)
 
     @cached_property
     def row(self) -> np.ndarray:
-        """The lowest that is free on its stage, `[n]`.
+        """`[n]`, the value's row: the lowest that is free on its stage.
 
-        Taken in the order in which values become live, this needs as many rows as are live at once, and no more.
+        Rows are given in the order in which values become live. So a stage needs as many rows as values are live at
+        once, and no more.
         """
         rows = np.zeros_like(self.stage)
         taken: dict[int, list[tuple[int, int]]] = {}  # by stage a heap of rows, each after the last use of its value
@@ -132,7 +133,7 @@ class _Values:
         return rows
 
     def column(self, shape: tuple[int, int]) -> np.ndarray:
-        """The row for each slot time and stage that uses one, `[T * width, K]`; -1 elsewhere."""
+        """`[T * width, K]`, the row of the value that a stage uses at a slot time; -1 where it uses none."""
         column = np.full(shape, -1, np.int32)
         for uses in self.uses.T:
             column[uses[uses >= 0], self.stage[uses >= 0]] = self.row[uses >= 0]
@@ -193,7 +194,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
 
 
 def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
-    """The slot times of stages' actions, by kind, `[K, M, V]` (micro-batches, chunks); -1 where there is none."""
+    """The slot times of stages' actions, by kind, `[K, M, V]`; -1 where there is no such action."""
     at = {kind: np.full(tuple(orders.sizes.values()), -1) for kind in ACTION_KINDS}
     for (stage, (kind, microbatch, chunk)), tau in slot_times(orders).items():
         at[kind][stage, microbatch, chunk] = tau
@@ -201,10 +202,10 @@ def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
 
 
 def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later: Sequence[np.ndarray]) -> _Values:
-    """The values of a flow that actions receive over boundaries, kept for those at the times in `later` too.
+    """The values that actions receive over boundaries along a flow; actions at the times in `later` read them too.
 
-    One that arrives at the end of slot time tau is live from tau + 1 on. For a slot's action reads before arrivals are
-    written, so the row of a value read for the last time may take the arrival of the same slot.
+    A value that arrives at the end of slot time tau is live from tau + 1 on, because a slot's action reads before
+    arrivals are written. So the row of a value that is read for the last time may take an arrival of the same slot.
     """
     width = len(orders.slots)
     beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
@@ -221,20 +222,23 @@ def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later
 
 
 def crosses_beside(slots: Sequence[str], flow: int, slot: int) -> bool:
-    """Whether what actions send along `flow` crosses its boundary while the next slot runs, not before it.
+    """Whether the values that a slot's actions send cross their boundaries while the next slot runs, not before it.
 
-    It may where the next slot admits no action that receives from there, the only ones that could need it at once.
+    They may if the next slot admits no action that receives along this flow. Only such an action could need them.
 
     Args:
       slots: the slots of a tick, by the kinds that each admits.
       flow: +1 for activations, -1 for cotangents.
-      slot: the index of the slot in which they run.
+      slot: the index of the slot in which the senders run.
     """
     return not set(FLOWS[flow]) & set(admitted(slots[(slot + 1) % len(slots)]))
 
 
 def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
-    """The values that actions keep for later ones of their stage: live until the last of `readers` has read them."""
+    """The values that actions at the times `written` keep for later actions of their stage, at the times `readers`.
+
+    All times are `[K, M, V]`. A value that nothing reads isn't kept.
+    """
     uses = np.stack([written, *readers], axis=-1)
     read = (written >= 0) & (uses[..., 1:] >= 0).any(axis=-1)
     stages = np.nonzero(read)[0]
@@ -244,29 +248,29 @@ def _kept(written: np.ndarray, readers: Sequence[np.ndarray]) -> _Values:
 def _arrivals(
     values: _Values, routes: list[list[tuple[int, int]]], shape: tuple[int, int], width: int
 ) -> list[np.ndarray]:
-    """The rows into which each stage writes what arrives, by route, at each slot time: `[T * width, K]`.
+    """For each route a column `[T * width, K]`: the row into which a stage writes the value that arrives by it.
 
-    Where nothing arrives, it is the lowest row that holds nothing live, nor gets what arrives by another route; or -1
-    in a slot in which nothing ever arrives, or things by two routes.
+    Where nothing arrives, it is the lowest row that holds nothing live. It stays -1 in slots in which nothing ever
+    arrives, and in slots in which values arrive by two routes: there one route's write could hit the other's row.
     """
     columns = []
     for route in routes:
-        comes = np.zeros((shape[1], shape[1]), bool)
-        comes[tuple(np.array(route, int).reshape(-1, 2).T)] = True
-        here = comes[values.sender, values.stage]
-        rows = np.full(shape, -1, np.int32)
-        rows[values.first[here] - 1, values.stage[here]] = values.row[here]
-        columns.append(rows)
+        is_on_route = np.zeros((shape[1], shape[1]), bool)  # [K, K], by sender and receiver
+        is_on_route[tuple(np.array(route, int).reshape(-1, 2).T)] = True
+        arrives = is_on_route[values.sender, values.stage]
+        column = np.full(shape, -1, np.int32)
+        column[values.first[arrives] - 1, values.stage[arrives]] = values.row[arrives]
+        columns.append(column)
     free = np.zeros(shape, np.int32)
     for stage in set(values.stage.tolist()):
-        own = values.stage == stage
-        taken = np.zeros((values.row[own].max() + 2, shape[0]), bool)  # the last row is spare
-        spans = values.row[own], values.first[own] - 1, values.last[own]
+        kept = values.stage == stage
+        taken = np.zeros((values.row[kept].max() + 2, shape[0]), bool)  # [rows, T * width]; the last row is never taken
+        spans = values.row[kept], values.first[kept] - 1, values.last[kept]
         for row, first, last in zip(*(span.tolist() for span in spans), strict=True):
             taken[row, first:last] = True
         free[:, stage] = np.argmin(taken, axis=0)
     for i in range(width):
-        slots = [rows[i::width] for rows in columns if (rows[i::width] >= 0).any()]
-        if len(slots) == 1:
-            slots[0][:] = np.where(slots[0] >= 0, slots[0], free[i::width])
+        used = [column[i::width] for column in columns if (column[i::width] >= 0).any()]
+        if len(used) == 1:
+            used[0][:] = np.where(used[0] >= 0, used[0], free[i::width])
     return columns

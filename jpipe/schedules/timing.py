@@ -13,62 +13,51 @@ import itertools
 from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Action, Orders, Placed, admitted
 
 
-def boundary_source(orders: Orders, stage: int, action: Action) -> Placed | None:
-    """The stage and action whose result `action` on `stage` receives over a boundary; None at the end of the chain.
+def needs(orders: Orders, stage: int, action: Action) -> list[Placed]:
+    """The actions that must have run in an earlier slot.
 
-    What a stage's backward receives comes from the B or the I of the virtual stage after it, whichever there is.
+    First come those on the action's own virtual stage. The last is the one whose result it receives over a boundary, if
+    it isn't at the end of the chain: for a backward the B or the I of the virtual stage after it, whichever there is.
     """
     kind, microbatch, chunk = action
-    flow = ACTION_KINDS[kind].flow
-    source = orders.placement.sources.get((flow, stage, chunk))
-    if source is None:
-        return None
-    sent = "".join(other for other in FLOWS[flow] if other in orders.kinds)
-    if len(sent) > 1 and (source[0], Action("B", microbatch, source[1])) not in orders.placed:
-        sent = "I"
-    return source[0], Action(sent[0], microbatch, source[1])
-
-
-def needs(orders: Orders, stage: int, action: Action) -> list[Placed]:
-    """All that must have run in an earlier slot: first on `action`'s own virtual stage, then over the boundary."""
-    kind, microbatch, chunk = action
-    kinds = orders.kinds
-    own = [(stage, Action(before, microbatch, chunk)) for before in ACTION_KINDS[kind].after if before in kinds]
-    if "R" in kinds:
-        own = [one for one in own if one in orders.placed]
-    source = boundary_source(orders, stage, action)
-    return own if source is None else [*own, source]
+    flow, kinds = ACTION_KINDS[kind].flow, orders.kinds
+    actions = [(stage, Action(before, microbatch, chunk)) for before in ACTION_KINDS[kind].after if before in kinds]
+    if source := orders.placement.sources.get((flow, stage, chunk)):
+        actions += [(source[0], Action(sent, microbatch, source[1])) for sent in FLOWS[flow] if sent in kinds]
+    # Only where a backward may be whole or in parts, or an R be there or not, does a kind that occurs not say enough.
+    return [placed for placed in actions if placed in orders.placed] if len(kinds) > 3 or "R" in kinds else actions
 
 
 def slot_times(orders: Orders) -> dict[Placed, int]:
-    """The slot time of every action of every stage, as early as can be, in their order.
+    """The slot time of every action of every stage, as early as can be, in the order of time.
 
     Raises:
       ValueError: the orders deadlock; the message names an action, what it waits for, and the remedy.
     """
-    known = vars(orders)  # as `functools.cached_property` does: lowering, printing and simulating need them too
-    if "slot_times" not in known:
-        known["slot_times"] = _slot_times(orders)
-    return known["slot_times"]
+    attributes = vars(orders)  # as `functools.cached_property` does: lowering, printing and simulating need them too
+    if "slot_times" not in attributes:
+        attributes["slot_times"] = _slot_times(orders)
+    return attributes["slot_times"]
 
 
 def _slot_times(orders: Orders) -> dict[Placed, int]:
+    """Lets each stage run its actions in order, until one needs an action that hasn't run, for which it waits."""
     times: dict[Placed, int] = {}
-    waiting = [list(reversed(order)) for order in orders.actions]  # a stage's next action is its list's last
-    before = [-1] * orders.num_stages  # the slot time of its last one
-    waiters: dict[Placed, list[int]] = {}  # by what they wait for, the stages that do
+    waiting = [list(reversed(order)) for order in orders.actions]  # a stage's next action is the last of its list
+    before = [-1] * orders.num_stages  # the slot time of each stage's latest action
+    waiters: dict[Placed, list[int]] = {}  # for each action, the stages that wait for it
     ready = list(range(orders.num_stages))
     while ready:
         stage = ready.pop()
         rest = waiting[stage]
         while rest:
-            wanted = needs(orders, stage, rest[-1])
-            known = [times.get(need, -1) for need in wanted]
-            if -1 in known:
-                waiters.setdefault(wanted[known.index(-1)], []).append(stage)
+            needed = needs(orders, stage, rest[-1])
+            needed_times = [times.get(need, -1) for need in needed]
+            if -1 in needed_times:
+                waiters.setdefault(needed[needed_times.index(-1)], []).append(stage)
                 break
             placed = stage, rest.pop()
-            after = max([before[stage], *known])
+            after = max([before[stage], *needed_times])
             before[stage] = times[placed] = after + _wait(orders.slots, placed[1].kind, after % len(orders.slots))
             ready += waiters.pop(placed, ())
     if any(waiting):
@@ -78,21 +67,21 @@ def _slot_times(orders: Orders) -> dict[Placed, int]:
 
 @functools.cache
 def _wait(slots: tuple[str, ...], kind: str, slot: int) -> int:
-    """The number of slots from this one to the next one that admits a kind."""
+    """Counts the slots from this one to the next one that admits a kind."""
     return next(wait for wait in itertools.count(1) if kind in admitted(slots[(slot + wait) % len(slots)]))
 
 
 def _deadlock(orders: Orders, times: dict[Placed, int], waiting: list[list[Action]]) -> str:
-    """The message for orders that deadlock.
+    """Makes the message for orders that deadlock.
 
-    Every stage with actions left waits for an action that has not run, of some stage. Going from stage to stage along
+    Every stage with actions left waits for an action of some stage that has not run. Going from stage to stage along
     these waits leads into a cycle. Not every stage of the cycle can wait for the next action of another: dependencies
     alone have no cycle. So one waits for an action that comes later in its stage's order, and the message names it.
 
     Args:
-      orders: each stage's.
+      orders: the orders of all stages.
       times: the slot times of the actions that have run.
-      waiting: for each stage the actions that have not, the next one last.
+      waiting: for each stage the actions that have not run, the next one last.
     """
 
     def wanted(stage: int) -> Placed:

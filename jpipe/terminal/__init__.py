@@ -1,1 +1,1 @@
-"""Speaks to the person at the terminal: progress of long work, warnings."""
+"""Speaks to the person at the terminal: progress of long work, warnings, tables."""

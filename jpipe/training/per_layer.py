@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jpipe.jax_tools.tracing import no_mesh, replay
+from jpipe.jaxprs.tracing import no_mesh, replay
 from jpipe.memory.layout import Layout, StageTree, add_stage_axis, drop_stage_axis
 from jpipe.memory.records import Arrays, Leaves, Records
 from jpipe.memory.storage import Buffers, build_storage

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.jax_tools.interpret import interpret, on_this_host
-from jpipe.jax_tools.jaxprs import equations_in
-from jpipe.jax_tools.tracing import trace
+from jpipe.jaxprs.numpy_interpreter import interpret, on_this_host
+from jpipe.jaxprs.rewriting import equations_in
+from jpipe.jaxprs.tracing import trace
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.seam.primitives import draws
 from jpipe.training.optimizers import wrap_it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +22,19 @@ MOST_TRAIN_STEPS = 8
 Variables = dict[str, StageTree]
 """All variables, by collection."""
 Metrics = dict[str, jax.Array]
-ValueAndGrad = Callable[[Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
-"""`(variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
-CompiledStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Plan = TypeVar("Plan")
+"""What says how a step is carried out: here it is only handed on."""
+ValueAndGrad = Callable[[Plan, Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
+"""`(step, variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
+CompiledStep = Callable[[Plan, TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def train_step(value_and_grad: ValueAndGrad, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def train_step(
+    value_and_grad: ValueAndGrad[Plan], step: Plan, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
     """(the state after one step, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
-    (loss, updates, metrics), grads = value_and_grad(state.variables, batch, key)
+    (loss, updates, metrics), grads = value_and_grad(step, state.variables, batch, key)
     with jax.named_scope("update"):
         return apply_update(state, loss, updates, metrics, grads)
 
@@ -51,40 +56,36 @@ def apply_update(
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 
-class TrainSteps:
+class TrainSteps(Generic[Plan]):
     """The compiled training steps of a pipeline, one for each optimiser.
 
     An optimiser made anew from the same numbers and functions runs what was compiled for the first one.
 
     Args:
       value_and_grad: the loss and gradients of a batch, to be traced.
-      shapes: `(batch, tx)` -> the state as shapes with shardings.
+      shapes: `tx` -> the state as shapes with shardings.
     """
 
     def __init__(
-        self, value_and_grad: ValueAndGrad, shapes: Callable[[Batch, optax.GradientTransformation], TrainState]
+        self, value_and_grad: ValueAndGrad[Plan], shapes: Callable[[optax.GradientTransformation], TrainState]
     ):
         self._value_and_grad, self._shapes = value_and_grad, shapes
-        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep]] = {}
+        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[Plan]]] = {}
 
     def clear(self) -> None:
         """Drops them all."""
         self._compiled.clear()
 
-    def of(self, tx: optax.GradientTransformation, batch: Batch) -> tuple[optax.GradientTransformation, CompiledStep]:
+    def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[Plan]]:
         """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
 
         The first one is used in place of `tx`, since it is static: another object would compile anew.
-
-        Args:
-          tx: the optimiser.
-          batch: a batch `[B, ...]`, or its shapes.
         """
         known = fingerprint(tx)
         if known not in self._compiled:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(batch, tx))
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(tx))
             step = partial(train_step, self._value_and_grad)
-            step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings.step))
+            step = jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=(shardings, shardings.step))
             while len(self._compiled) >= MOST_TRAIN_STEPS:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[known] = (tx, step)

@@ -10,24 +10,22 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from jpipe.costs.holdings import holdings
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.step_cost import Parts
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.buffers import Buffer
 from jpipe.model.remat import MODES
 from jpipe.pictures.summary import summarize
-from jpipe.planning.holdings import holdings
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
-
-if TYPE_CHECKING:
-    from jpipe.forecasting.memory_model import MemoryParts
 
 KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 """The schedules that the page makes itself, for any number of micro-batches."""
@@ -141,12 +139,11 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
             "this pipeline has seen no batch yet, so its stages and bytes aren't known; call pipe.view(batch), with a "
             "batch or its jax.ShapeDtypeStructs"
         )
-    from jpipe.forecasting.memory_model import memory_parts
-
     schedule, splits, remat = planner.request.schedule, planner.request.splits, planner.request.remat
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
-    step, table, memory = planner.training_step(batch), summarize(title, planner), memory_parts(planner, batch)
+    step = planner.training_step(planner.for_training(batch))
+    table, memory = summarize(title, planner), predict_memory(planner, batch)
     parameters, gradients, other = _variables(step, memory)
     boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
@@ -190,7 +187,7 @@ def _is_known(schedule: Schedule) -> bool:
     return False
 
 
-def _variables(step: Step, memory: MemoryParts) -> tuple[Held, Held, Held]:
+def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
     """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
     found, placement = holdings(step.plan), step.schedule.placement
 

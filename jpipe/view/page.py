@@ -61,9 +61,15 @@ def show(facts: PipelineFacts, path: str | os.PathLike[str] | None = None) -> Pa
     page = Page(checked(path, "path="))
     data = json.dumps(asdict(facts)).replace("<", "\\u003c")  # which could end the element
     page.path.write_text(PAGE.read_text(encoding="utf-8").replace(NO_FACTS, NO_FACTS.replace("null", data)), "utf-8")
-    if sys.stdout.isatty() and not open_browser(page.address):
-        print(f"the page is at {page}; to take it along, give the file a name: view(path='pipeline.html')")
+    if sys.stdout.isatty():
+        open_page(page, "view(path='pipeline.html')")
     return page
+
+
+def open_page(page: Page, to_save: str) -> None:
+    """Opens a page in a browser, or prints where it is, and the call that saves it elsewhere."""
+    if not open_browser(page.address):
+        print(f"the page is at {page}; to take it along, give the file a name: {to_save}")
 
 
 def checked(path: str | os.PathLike[str], argument: str) -> Path:

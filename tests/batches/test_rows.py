@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jpipe.batches.rows import check_placed, data_shard, place_rows
+from jpipe.batches.rows import data_shard, place_rows
+from jpipe.configuration import check_placed
 
 
 @pytest.mark.parametrize(

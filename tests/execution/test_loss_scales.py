@@ -18,8 +18,7 @@ def scales_of(loss_fn, **axes):
     devices = jax.devices()[: 2 * max(axes.values(), default=1)]  # of an axis of one device nothing is split
     mesh = jpipe.make_mesh(stage=2, **axes, devices=devices)
     pipe = jpipe.Pipeline([lambda x: x, jnp.tanh], loss_fn, num_stages=2, num_microbatches=2, mesh=mesh)
-    pipe.planner.plan_for(BATCH)
-    step = pipe.planner.training_step(BATCH)
+    step = pipe.planner.training_step(pipe.planner.for_training(BATCH))
     run = on_stages(
         lambda batch: loss_scales(step, batch),
         mesh,

@@ -28,18 +28,23 @@ def variables(pipe):
 
 def test_they_are_traceable_and_labelled(pipe, variables):
     assert {name: tree.layout for name, tree in variables.items()} == pipe.plan.layouts
-    run = jax.jit(lambda v, batch: programs.value_and_grad(pipe.planner, v, batch, None))
+    planner = pipe.planner
+    step = planner.training_step(planner.for_training(BATCH))
+    run = jax.jit(lambda v, batch: programs.value_and_grad(step, v, batch, None))
     (loss, updates, metrics), grads = run(variables, BATCH)
     assert updates == {} and set(metrics) == {"top"}
     assert grads.layout == pipe.plan.layouts["params"]
-    outputs = jax.jit(lambda v, batch: programs.apply(pipe.planner, v, batch, bare=True))(variables, BATCH["inputs"])
+    forward = planner.evaluation_step(planner.for_outputs(BATCH["inputs"]), with_loss=False)
+    outputs = jax.jit(lambda v, batch: programs.apply(forward, (0,), v, batch))(variables, BATCH["inputs"])
     assert outputs.shape == (8, 4)
     expected = np.sum(np.square(np.asarray(outputs) - BATCH["targets"])) / BATCH["targets"].sum()
     assert_close(loss, expected, "loss")
-    assert_close(jax.jit(lambda v, b: programs.evaluate(pipe.planner, v, b))(variables, BATCH), expected, "loss")
+    forward = planner.evaluation_step(planner.for_evaluation(BATCH), with_loss=True)
+    assert_close(jax.jit(lambda v, b: programs.evaluate(forward, v, b))(variables, BATCH), expected, "loss")
     assert_close(metrics["top"], np.mean([np.max(outputs[:4]), np.max(outputs[4:])]), "mean over micro-batches")
 
 
 def test_they_can_not_be_differentiated(pipe, variables):
+    step = pipe.planner.evaluation_step(pipe.planner.for_evaluation(BATCH), with_loss=True)
     with pytest.raises(TypeError, match=r"pipe\.apply and pipe\.evaluate are forward only"):
-        jax.grad(lambda v: programs.evaluate(pipe.planner, v, BATCH))(variables)
+        jax.grad(lambda v: programs.evaluate(step, v, BATCH))(variables)

@@ -7,25 +7,32 @@ import optax
 import pytest
 
 import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.step_cost import Parts
+from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import Setting
-from jpipe.forecasting.time_model import predict_time
 
 
 @pytest.fixture(scope="module")
 def choice():
     pipe = jpipe.Pipeline([nn.Dense(8)] * 2, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2)
     batch = {"inputs": jax.ShapeDtypeStruct((4, 8), "float32")}
-    time, memory = predict_time(pipe, batch, CHIPS["v5e"]), predict_memory(pipe, batch, optax.sgd(0.1))
+    held = predict_memory(pipe.planner, batch, optax.sgd(0.1))
+    cost = replace(predict_time(pipe.planner, batch, CHIPS["v5e"]), bytes=held)
     setting = Setting((("stage", 2),), 2)
-    return Choice(setting, setting.options | {"balance": [2, 1]}, time, memory, fits=True)
+    return Choice(setting, setting.options | {"balance": [2, 1]}, cost, fits=True)
+
+
+def but(choice, **seconds):
+    """The choice, but for some seconds."""
+    return replace(choice, cost=replace(choice.cost, seconds=Parts(choice.time, **seconds)))
 
 
 def slower(choice, factor, bytes_):
-    time = replace(choice.time, computation=choice.time.computation + factor)
-    return replace(choice, time=time, memory=replace(choice.memory, residuals=bytes_))
+    slow = but(choice, computation=choice.time.computation + factor)
+    return replace(slow, cost=replace(slow.cost, bytes=Parts(choice.memory, residuals=bytes_)))
 
 
 def test_only_what_is_smaller_than_all_that_is_faster_is_kept(choice):
@@ -34,9 +41,9 @@ def test_only_what_is_smaller_than_all_that_is_faster_is_kept(choice):
 
 
 def test_limits(choice):
-    assert replace(choice, time=replace(choice.time, computation=9.0)).limit == "compute"
-    assert replace(choice, time=replace(choice.time, collectives=9.0)).limit == "links"
-    assert replace(choice, time=replace(choice.time, bubble=9.0)).limit == "bubble"
+    assert but(choice, computation=9.0).limit == "compute"
+    assert but(choice, collectives=9.0).limit == "links"
+    assert but(choice, bubble=9.0).limit == "bubble"
     assert replace(choice, fits=False).limit == "memory"
 
 
@@ -45,7 +52,7 @@ def test_it_is_a_sequence_and_a_table(choice):
     assert len(found) == 2 and found[0] is choice and found[:1] == (choice,)
     text = str(found)
     assert text.startswith("plans\n") and text.endswith("mind the gap")
-    for name in (*choice.bytes, *choice.time.parts, "bubble", "limit"):
+    for name in (*choice.bytes, *choice.time, "bubble", "limit"):
         assert name.replace("_", " ") in text
     assert "<table>" in found._repr_html_()
 
@@ -55,14 +62,13 @@ def test_advice_on_the_bubble_and_on_small_micro_batches(choice):
     assert choice.bubble_fraction > 0.1
     (idle,) = advice_on(choice, rated, [])
     assert "stages wait" in idle and "of the time at M=2 on 2 stages" in idle
-    rated[1] = replace(rated[1], time=replace(choice.time, computation=choice.time.computation / 2))
+    rated[1] = but(rated[1], computation=choice.time.computation / 2)
     _, small, said = advice_on(choice, rated, ["said", "said"])
     assert "too small to fill the device: of twice the size (M=1) layers take 50% less time" in small
     assert said == "said"
 
 
 def test_what_shared_ends_compute_is_no_waiting(choice):
-    own = choice.time.timeline.bubble_fraction
+    own = choice.cost.timeline.bubble_fraction
     assert choice.bubble_fraction == pytest.approx(own)
-    worked = replace(choice.time, computation=2 * choice.time.computation)
-    assert replace(choice, time=worked).bubble_fraction == pytest.approx(own / (2 - own))
+    assert but(choice, computation=2 * choice.time.computation).bubble_fraction == pytest.approx(own / (2 - own))

@@ -1,4 +1,5 @@
-from jpipe.forecasting.compiled_program import large_moves, largest_move, num_bytes, read, transfers
+from jpipe.forecasting.compiled_program import largest_move, num_bytes, read, transfers
+from tpu_program import large_moves
 
 PROGRAM = """HloModule step
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jpipe.view import command
+from jpipe import command
 
 MODEL = """
 import flax.linen as nn, jax, jax.numpy as jnp, optax

@@ -12,11 +12,11 @@ import optax
 import pytest
 
 import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
+from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting import search
-from jpipe.forecasting.hardware import CHIPS
-from jpipe.forecasting.memory_model import predict_memory
 from jpipe.forecasting.settings import mesh_of_nowhere
-from jpipe.forecasting.time_model import layer_seconds, predict_time
 
 pytestmark = pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning")  # small models, badly balanced
 
@@ -59,15 +59,15 @@ def test_its_choices_are_pipelines_that_train(chosen):
 def test_what_it_says_is_what_the_models_say(chosen):
     for choice in chosen:
         pipe = jpipe.Pipeline(LAYERS, loss_fn, **choice.options)
-        assert choice.seconds == predict_time(pipe, words(), CHIPS["v5e"], tx=TX).total
-        held = predict_memory(pipe, words(), TX, CHIPS["v5e"])
+        assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
+        held = predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
         assert choice.total_bytes == sum(choice.bytes.values()) == held.total
 
 
 def test_layers_are_cut_by_their_predicted_times(chosen):
     best = chosen[0]
     pipe = jpipe.Pipeline(LAYERS, loss_fn, **best.options)
-    seconds = layer_seconds(pipe, words(), CHIPS["v5e"])
+    seconds = layer_seconds(pipe.planner, words(), CHIPS["v5e"])
     cut = jpipe.partition(seconds, 2, num_chunks=best.setting.num_chunks)
     assert list(cut.counts) == best.options["balance"]
     kept = jpipe.plan(LAYERS, loss_fn, words(), TX, topology="v5e:1x2", num_stages=2, balance=[1, 5], num_chunks=1)
@@ -103,16 +103,16 @@ def test_it_finds_the_best_of_all(memory):
         try:
             with warnings.catch_warnings(action="ignore"):
                 by_flops = jpipe.Pipeline(layers_of(2), loss_fn, **options)
-                costs = layer_seconds(by_flops, words(), CHIPS["v5e"])
+                costs = layer_seconds(by_flops.planner, words(), CHIPS["v5e"])
                 pipe = jpipe.Pipeline(layers_of(2), loss_fn, balance=costs, **options)
                 time, held = (
-                    predict_time(pipe, words(), CHIPS["v5e"], tx=TX),
-                    predict_memory(pipe, words(), TX, CHIPS["v5e"]),
+                    predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX),
+                    predict_memory(pipe.planner, words(), TX, CHIPS["v5e"]),
                 )
         except ValueError:
             continue
         if memory is None or held.total <= memory:
-            seconds.append(time.total)
+            seconds.append(time.step)
     assert len(seconds) > 10
     assert found.seconds == min(seconds)
 
@@ -227,8 +227,8 @@ def test_settings_are_rated_as_if_each_were_the_only_one():
     for choice in rated:
         mesh = mesh_of_nowhere(dict(choice.setting.axes))
         pipe = jpipe.Pipeline(layers_of(2), loss_fn, mesh=mesh, **choice.options)
-        assert choice.seconds == predict_time(pipe, words(), CHIPS["v5e"], tx=TX).total
-        assert choice.memory == predict_memory(pipe, words(), TX, CHIPS["v5e"])
+        assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
+        assert choice.memory == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
 
 
 def test_a_setting_that_is_refused_is_left_out():

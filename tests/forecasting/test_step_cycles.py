@@ -26,8 +26,7 @@ def step():
         balance="even",
     )
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    pipe.planner.plan_for(batch)
-    return pipe.planner.training_step(batch)
+    return pipe.planner.training_step(pipe.planner.for_training(batch))
 
 
 def test_loops_count_as_often_as_they_turn(step):

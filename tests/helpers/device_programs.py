@@ -1,6 +1,6 @@
 """Which of its two programs a case of a large table runs: the one for CPUs, or the one for TPUs and GPUs.
 
-They compute gradients of weights otherwise (`jpipe.jax_tools.weight_products`), and a mesh of simulated devices would
+They compute gradients of weights otherwise (`jpipe.model.weight_products`), and a mesh of simulated devices would
 never run the second. Half of all cases run each. Which one follows from a case's words, so that a new case changes
 nothing for the others.
 """

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.partitioner.conversions import convert
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, replicated, settled
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, is_possible, replicated, summed
 
 AXES = (Axis(("data", "fsdp"), (1, 2), is_data=True), Axis(("model",), (2,)))
 NAMES = ("stage", "data", "fsdp", "model")
@@ -79,7 +79,7 @@ def traced(known: Case) -> Any:
 def run_on_parts(make_mesh: Callable, cases: Sequence[tuple[Any, Sequence[Sharding]]], arguments: Sequence[Any]) -> Any:
     """The whole results of jaxprs that are carried out on parts, each with one way in which its arguments lie."""
     whole = replicated(AXES)
-    programs = [jaxpr_per_device(jaxpr, AXES, way, [settled] * len(jaxpr.jaxpr.outvars)) for jaxpr, way in cases]
+    programs = [jaxpr_per_device(jaxpr, AXES, way, [summed] * len(jaxpr.jaxpr.outvars)) for jaxpr, way in cases]
 
     def run(*arguments: Any) -> Any:
         found = []

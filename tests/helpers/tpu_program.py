@@ -8,7 +8,6 @@ import pytest
 
 from jpipe.forecasting.compiled_program import Loop as Loop
 from jpipe.forecasting.compiled_program import compile_with_text as compile_with_text
-from jpipe.forecasting.compiled_program import large_moves as large_moves
 from jpipe.forecasting.compiled_program import largest_move as largest_move
 from jpipe.forecasting.compiled_program import read as read
 from jpipe.forecasting.compiled_program import transfers as transfers
@@ -26,3 +25,14 @@ def tpu_devices(topology: str, **options: Any) -> list[Any]:
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+
+
+def large_moves(program: Loop, limit: int) -> list[str]:
+    """The operations in loops that copy, transpose or fill more than `limit` bytes, except for fetches ahead."""
+    return [
+        f"{op.opcode} of {op.bytes:,} bytes in {loop.name}: {op.type[:80]}"
+        for loop in program.walk()
+        if loop.scope
+        for op in loop.movers
+        if op.bytes > limit
+    ]

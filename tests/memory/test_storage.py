@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jpipe.memory.storage
 from cases import assert_equal
-from jpipe.jax_tools.indexing import look_up
+from jpipe.arrays.indexing import look_up
 from jpipe.memory.buffers import FlatBuffer, StackedBuffer
 from jpipe.memory.storage import Row, build_storage
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.tracing import replay
 from jpipe.layers.fingerprint import same_value
 from jpipe.model.constants import (
     Constants,

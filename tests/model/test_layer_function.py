@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import WHOLE
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import trace_loss
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import as_remat
 from jpipe.model.trace import trace_model
 

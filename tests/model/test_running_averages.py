@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.model.layer_function import LayerFunction
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import as_remat
 from jpipe.model.running_averages import RunningAverages, find_rates, mean_variance_pairs
 from jpipe.model.trace import trace_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cases import assert_close
-from jpipe.jax_tools.tracing import replay
+from jpipe.jaxprs.tracing import replay
 from jpipe.model.remat import save_but_elementwise
 from jpipe.model.split_backward import split_in_two
 

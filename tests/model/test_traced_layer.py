@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 import jpipe
 from cases import assert_close
 from jpipe.batches.microbatches import default_inputs
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.splits import Splits
 from jpipe.model.layer_function import Arguments, LayerFunction
 from jpipe.model.loss import loss_sums, trace_loss
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES, as_remat
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import partition_layer, trace_layer
@@ -59,12 +59,12 @@ def layer_of(function):
 
 @pytest.mark.parametrize(("mesh", "dimensions"), [(("stage",), 1), ((), 2)])
 def test_on_cpus_gradients_of_weights_are_summed_over_one_dimension(mesh, dimensions):
-    """Which `jpipe.jax_tools.weight_products` is for; of devices that aren't known, as JAX has them."""
+    """Which `jpipe.model.weight_products` is for; of devices that aren't known, as JAX has them."""
     devices = Mesh(np.array(jax.devices()[:1]), mesh) if mesh else AbstractMesh((), ())
     layers, shapes = as_layers([nn.Dense(4), nn.Dense(5), nn.Dense(3)]), jax.ShapeDtypeStruct((2, 6, 4), jnp.float32)
     group = trace_model(layers, lambda batch: batch, shapes).groups[1]
     layer = trace_layer(LayerFunction(group, key_shape(), as_remat("none"), shapes))
-    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).program.jaxpr)
+    (*_, product) = products_in(partition_layer(layer, Splits(devices, ())).backward_program.jaxpr)
     assert len(product[0]) == dimensions
 
 

@@ -15,7 +15,7 @@ from jpipe.partitioner.shardings import (
     is_possible,
     of_spec,
     part_shape,
-    settled,
+    summed,
     to_spec,
     whole_shape,
 )
@@ -74,7 +74,7 @@ def test_whole_shape_is_the_reverse_of_part_shape():
 
 
 def test_settled_and_in_runs():
-    assert settled((PARTIAL, Shard(0, 2))) == (REPLICATED, Shard(0, 2))
+    assert summed((PARTIAL, Shard(0, 2))) == (REPLICATED, Shard(0, 2))
     axes = Axis(("data",), (2,)), Axis(("model",), (2,))
     assert in_runs((PARTIAL, Shard(0, 2)), axes) == (PARTIAL, REPLICATED)
     assert in_runs((Shard(0), Shard(0, 2)), axes) == (Shard(0), Shard(0, 2)), "one run in the two"

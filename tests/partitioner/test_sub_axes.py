@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.conversions import bytes_sent, hops
-from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.traffic import sent_in

@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.partitioner import per_device
 from jpipe.partitioner.choice import Chooser
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.flat_jaxpr import flatten
 from jpipe.partitioner.shardings import REPLICATED, Axis, Shard
 from jpipe.partitioner.traffic import sent_in
 from jpipe.partitioner.user_shardings import USER_SHARDINGS, _is_manual, named_axes
@@ -120,7 +120,7 @@ def chosen(function, lying, *shapes, names=("expert", "model")):
     """The way of the only equation that a function has, besides how its results lie."""
     jaxpr = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
     axes = tuple(Axis((name,), (2,)) for name in names)
-    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS).plan(flatten(jaxpr), lying, [lambda s: s])
+    return Chooser(axes, CONTROL_FLOW | USER_SHARDINGS).make_plan(flatten(jaxpr), lying, [lambda s: s])
 
 
 def test_a_constraint_of_one_dimension_over_two_axes(make_mesh):

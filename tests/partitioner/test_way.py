@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jpipe.partitioner.per_device import jaxpr_per_device
-from jpipe.partitioner.shardings import REPLICATED, Axis, Shard, settled
+from jpipe.partitioner.shardings import REPLICATED, Axis, Shard, summed
 
 AXES = (Axis(("model",), (2,)),)
 cholesky = partial(lax.linalg.cholesky, symmetrize_input=False)  # has no rule
@@ -17,7 +17,7 @@ cholesky = partial(lax.linalg.cholesky, symmetrize_input=False)  # has no rule
 def collectives(function, shardings, *arguments):
     """The names of the collectives of a function on parts, in order, and how its results lie."""
     jaxpr = jax.make_jaxpr(function)(*arguments)
-    program = jaxpr_per_device(jaxpr, AXES, shardings, [settled] * len(jaxpr.jaxpr.outvars))
+    program = jaxpr_per_device(jaxpr, AXES, shardings, [summed] * len(jaxpr.jaxpr.outvars))
     names = [equation.primitive.name for equation in program.jaxpr.jaxpr.eqns]
     return [n for n in names if n in ("psum", "all_gather", "all_to_all", "reduce_scatter")], program.shardings
 
@@ -53,5 +53,5 @@ def test_names_of_scopes_stay_within_calls():
             return jax.jit(lambda x: jax.named_scope("inside")(jnp.sin)(x))(x)
 
     jaxpr = jax.make_jaxpr(function)(np.ones(4, np.float32))
-    (sine,) = jaxpr_per_device(jaxpr, AXES, [(Shard(0),)], [settled]).jaxpr.jaxpr.eqns
+    (sine,) = jaxpr_per_device(jaxpr, AXES, [(Shard(0),)], [summed]).jaxpr.jaxpr.eqns
     assert str(sine.source_info.name_stack) == "outside/inside"

@@ -9,8 +9,8 @@ import pytest
 
 import jpipe
 from html_tables import cells
-from jpipe.forecasting.memory_model import predict_memory
-from jpipe.pictures.tables import bytes_in_words
+from jpipe.costs.memory_model import predict_memory
+from jpipe.terminal.tables import bytes_in_words
 
 BATCH = {"inputs": np.ones((4, 3), np.float32)}
 
@@ -58,7 +58,7 @@ def test_devices_of_a_stage_are_counted():
 
 
 def test_what_a_device_holds_and_what_is_shared():
-    """In words what `jpipe.planning.holdings` counts; the bubble is the simulator's, of these costs."""
+    """In words what `jpipe.costs.holdings` counts; the bubble is the simulator's, of these costs."""
     table = jpipe.Shared(nn.Embed(32, 4))
     layers = [table, *[nn.Dense(4) for _ in range(5)], table.using("attend")]
     costs, sizes = [1.0, 2, 2, 1, 2, 1, 2.5], {"num_stages": 2, "num_microbatches": 4}
@@ -69,7 +69,7 @@ def test_what_a_device_holds_and_what_is_shared():
     held = [s.data for a in jax.tree.leaves(variables) for s in a.addressable_shards if s.device == device]
     words = " ".join(str(pipe).split())
     assert f"each device holds {sum(a.size for a in held)} parameters ({sum(a.nbytes for a in held)} bytes): " in words
-    memory = predict_memory(pipe, np.ones((4, 3), np.int32), optax.sgd(1.0))
+    memory = predict_memory(pipe.planner, np.ones((4, 3), np.int32), optax.sgd(1.0))
     assert f"a training step holds {bytes_in_words(memory.total)} a device (predicted, without the" in words
     assert f"gradients {bytes_in_words(memory.gradients)}" in words
     assert "layers 0, 6 share parameters, which lie on stage 0 and count there alone" in words

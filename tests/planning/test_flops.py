@@ -15,11 +15,11 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
 import jpipe
-from jpipe.jax_tools.random_keys import key_shape
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
 from jpipe.model.loss import trace_loss
+from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer

@@ -30,7 +30,7 @@ def step_of(schedule):
         balance="even",
     )
     jax.eval_shape(pipe.init, jax.random.key(0), BATCH)
-    return pipe.planner.training_step(BATCH, None)
+    return pipe.planner.training_step(pipe.planner.for_training(BATCH))
 
 
 def test_a_split_backward_has_rows_of_its_own():

@@ -21,10 +21,10 @@ def planner(balance, layers=None, **options):
 
 def plan(found):
     """A plan by hand, as the planner makes it."""
-    micro = found.for_training(BATCH)
+    micro = cut(BATCH, 2)
     model, loss = found.model(micro), found.loss(micro)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return make_plan(found.request, model, loss, lambda: found.layers(micro, key))
+    return make_plan(found.request, model, loss, found.layers(micro, key))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
+from jpipe.planning.planner import check_reads_nothing
 
 BATCH = {"inputs": np.ones((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
 
@@ -29,10 +30,12 @@ def test_values_are_made_once():
     assert plan is planner.plan_for(halved(BATCH)) is planner.known_plan()
     micro = planner.for_training(BATCH)
     assert planner.model(micro) is plan.traced and planner.loss(micro) is plan.loss
-    step = planner.training_step(BATCH)
-    assert step is planner.training_step(BATCH, jax.random.key(1))
-    assert step is not planner.training_step(BATCH, jax.random.key(1, impl="rbg"))
-    assert step is not planner.training_step(halved(BATCH))
+    step = planner.training_step(micro)
+    assert step is planner.training_step(planner.for_training(BATCH), jax.random.key(1))
+    assert step is not planner.training_step(micro, jax.random.key(1, impl="rbg"))
+    assert step is not planner.training_step(planner.for_training(halved(BATCH)))
+    evaluation = planner.evaluation_step(planner.for_evaluation(BATCH), with_loss=True)
+    assert evaluation is planner.evaluation_step(planner.for_evaluation(BATCH), with_loss=True)
 
 
 def test_no_layer_is_traced_again():
@@ -53,15 +56,14 @@ def test_no_layer_is_traced_again():
 
 def test_what_training_and_evaluation_run():
     planner = make()
-    planner.plan_for(BATCH)
-    training = planner.training_step(BATCH)
+    training = planner.training_step(planner.for_training(BATCH))
     assert training.described() == "3 groups of layers, 1f1b, K=2, M=2"
     assert training.kept.storages["residual"].named_buffers and len(training.layers) == 3
-    evaluation = planner.evaluation_step(halved(BATCH), with_loss=True)
+    evaluation = planner.evaluation_step(planner.for_evaluation(halved(BATCH)), with_loss=True)
     assert evaluation.described() == "3 groups of layers, forward, K=2, M=2"
     assert not evaluation.kept.storages["residual"].named_buffers and evaluation.layers == ()
     assert len(evaluation.outputs) == 2, "the loss's sum, and its weight's"
-    bare = planner.evaluation_step(BATCH["inputs"], with_loss=False, bare=True)
+    bare = planner.evaluation_step(planner.for_outputs(BATCH["inputs"]), with_loss=False)
     assert [leaf.shape for leaf in bare.outputs] == [(4, 4)]
 
 
@@ -81,6 +83,46 @@ def test_a_batch_that_fails_decides_nothing():
         planner.plan_for({"inputs": BATCH["inputs"]})
     assert planner.plan is None
     assert planner.plan_for(BATCH) is planner.plan
+
+
+def test_the_first_batch_through_any_door_makes_the_plan():
+    for door in ("for_training", "for_evaluation", "for_outputs"):
+        planner = make()
+        micro = getattr(planner, door)(BATCH)
+        assert (micro.size, micro.count, micro.bare) == (4, 2, False)
+        assert planner.known_plan().traced.batch["inputs"].shape == (4, 4)
+
+
+def test_batches_that_are_not_like_the_first():
+    planner = make()
+    planner.plan_for(BATCH)
+    example, short = jax.tree.map(lambda a: a[0], BATCH), {"inputs": BATCH["inputs"]}
+    for door in (planner.for_training, planner.for_evaluation):
+        assert door(halved(BATCH)).size == 2
+        with pytest.raises(ValueError, match=r"another structure than at init: it lacks batch\['targets'\]"):
+            door(short)
+        with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example at init"):
+            door(example)
+
+
+def test_outputs_of_a_batch_or_of_bare_inputs():
+    planner = make([nn.Dense(4), jpipe.reads(lambda x, t: x + t, lambda batch: batch["targets"])])
+    assert not planner.for_outputs(BATCH).bare
+    with pytest.raises(ValueError, match=r"layer 1 .* can't read its side input from the bare inputs"):
+        planner.for_outputs(BATCH["inputs"])
+    with pytest.raises(TypeError, match="bare=1 is no bool"):
+        planner.for_outputs(BATCH, bare=1)
+    check_reads_nothing(planner.request.layers[:1])
+
+
+def test_what_needs_a_loss_says_so():
+    planner = jpipe.Pipeline([nn.Dense(4)] * 2, None, num_stages=2, num_microbatches=2).planner
+    with pytest.raises(ValueError, match="this pipeline has no loss"):
+        planner.for_training(BATCH)
+    micro = planner.for_evaluation(BATCH)
+    planner.evaluation_step(micro, with_loss=False)
+    with pytest.raises(ValueError, match="this pipeline has no loss"):
+        planner.evaluation_step(micro, with_loss=True)
 
 
 def test_a_model_is_held_against_the_plan():

@@ -78,7 +78,7 @@ def test_a_group_without_layers_where_backwards_are_split():
     pipe = jpipe.Pipeline(layers, loss, num_stages=2, schedule="zero_bubble", **options)
     batch = {"inputs": jax.random.normal(jax.random.key(1), (8, 4))}
     variables = pipe.init(jax.random.key(0), batch)
-    step = pipe.planner.training_step(batch)
+    step = pipe.planner.training_step(pipe.planner.for_training(batch))
     assert [step.groups_in(kind) for kind in "BIW"] == [[0, 1, 2], [2], [2]]
 
     def whole(weights):

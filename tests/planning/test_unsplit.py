@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from jpipe.jax_tools.random_keys import key_shape
+from jpipe.model.random_keys import key_shape
 from jpipe.planning.flops import Flops, count_flops
 from jpipe.planning.unsplit import unsplit_in
 from jpipe.terminal.notices import warn_once
@@ -19,7 +19,7 @@ def layers_of(pipe, batch):
     """(the layers as traced, as a device runs them)."""
     pipe.planner.plan_for(batch)
     traced = pipe.planner.layers(pipe.planner.for_training(batch), key_shape())
-    return traced, pipe.planner.training_step(batch).layers
+    return traced, pipe.planner.training_step(pipe.planner.for_training(batch)).layers
 
 
 def make(layer, mesh):

@@ -96,7 +96,7 @@ def test_memory_is_that_of_the_arrays(unbalanced, found):
     assert memory.parameters == memory.gradients == size(state.variables["params"])
     assert memory.optimizer == size(state.opt_state)
     assert memory.temporaries > 0
-    assert memory.total == sum(map(getattr, [memory] * 5, vars(memory)))
+    assert memory.total == sum(memory.values())
 
 
 def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
@@ -107,7 +107,7 @@ def test_it_is_shown_as_text_html_data_and_picture(found, tmp_path):
     assert repr(found).startswith("<Profile of ") and len(repr(found)) < 120
     assert max(map(len, text.splitlines())) <= 120
     html = found._repr_html_()
-    assert html.count("<table>") == 4 and "<li>" in html
+    assert html.count("<table>") == 3 and "<li>" in html
     assert json.loads(json.dumps(found.as_dict()))["slices"] == pytest.approx(found.slices)
     found.plot(tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 20_000

@@ -4,7 +4,7 @@ import jpipe
 from jpipe.profiling.changes import MicrobatchSize
 from jpipe.profiling.hosts import ProcessTime
 from jpipe.profiling.prediction import StageTimes
-from jpipe.profiling.profile_tables import size_table, slice_table, stage_table
+from jpipe.profiling.profile_tables import prediction_in_words, size_table, stage_table
 
 
 def test_stages_with_their_layers_and_the_slowest():
@@ -24,10 +24,10 @@ def test_stages_with_their_layers_and_the_slowest():
     assert even.marks == {}
 
 
-def test_slices_and_the_prediction_below():
-    table = slice_table({"computation": 0.06, "bubble": 0.04}, 0.1, 0.08, 0.025)
-    assert list(table.rows) == [("computation", "60", "60.0%"), ("bubble", "40", "40.0%"), ("step", "100", "100.0%")]
-    assert list(table.notes) == ["predicted from stages alone: 80 ms, measured 1.25 times that; rounds differ by 2%"]
+def test_the_prediction_beside_the_measured_step():
+    words = "predicted from stages alone: 80 ms, measured 1.25 times that; rounds differ by 2%"
+    assert prediction_in_words(0.1, 0.08, 0.025) == words
+    assert "measured - times" in prediction_in_words(0.1, 0.0, 0.025)
 
 
 def test_sizes_and_which_was_measured():

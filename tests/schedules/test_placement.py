@@ -28,12 +28,10 @@ def test_virtual_stages_are_counted_as_a_microbatch_visits_them(num_stages, num_
 
 @pytest.mark.parametrize("flow", [+1, -1])
 @pytest.mark.parametrize(("num_stages", "num_chunks"), SIZES)
-def test_neighbours_and_hops_follow_the_walk(num_stages, num_chunks, flow):
+def test_sources_and_hops_follow_the_walk(num_stages, num_chunks, flow):
     placement, visits = Placement(num_stages, num_chunks), walk(num_stages, num_chunks)[::flow]
-    after = dict(zip(visits, [*visits[1:], None], strict=True))
-    for (stage, chunk), receiver in after.items():
-        neighbour = placement.neighbour(placement.virtual_stage(stage, chunk), flow)
-        assert neighbour == (None if receiver is None else placement.virtual_stage(*receiver))
+    sources = {at[1:]: source for at, source in placement.sources.items() if at[0] == flow}
+    assert sources == {receiver: sender for sender, receiver in itertools.pairwise(visits)}
     assert placement.hops(flow) == sorted({(a[0], b[0]) for a, b in itertools.pairwise(visits)})
 
 

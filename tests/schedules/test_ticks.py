@@ -98,8 +98,8 @@ def _expected_reads(schedule: Schedule, stage: int, action: Action, *, anew: boo
 def _sends(schedule: Schedule, stage: int, action: Action) -> dict[tuple[str, int, int], Tag]:
     """What a stage sends, by kind, itself and the receiving stage."""
     virtual_stage = schedule.placement.virtual_stage(stage, action.chunk)
-    receiver = schedule.placement.neighbour(virtual_stage, +1 if action.kind == "F" else -1)
-    if receiver is None or action.kind in "RW":
+    receiver = virtual_stage + (1 if action.kind == "F" else -1)
+    if receiver not in range(schedule.placement.num_virtual_stages) or action.kind in "RW":
         return {}
     key = action.kind, stage, schedule.placement.stage_of(receiver)
     return {key: (action.kind, action.microbatch, virtual_stage)}

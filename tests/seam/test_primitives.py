@@ -10,9 +10,9 @@ from jax.interpreters import ad, batching, mlir
 
 import jpipe
 from cases import assert_close, assert_equal
-from jpipe.jax_tools.interpret import interpret
-from jpipe.jax_tools.jaxprs import depends_on, uses
-from jpipe.jax_tools.tracing import replay, trace
+from jpipe.jaxprs.numpy_interpreter import interpret
+from jpipe.jaxprs.rewriting import depends_on, uses
+from jpipe.jaxprs.tracing import replay, trace
 from jpipe.model.remat import save_but_elementwise
 from jpipe.planning.flops import count_flops
 from jpipe.seam.primitives import (

@@ -23,7 +23,8 @@ def pipeline():
 def test_a_step_updates_counts_and_tells_whether_all_was_finite():
     """On plain arrays, without a pipeline: the key of each step is its own, other collections are replaced."""
 
-    def value_and_grad(variables, batch, key):
+    def value_and_grad(step, variables, batch, key):
+        assert step == "handed on"
         total = jnp.sum(variables["params"]["w"] * batch)
         drawn = {"stats": {"drawn": jax.random.key_data(key)}}
         return (total, drawn, {"accuracy": jnp.float32(1)}), {"w": batch}
@@ -31,15 +32,15 @@ def test_a_step_updates_counts_and_tells_whether_all_was_finite():
     tx = optax.apply_if_finite(optax.sgd(1.0), 9)
     params, stats = {"w": jnp.zeros(2)}, {"drawn": jnp.zeros(2, jnp.uint32)}
     state = TrainState(jnp.int32(0), {"params": params, "stats": stats}, tx.init(params), jax.random.key(0), tx)
-    state, metrics = train_step(value_and_grad, state, jnp.array([3.0, 4.0]))
+    state, metrics = train_step(value_and_grad, "handed on", state, jnp.array([3.0, 4.0]))
     assert {name: float(value) for name, value in metrics.items()} == dict(loss=0, grad_norm=5, finite=1, accuracy=1)
     assert_equal(state.variables["params"]["w"], np.array([-3, -4], np.float32))
     assert int(state.step) == 1
     first = state.variables["stats"]["drawn"]
-    skipped, metrics = train_step(value_and_grad, state, jnp.array([jnp.nan, 1.0]))
+    skipped, metrics = train_step(value_and_grad, "handed on", state, jnp.array([jnp.nan, 1.0]))
     assert not metrics["finite"]
     assert_equal(skipped.variables, state.variables, "nor the statistics of a batch that is skipped")
-    after, _ = train_step(value_and_grad, skipped, jnp.zeros(2))
+    after, _ = train_step(value_and_grad, "handed on", skipped, jnp.zeros(2))
     assert int(after.step) == 3
     assert not np.array_equal(after.variables["stats"]["drawn"], first)
 
@@ -91,8 +92,9 @@ def test_a_scan_over_steps_is_the_loop_over_them_and_the_models():
 def test_few_steps_are_kept_and_can_be_dropped():
     pipe = pipeline()
     txs = [optax.sgd(0.1 * i) for i in range(MOST_TRAIN_STEPS + 1)]
+    pipe.planner.plan_for(BATCH)
     for tx in txs:
-        pipe._train_steps.of(tx, BATCH)
+        pipe._train_steps.of(tx)
     assert [tx for tx, _ in pipe._train_steps._compiled.values()] == txs[1:]
 
     state = pipe.create_state(jax.random.key(0), BATCH, txs[0])

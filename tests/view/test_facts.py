@@ -12,7 +12,7 @@ import pytest
 
 import jpipe
 from cases import compilations
-from jpipe.forecasting.memory_model import predict_memory
+from jpipe.costs.memory_model import predict_memory
 from jpipe.view.facts import facts_of
 
 BATCH = np.ones((8, 16), np.float32)
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_arrays(make_mesh, axes):
 )
 def test_rows_of_residuals_are_those_of_the_step(options):
     pipe = make(**options)
-    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(BATCH)
+    found, step = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH))
     arrays = jax.eval_shape(step.kept.storages["residual"].empty).values()
     held = [b.bytes * max(np.multiply(b.strides, pipe.schedule.ticks.rows["residual"])) for b in found.residuals]
     assert held == [a.size * a.dtype.itemsize for a in arrays]
@@ -78,12 +78,12 @@ def test_all_together_is_what_the_model_of_memory_says(make_mesh, axes, remat):
     """As the page adds it up: rows as the schedule's ticks need them."""
     names = ("fsdp", "tp") if "tp" in axes else (None, None)
     pipe = make(names, remat=remat, schedule="gpipe", mesh=make_mesh(tuple(axes.values()), tuple(axes)))
-    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(BATCH).table
+    found, table = facts_of(pipe.planner, "", BATCH), pipe.planner.training_step(pipe.planner.for_training(BATCH)).table
     rows = [1, 1] if found.keeps_inputs else table.rows["residual"]
     moving = sum(b.bytes * max(np.multiply(b.strides, rows)) for b in found.residuals) + found.work + found.passing
     moving += sum(getattr(found, name) * table.rows_written(name) for name in ("activation", "cotangent"))
     fixed = found.parameters.room + found.gradients.room + found.other.room
-    assert fixed + moving == predict_memory(pipe, BATCH, optax.sgd(0.1)).total
+    assert fixed + moving == predict_memory(pipe.planner, BATCH, optax.sgd(0.1)).total
 
 
 @pytest.mark.parametrize("remat", ["none", "stage"])

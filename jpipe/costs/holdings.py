@@ -1,0 +1,98 @@
+"""Counts what stages have of a model's variables, and what their devices hold: for tables, pages and tools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jpipe.arrays.trees import bytes_of
+from jpipe.memory.layout import Layout
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.specs import split_by
+from jpipe.model.random_keys import key_shape
+from jpipe.planning.plan import Plan
+from jpipe.planning.planner import Planner
+from jpipe.training.train_state import abstract_state
+from jpipe.types import Batch, Leaf, PyTree
+
+
+class Amount(NamedTuple):
+    """How much there is: elements of arrays, and their bytes."""
+
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Variables by stage and by device. K is the number of stages, V of chunks a stage.
+
+    The arrays of all stages have one shape, so every device holds as much, whatever its stage has: room for the most of
+    each type of leaf that any stage has (`jpipe.memory.storage`).
+
+    Attributes:
+      own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
+        counts once, where it lies: with the first of them.
+      room: by collection, what the arrays of a stage have room for, before mesh axes split them.
+      device: by collection, what each device holds at rest: its part of that.
+      shared: the indices of the layers that share variables, those of each set in order.
+    """
+
+    own: dict[str, tuple[Amount, ...]]
+    room: dict[str, Amount]
+    device: dict[str, Amount]
+    shared: tuple[tuple[int, ...], ...]
+
+
+def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransformation | None) -> int:
+    """The bytes of an optimiser's state on each device, for batches like this one; 0 without an optimiser."""
+    if tx is None:
+        return 0
+    plan = planner.plan_for(batch)
+    variables = {name: layout.shapes for name, layout in plan.layouts.items()}
+    return on_device(abstract_state(variables, tx, key_shape(), plan.known_loss().of_batch).opt_state)
+
+
+def on_device(tree: PyTree) -> int:
+    """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings."""
+    part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+    return bytes_of(list(map(part, jax.tree.leaves(tree))))
+
+
+def holdings(plan: Plan) -> Holdings:
+    """Counts the variables that the stages of a plan have, and that their devices hold."""
+    layouts = plan.layouts
+    return Holdings(
+        own={name: _own(plan, layout) for name, layout in layouts.items()},
+        room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
+        device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
+        shared=tuple(known.users[0] for known in plan.traced.variable_sets if known.shared),
+    )
+
+
+def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
+    of_layer = {
+        users[0]: _amount(known.leaves)
+        for known, instances in zip(layout.storage.record_types, layout.users, strict=True)
+        for users in instances
+    }
+    by_stage = [[of_layer[i] for i in range(*bound) if i in of_layer] for bound in plan.partition.bounds]
+    return tuple(Amount(sum(a.elements for a in amounts), sum(a.bytes for a in amounts)) for amounts in by_stage)
+
+
+def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:
+    """A device's parts of the global arrays, split over some mesh axes."""
+    for name, array in layout.shapes.items():
+        sharding = NamedSharding(layout.mesh, split_by(layout.specs[name], along))
+        yield jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+
+
+def _amount(arrays: Iterable[Leaf]) -> Amount:
+    arrays = list(arrays)
+    return Amount(sum(math.prod(array.shape) for array in arrays), bytes_of(arrays))

@@ -1,0 +1,169 @@
+"""Predicts the bytes that a training step holds on a device, by part, from plan and trace; compiles nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
+from jpipe.costs.chips import Chip, chip_of
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.liveness import Compiler, working_bytes
+from jpipe.costs.step_cost import Parts
+from jpipe.jaxprs.flat_jaxpr import without_calls
+from jpipe.memory.at_work import WorkLayout
+from jpipe.memory.buffers import FlatBuffer
+from jpipe.model.groups import GRADIENT
+from jpipe.partitioner.shardings import part_structs
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
+from jpipe.seam.inside import with_axis_types, with_named_axes
+from jpipe.seam.jaxpr_types import Literal, shapes_of
+from jpipe.types import Batch
+
+
+def predict_memory(
+    planner: Planner, batch: Batch, tx: optax.GradientTransformation | None = None, chip: Chip | None = None
+) -> Parts[int]:
+    """Predicts the bytes that a training step will hold on each device: all hold as much, whatever their stage.
+
+    The parts are `parameters` at rest, the state of the `optimizer`, the sums of `gradients` as they are at work,
+    `other_variables` (other collections and their sums; parameters that are gathered, or brought to their stage), the
+    device's `batch` (all micro-batches), `boundaries` (activations and cotangents: the stage's own, those that wait,
+    those on their way), `residuals` (what actions keep for later ones), `work` (the most that a layer's forward or
+    backward holds besides, what it computes anew included), and `casts` (narrow copies of parameters, made once a
+    step).
+
+    Args:
+      planner: the pipeline's; its mesh may be of devices that aren't there.
+      batch: a batch `[B, ...]`, or its shapes.
+      tx: the optimiser; default: one without state.
+      chip: of which kind the devices are (default: those of the mesh).
+
+    Raises:
+      ValueError, TypeError: as `Pipeline.abstract_state`.
+    """
+    optimizer = optimizer_bytes(planner, batch, tx)
+    step = planner.training_step(planner.for_training(batch))
+    at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
+    layouts = step.plan.at_work
+    at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
+    uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)
+    compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
+    with planner.tracing():
+        work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
+    return Parts(
+        parameters=at_rest.pop("params"),
+        optimizer=optimizer,
+        gradients=bytes_of(at_work["params"]),
+        other_variables=sum(at_rest.values())
+        + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
+        batch=step.schedule.num_microbatches * _batch_part(step),
+        boundaries=boundary_bytes(step, compiler),
+        residuals=bytes_of(jax.eval_shape(step.kept.empty)),
+        work=work,
+        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts),
+    )
+
+
+def boundary_bytes(step: Step, compiler: Compiler) -> int:
+    """Bytes of activations and cotangents between layers and stages, on a device.
+
+    A stage has one of each under way through its layers, those that have arrived and wait, and one on its way. A CPU's
+    compiler copies activations that wait, where several do, once a tick.
+    """
+    total = 0
+    for boundaries, name in ((step.activations, "activation"), (step.cotangents, "cotangent")):
+        own = jax.eval_shape(boundaries.empty)
+        crosses = bytes_of(jax.eval_shape(boundaries.crossing, own))
+        rows = step.table.rows_written(name)
+        copied = rows if rows > 1 and name == "activation" and not compiler.into_products else 0
+        total += bytes_of(own) + crosses * (rows + (rows > 0) + copied)
+    if step.ends is not None:  # what the first layer gives, and the cotangents of what the last one takes
+        first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+        total += bytes_of([*first, *filter(is_float, last)])
+    return total
+
+
+def _brought(layout: WorkLayout, used: set[str] | None) -> int:
+    """Bytes of what is gathered, or brought to its stage, for the step; of parameters what isn't only cast."""
+    at_rest, at_work = jax.eval_shape(layout.rest.zeros), jax.eval_shape(layout.zeros)
+    return bytes_of([a for n, a in at_work.items() if at_rest.get(n) != a and (used is None or n in used)])
+
+
+def _batch_part(step: Step) -> int:
+    """Bytes of a device's part of a micro-batch."""
+    splits, leaves = step.plan.request.splits, jax.tree.leaves(step.model.batch)
+    return bytes_of(part_structs(leaves, [splits.of_examples(a.shape[0]) for a in leaves], splits.axes))
+
+
+def compiler_for(chip: Chip | None) -> Compiler:
+    """The habits of a chip's compiler; that of a chip which is no TPU is taken for a CPU's.
+
+    Half of the vector memory is taken to be for a layer's arrays, the other half for what is fetched ahead.
+    """
+    if chip is None or not chip.vector_memory:
+        return Compiler()
+    return Compiler(into_products=True, near=chip.vector_memory // 2)
+
+
+def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
+    """The most that a forward or backward action holds for one layer of a group."""
+    layer, function = step.layers[g], step.functions[g]
+    layer = replace(layer, backward_program=layer.backward_jaxpr)  # not as the devices at hand compute it
+    leaves, structure = shapes_of(layer.forward.jaxpr.jaxpr.invars), jax.tree.structure(function.arguments)
+    arguments = jax.tree.unflatten(structure, leaves[: structure.num_leaves])
+    outputs = function.differentiated(layer.forward.results.outputs)
+    manual = with_axis_types(mesh.abstract_mesh, dict.fromkeys(mesh.axis_names, AxisType.Manual))
+    with jax.sharding.use_abstract_mesh(manual):
+        backward, _ = with_named_axes(layer.backward, mesh.shape)(arguments, layer.residuals, outputs)
+    if compiler.into_products:  # they read slices as they lie
+        return max(working_bytes(jaxpr, (), compiler) for jaxpr in (layer.forward.jaxpr, backward))
+    # One of several layers' weights, and residuals in a row, are slices of buffers.
+    storage, v = step.plan.at_work["params"].storage, step.model.groups[g].variable_set
+    places = [] if v is None else [storage.buffers[name] for name in storage.record_types[v].buffers]
+    weights = [i for i, place in enumerate(places) if isinstance(place, FlatBuffer) or place.size > 1]
+    residuals = range(structure.num_leaves, structure.num_leaves + len(layer.residuals))
+    return max(working_bytes(layer.forward.jaxpr, weights), working_bytes(backward, [*weights, *residuals]))
+
+
+class _Uses(NamedTuple):
+    """How layers use the parameters of a step.
+
+    Attributes:
+      casts: (buffer, whether it is turned for them, dtype) of what they only cast.
+      whole: the buffers that are used otherwise.
+    """
+
+    casts: set[tuple[str, bool, np.dtype]]
+    whole: set[str]
+
+
+def _uses(step: Step) -> _Uses:
+    """How layers use the parameters of a step."""
+    layout, found = step.plan.at_work["params"], _Uses(set(), set())
+    once = step.plan.request.options.cast == "step"
+    for g, layer in enumerate(step.layers):
+        v, jaxpr = step.model.groups[g].variable_set, without_calls(layer.forward.jaxpr).jaxpr
+        if v is None:
+            continue
+        known, cast_once = layout.storage.record_types[v], once or v in layout.brought
+        turned = [
+            layout.storage.buffers[n].shape[1:] != a.shape for n, a in zip(known.buffers, known.leaves, strict=True)
+        ]
+        params = dict(zip(jaxpr.invars, zip(known.buffers, turned, strict=True), strict=False))
+        for equation in jaxpr.eqns:
+            for v in params.keys() & {v for v in equation.invars if not isinstance(v, Literal)}:
+                if cast_once and equation.primitive.name == "convert_element_type":
+                    found.casts.add((*params[v], shapes_of(equation.outvars)[0].dtype))
+                else:
+                    found.whole.add(params[v][0])
+    return found

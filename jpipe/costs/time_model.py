@@ -1,0 +1,167 @@
+"""Predicts the seconds of a step, by part, on a chip that need not be there; compiles nothing.
+
+`roofline` gives the times of layers, from their traced forwards and backwards; nothing is fitted to steps. The compiled
+steps of `benchmarks/time_model.py` show how far it is off (`docs/time-model.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.trees import bytes_of
+from jpipe.costs.chips import Chip
+from jpipe.costs.holdings import holdings, optimizer_bytes
+from jpipe.costs.roofline import pass_seconds, roofline
+from jpipe.costs.step_cost import Parts, StepCost
+from jpipe.execution.shared_weights import send_shared
+from jpipe.memory.layout import device_index
+from jpipe.mesh.axes import AXIS
+from jpipe.mesh.on_stages import on_stages
+from jpipe.model.groups import WEIGHTS
+from jpipe.model.traced_layer import DeviceLayer
+from jpipe.partitioner.conversions import ring_bytes
+from jpipe.partitioner.traffic import sent_in
+from jpipe.planning.planner import Planner
+from jpipe.planning.step import Step
+from jpipe.schedules.simulate import Work, in_time
+from jpipe.seam.inside import needed_part
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.types import Batch, PyTree
+
+
+def predict_time(
+    planner: Planner, batch: Batch, chip: Chip, *, tx: optax.GradientTransformation | None = None
+) -> StepCost:
+    """Predicts how long a step of training takes; nothing is compiled, and nothing said of bytes.
+
+    The slices are `computation` (the stages' actions, of a stage on average, and ends that all compute together),
+    `bubble` (what stages wait: for each other, and for what crosses boundaries), `collectives` (once a step, over axes
+    other than `stage`, and of ends that all stages compute together; those of other layers are in their computation),
+    and `update` (the optimiser's, by the bytes that it reads and writes). The timeline is in seconds.
+
+    Args:
+      planner: the pipeline's.
+      batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
+      chip: one device (`jpipe.costs.chips.CHIPS`).
+      tx: the optimiser, of whose state the bytes count; default: one without state.
+    """
+    plan, schedule = planner.plan_for(batch), planner.request.schedule
+    step = planner.training_step(planner.for_training(batch))
+    by_layer = _by_layer(step, chip)
+    shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
+    if step.ends is not None:
+        shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
+        apart += links + schedule.num_microbatches * _sent_to_all(step) / chip.link_bandwidth
+        by_layer[[0, -1]] = 0.0
+    by_stage = np.array([by_layer[start:stop].sum(axis=(0, 1)) for start, stop in plan.partition.bounds])
+    forward, backward, again, weight, stashing = by_stage.T
+    times = {"F": forward, "R": again, "B": backward, "I": backward - weight + stashing, "W": weight}
+    work = Work({kind: seconds.tolist() for kind, seconds in times.items()}, again.tolist())
+    crossing = jax.eval_shape(lambda: step.activations.crossing(step.activations.empty()))
+    timeline = in_time(schedule, work, bytes_of(crossing) / chip.link_bandwidth)
+    busy = float(np.mean(timeline.busy))
+    passes = _update_passes(planner, [layer.forward.results.outputs for layer in step.layers])
+    moved = passes * holdings(plan).device["params"].bytes + 2 * optimizer_bytes(planner, batch, tx)
+    seconds = Parts(
+        computation=busy + float(shared),
+        bubble=timeline.makespan - busy,
+        collectives=float(apart),
+        update=moved / chip.pass_bandwidth,
+    )
+    return StepCost("predicted", seconds, Parts(), timeline)
+
+
+def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
+    """`[N]`, what each layer takes in a step's actions for one micro-batch: costs to cut the model by.
+
+    0 of a first and a last layer that all stages compute together.
+    """
+    planner.plan_for(batch)
+    step = planner.training_step(planner.for_training(batch))
+    seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
+    if step.ends is not None:
+        seconds[[0, -1]] = 0.0
+    return seconds.tolist()
+
+
+def _by_layer(step: Step, chip: Chip) -> np.ndarray:
+    """`[N, 2, 5]`, of each layer what `_layer_seconds` gives."""
+    sizes = tuple(step.plan.request.mesh.shape.items())
+    of = {
+        g: _layer_seconds(step.layers[i], sizes, chip, step.stores_residuals)
+        for i, g in enumerate(step.model.traced_as)
+    }
+    return np.array([of[g] for g in step.plan.traced.group_of])
+
+
+@lru_cache(maxsize=256)  # a search asks for each under many schedules
+def _layer_seconds(
+    on_device: DeviceLayer, sizes: tuple[tuple[str, int], ...], chip: Chip, stores_residuals: bool
+) -> np.ndarray:
+    """`[2, 5]`: the seconds of a layer's kernels on a device, and of its transfers to the others of its stage.
+
+    The five are its forward, its backward, what is computed anew before that where stages keep their inputs alone, that
+    part of the backward which only gradients of parameters need, and what a split backward writes down in between.
+    """
+    forward, backward = on_device.forward, on_device.backward_jaxpr
+    results, params = (len(jax.tree.leaves(tree)) for tree in (forward.results, on_device.gradients.params))
+    numbers, gradients = range(len(forward.jaxpr.out_avals)), range(len(backward.out_avals))
+
+    def seconds(jaxpr: ClosedJaxpr, wanted: list[bool]) -> np.ndarray:
+        sent = _sent(needed_part(jaxpr, wanted)[0], dict(sizes))
+        return np.array([roofline(jaxpr, chip, wanted), sent / chip.link_bandwidth])
+
+    first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
+    if stores_residuals:
+        again = np.zeros(2)
+    else:
+        first = seconds(forward.jaxpr, [i < results for i in numbers])
+    whole = seconds(backward, [True] * len(gradients))
+    weight = whole - seconds(backward, [i >= params for i in gradients])
+    stash = pass_seconds(on_device.split.stash if on_device.split is not None else (), chip)
+    return np.stack([first, whole, again, weight, np.array([stash, 0.0])], axis=1)
+
+
+def _sent_once(step: Step) -> float:
+    """Bytes that a device sends once a step: weights on their way to where they are used, gradients on theirs back."""
+    mesh, layouts, params = step.plan.request.mesh, step.plan.at_work, step.plan.at_work["params"]
+
+    def program() -> list[jax.Array]:
+        weights = step.collections(*WEIGHTS)
+        there = {name: layouts[name].gathered(layouts[name].rest.zeros()) for name in weights}
+        shared = send_shared(step, there, device_index(mesh))
+        back = [jax.lax.psum(leaves["params"], AXIS) for v, leaves in shared.items() if v not in step.shared_sets]
+        sums = params.reduced(params.zeros(accumulator_dtype), step.gradient_sums.partial_along)
+        return jax.tree.leaves((there, shared, back, sums))
+
+    return _sent(jax.make_jaxpr(on_stages(program, mesh, (), PartitionSpec(AXIS)))(), mesh.shape)
+
+
+def _sent_to_all(step: Step) -> float:
+    """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
+    first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+    count = step.schedule.num_stages
+    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), count)
+
+
+def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:
+    """Bytes that a device sends in a program."""
+    return sum(one.bytes * math.prod(one.loops) for one in sent_in(closed.jaxpr, sizes))
+
+
+def _update_passes(planner: Planner, activations: PyTree) -> int:
+    """How often the parameters' bytes are read or written once a step.
+
+    Sums of gradients are filled with zeros and their norm is taken, a pass each; parameters are read, written and read
+    with their gradients; and narrow copies of them are made, where layers compute in a narrower dtype.
+    """
+    narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(activations))
+    return 7 + 2 * (narrow and planner.request.options.cast == "step")

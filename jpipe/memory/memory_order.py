@@ -1,0 +1,91 @@
+"""Fixes the order of dimensions in memory for arrays that one loop hands to another.
+
+A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
+disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to
+one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward
+then reads a row in the order that it wants, and copies that row at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpipe.jaxprs.tracing import no_mesh
+from jpipe.seam.inside import held_to, orders_chosen
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
+from jpipe.terminal.progress import task
+
+Order = tuple[int, ...]
+"""The dimensions of an array, the outermost first."""
+
+
+def in_order(array: jax.Array, order: Order | None) -> jax.Array:
+    """The array, held to an order; as the compiler likes it if that is None."""
+    if order is None or array.ndim < 2:
+        return array
+    return held_to(array, order)
+
+
+def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
+    """The order in which a layer's forward gives some of its results, by compiling it alone for the mesh's devices.
+
+    Only TPUs' compilers choose: elsewhere, and where all of these results are inputs or have one dimension, nothing is
+    compiled.
+
+    Args:
+      jaxpr: the forward, as one device runs it.
+      results: indices of results.
+      mesh: the devices.
+
+    Returns:
+      For each of the results its order; None where there is no choice.
+    """
+    inputs, outputs = set(jaxpr.jaxpr.invars), jaxpr.jaxpr.outvars
+    shapes = [shape.shape for shape in shapes_of(outputs)]
+    chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
+    if mesh.devices.flat[0].platform != "tpu" or not chosen:
+        return [_row_major_order(shapes[i]) for i in results]
+    orders = _compiled_orders(jaxpr, chosen, mesh)
+    order_of = dict(zip(chosen, orders, strict=True)) if orders else {}
+    return [order_of.get(i, _row_major_order(shapes[i])) for i in results]
+
+
+def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
+    """The order in which a TPU, which pads the innermost dimension to 128, holds an array in little memory.
+
+    Args:
+      shape: such as that of images, `[b, 224, 224, 3]`.
+      mesh: the devices.
+
+    Returns:
+      The two largest dimensions innermost, `(0, 3, 1, 2)` for these; None where the last is one of them, or the devices
+      aren't TPUs.
+    """
+    by_size = sorted(range(len(shape)), key=lambda d: (shape[d], d))
+    if len(shape) < 3 or len(shape) - 1 in by_size[-2:] or mesh.devices.flat[0].platform != "tpu":
+        return None
+    return (*sorted(by_size[:-2]), *by_size[-2:])
+
+
+def _row_major_order(shape: Sequence[int]) -> Order | None:
+    return tuple(range(len(shape))) if len(shape) > 1 else None
+
+
+def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order] | None:
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    run = jaxpr_as_fun(jaxpr)
+    shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
+
+    def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        outputs = run(*arguments)
+        return [outputs[i] for i in results], outputs
+
+    with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
+        everything = PartitionSpec()
+        on_devices = jax.shard_map(chosen, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False)
+        return orders_chosen(on_devices, shapes, ([everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)))

@@ -1,0 +1,78 @@
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from jpipe.costs.chips import CHIPS, EXAMPLES, chip_of, parse_topology
+from tpu_program import needs_tpu_compiler
+
+
+@pytest.mark.parametrize("name", ["v5x:2x2", "v5p:4x4", "v5e", "v5e:0x2", "v5e:2x", ""])
+def test_unknown_topologies_are_told_the_known(name):
+    with pytest.raises(ValueError, match=r"is unknown; pass a chip and a shape such as one of v2:2x2, .*h200:8"):
+        parse_topology(name)
+
+
+def test_every_chip_has_an_example():
+    assert {name: str(parse_topology(f"{name}:{shape}")) for name, shape in EXAMPLES.items()} == {
+        name: f"{name}:{EXAMPLES[name]}" for name in CHIPS
+    }
+
+
+@pytest.mark.parametrize(("name", "products"), [("v2", 1), ("v3", 2), ("v4", 8), ("v5e", 4), ("v5p", 8)])
+def test_peaks_are_those_of_clock_and_matrix_units(name, products):
+    """Units of 128x128 products and sums a cycle: two a core of v3, eight in the two cores of v5p."""
+    assert CHIPS[name].flops == pytest.approx(products * 2 * 128**2 * CHIPS[name].clock, rel=0.01)
+
+
+def test_tiles_and_vector_memories_are_those_that_jax_knows():
+    known = {"v2": (128, 16), "v3": (128, 16), "v5e": (128, 128), "v6e": (256, 128)}  # of a core, MiB
+    assert {name: (CHIPS[name].tile, CHIPS[name].on_chip * 2 >> 20) for name in known} == known
+
+
+def test_passes_go_no_faster_than_the_memory():
+    for chip in CHIPS.values():
+        assert 0.7 * chip.memory_bandwidth < chip.pass_bandwidth <= chip.memory_bandwidth
+        assert chip.fuses == (chip.clock is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[("TPU v2", "v2"), ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5p", "v5p")],
+        *[("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
+        *[(f"NVIDIA {kind}", None) for kind in ("H100 PCIe", "H100 NVL", "H200 NVL", "GH200 480GB", "A100-SXM4-80GB")],
+        *[("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("cpu", None)],
+    ],
+)
+def test_a_device_is_known_by_its_kind_and_not_taken_for_another(kind, name):
+    """Any H100 was taken for the SXM module."""
+    assert chip_of(SimpleNamespace(device_kind=kind)) == (CHIPS[name] if name else None)
+
+
+def test_gpus_of_several_hosts_are_not_known():
+    with pytest.raises(ValueError, match=r"topology='h200:16' has 16 GPUs, .*; pass h200:8 or less"):
+        parse_topology("h200:16")
+
+
+def test_gpus_need_devices():
+    with pytest.raises(ValueError, match="pass devices="):
+        parse_topology("h200:8").devices()
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'jpipe\[tpu\]'"):
+        parse_topology("v5e:2x2").devices()
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v2:2x2", "v3:2x2", "v4:2x2x1", "v5e:2x4"])
+def test_a_topology_has_its_devices(name):
+    assert len(parse_topology(name).devices()) == parse_topology(name).num_devices
+
+
+@needs_tpu_compiler
+def test_a_shape_that_the_compiler_refuses_is_told():
+    with pytest.raises(ValueError, match="the TPU compiler refuses topology='v5e:3x5'"):
+        parse_topology("v5e:3x5").devices()

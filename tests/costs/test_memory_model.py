@@ -1,0 +1,138 @@
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.memory_model import predict_memory
+from tpu_program import needs_tpu_compiler
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import memory_model as against_compilers
+
+WIDTH = 16
+KEPT = against_compilers.kept()
+PAGE = (Path(__file__).parents[2] / "docs" / "memory-model.md").read_text()
+
+
+def dense_pipeline(num_layers, num_stages, num_microbatches, **options):
+    return jpipe.Pipeline(
+        [nn.Dense(WIDTH) for _ in range(num_layers)],
+        lambda outputs, batch: jnp.mean(outputs**2),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        balance=[num_layers // num_stages] * num_stages,
+        **options,
+    )
+
+
+def rows(count):
+    return {"inputs": jax.ShapeDtypeStruct((count, WIDTH), "float32")}
+
+
+@pytest.mark.parametrize("remat", ["layer", "full"])
+def test_parts_by_hand(remat):
+    parts = predict_memory(dense_pipeline(4, 2, 2, remat=remat).planner, rows(8), optax.adam(1e-3))
+    stage = 2 * (WIDTH + 1) * WIDTH * 4  # two layers, in float32
+    assert parts.parameters == parts.gradients == stage
+    assert parts.optimizer == 2 * stage + 4  # and a step count
+    assert (parts.batch, parts.other_variables, parts.casts) == (8 * WIDTH * 4, 0, 0)
+    assert parts.total == sum(parts.values())
+
+
+def test_narrow_copies_of_weights_are_counted_where_they_are_made_once_a_step():
+    layers = [nn.Dense(WIDTH, dtype=jnp.bfloat16) for _ in range(4)]
+    make = lambda cast: jpipe.Pipeline(
+        layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[2, 2], cast=cast
+    )
+    casts = {cast: predict_memory(make(cast).planner, rows(8), optax.sgd(1e-3)).casts for cast in ("step", "use")}
+    assert casts == {"step": 2 * (WIDTH + 1) * WIDTH * 2, "use": 0}
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "stage", "full"])
+def test_arguments_are_the_compilers(remat):
+    pipe, tx = dense_pipeline(4, 2, 2, remat=remat), optax.sgd(1e-3, momentum=0.9)
+    compiled = jax.jit(pipe.train_step, donate_argnums=0).lower(pipe.abstract_state(rows(8), tx), rows(8)).compile()
+    parts = predict_memory(pipe.planner, rows(8), tx)
+    small = 64  # the step's number and its random key
+    found = compiled.memory_analysis().argument_size_in_bytes
+    assert abs(parts.parameters + parts.optimizer + parts.batch - found) < small
+
+
+ACTIVATION = WIDTH * 4
+
+
+def papers_parts(num_stages, num_microbatches, remat):
+    """What is predicted for 40 equal layers and 128 examples, on a TPU."""
+    pipe = dense_pipeline(40, num_stages, num_microbatches, remat=remat, schedule="gpipe")
+    return predict_memory(pipe.planner, rows(128), optax.sgd(1e-3), CHIPS["v5e"])
+
+
+def test_the_papers_example():
+    """L=40, N=128, K=4, M=8: N L = 5120 activations with neither, N + L/K N/M = 128 + 160 with both."""
+    neither, stages, remat = papers_parts(1, 1, "layer"), papers_parts(4, 8, "layer"), papers_parts(1, 8, "full")
+    # The first layer's input is the batch itself.
+    assert neither.residuals + neither.batch == 5120 * ACTIVATION
+    assert stages.residuals == 1280 * ACTIVATION  # N L / K
+    assert remat.residuals == (640 - 16) * ACTIVATION  # L N/M, the first of them of the batch
+    both = papers_parts(4, 8, "full")
+    assert both.residuals == 160 * ACTIVATION
+    # On the boundary all 128 wait; two rows of cotangents; one of each under way through the layers, one on its way.
+    assert both.boundaries == (128 + 2 * 16 + 4 * 16) * ACTIVATION
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (4, 4), (4, 16), (8, 8)])
+def test_activations_follow_the_papers_formula(num_stages, num_microbatches):
+    """With re-materialisation O(N + L/K N/M), without O(N L) over K stages (GPipe, section 2.3)."""
+    of = lambda remat: papers_parts(num_stages, num_microbatches, remat).residuals
+    examples = 128 // num_microbatches
+    assert of("full") == 40 // num_stages * examples * ACTIVATION
+    assert of("layer") == of("full") * num_microbatches
+    waiting = papers_parts(num_stages, num_microbatches, "full").boundaries // ACTIVATION
+    assert 128 <= waiting <= 128 + 6 * examples  # all inputs, and a few micro-batches on their way, whatever M is
+
+
+def test_a_tpu_holds_a_table_and_a_head_apart_once_they_are_cast():
+    layers = [nn.Embed(64, WIDTH, dtype=jnp.bfloat16), nn.Dense(64, use_bias=False, dtype=jnp.bfloat16)]
+    pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), num_stages=2, num_microbatches=2, balance=[1, 1])
+    batch = {"inputs": jax.ShapeDtypeStruct((8,), "int32")}
+    parts = predict_memory(pipe.planner, batch, optax.sgd(1e-3), CHIPS["v5e"])
+    assert (parts.parameters, parts.casts) == (64 * WIDTH * 4, 2 * 64 * WIDTH * 2)
+
+
+def test_the_page_shows_what_is_kept():
+    lines = [f"| {' | '.join(against_compilers.shown(*row))} |" for row in KEPT.items()]
+    lines += [f"| {' | '.join(row)} |" for row in against_compilers.summary(KEPT)]
+    assert [line for line in lines if line not in PAGE] == []
+    assert len(KEPT) >= 60
+
+
+CHECKED = [point for point in KEPT if point.where == "v5e:2x4"][:3] + [point for point in KEPT if point.where == "cpu"][
+    :3
+]
+
+
+@pytest.mark.parametrize("point", CHECKED[3:4], ids=str)
+def test_a_kept_prediction_is_made_again(point):
+    assert point.predicted().items() <= KEPT[point].items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", KEPT, ids=str)
+def test_every_kept_prediction_is_made_again(point):
+    with jax.numpy_dtype_promotion("standard"):
+        assert point.predicted().items() <= KEPT[point].items()
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("point", CHECKED, ids=str)
+def test_compiled_steps_take_what_is_predicted(point):
+    with jax.numpy_dtype_promotion("standard"):
+        predicted, compiled = against_compilers.totals(point.predicted() | point.compiled())
+    assert predicted == pytest.approx(compiled, rel=0.1)

@@ -1,0 +1,149 @@
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe.costs.chips import CHIPS
+from jpipe.costs.communication import ENDS, STEP
+from jpipe.costs.time_model import predict_time
+
+V5E, BATCH = CHIPS["v5e"], jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+
+def make(**options):
+    options = {"num_stages": 2, "num_microbatches": 8, "balance": "even", "remat": "none"} | options
+    layers = [nn.Dense(128, use_bias=False) for _ in range(8)]
+    return jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), **options)
+
+
+def test_parts_add_up_and_the_bubble_is_the_schedules():
+    fast = replace(V5E, link_bandwidth=1e30)
+    found = predict_time(make().planner, BATCH, fast)
+    assert found.step == pytest.approx(sum(found.seconds.values()))
+    assert found.seconds.computation + found.seconds.bubble == pytest.approx(found.timeline.makespan)
+    # (K-1) of M+K-1, and what the first stage waits more: its first layer has no cotangent to give.
+    assert 1 / 9 < found.timeline.bubble_fraction < 0.2
+
+
+def test_slower_links_and_memory_take_longer():
+    base = predict_time(make().planner, BATCH, V5E)
+    slow = predict_time(make().planner, BATCH, replace(V5E, link_bandwidth=V5E.link_bandwidth / 100))
+    assert slow.seconds.bubble > base.seconds.bubble and slow.seconds.computation == base.seconds.computation
+
+
+def test_remat_computes_again():
+    none, stage = (
+        predict_time(make(remat=remat).planner, BATCH, V5E).seconds.computation for remat in ("none", "stage")
+    )
+    assert 1.2 < stage / none < 1.5
+
+
+def test_an_optimisers_state_is_read_and_written():
+    pipe = make()
+    without, adam = (predict_time(pipe.planner, BATCH, V5E, tx=tx).seconds.update for tx in (None, optax.adam(1e-3)))
+    # Zeros, a norm, p, g and p out: 1 + 1 + 1 + 1 + 2 + 1; and two moments in and out.
+    assert adam / without == pytest.approx(11 / 7, rel=1e-3)
+
+
+def test_weight_gradients_that_wait_are_those_that_only_parameters_need():
+    spans = predict_time(make(schedule="zero_bubble").planner, BATCH, V5E).timeline.spans
+    whole = predict_time(make().planner, BATCH, V5E).timeline.spans
+    longest = lambda spans, kind: max(span.end - span.start for span in spans if span.action.kind == kind)
+    assert longest(spans, "I") + longest(spans, "W") == pytest.approx(longest(whole, "B"), rel=0.3)
+    assert longest(spans, "W") > 0
+
+
+def test_a_data_axis_shares_the_work_and_sends_gradients():
+    large = jax.ShapeDtypeStruct((2**20, 128), jnp.float32)  # a weight is nothing beside an activation
+    one = predict_time(make().planner, large, V5E)
+    mesh = jpipe.make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    two = predict_time(make(mesh=mesh).planner, large, V5E)
+    assert two.seconds.computation == pytest.approx(one.seconds.computation / 2, rel=0.01)
+    assert one.seconds.collectives == 0
+    assert two.seconds.collectives > 4 * 128**2 * 4 / V5E.link_bandwidth * 0.9  # a stage's gradients
+
+
+def test_devices_that_each_need_whole_weights_read_them_whole():
+    """The time of whole layers over the number of devices was half as long."""
+    few = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
+    layers = [nn.Dense(1024, use_bias=False) for _ in range(4)]
+    sizes = {"num_stages": 1, "num_microbatches": 1, "remat": "none"}
+    one, two = (
+        predict_time(
+            jpipe.Pipeline(layers, lambda y, _: jnp.mean(y**2), mesh=mesh, **sizes).planner, few, V5E
+        ).seconds.computation
+        for mesh in (None, jpipe.make_mesh(stage=1, data=2, devices=jax.devices()[:2]))
+    )
+    assert two > 0.9 * one
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"axes": {"data": 2}},
+        {"axes": {"data": 2}, "shard_over": "data"},
+        {"axes": {"tensor": 2}, "unroll": True},
+        {"ends": "spread"},
+        {"ends": "spread", "axes": {"data": 2}},
+        {"ends": "shared", "axes": {"data": 2}},
+        {"tied": True},
+    ],
+    ids=str,
+)
+def test_what_is_sent_once_a_step_is_what_the_program_sends(options):
+    """Layers that differ, unrolled, with a tensor axis raised KeyError, and spread ends were sent for nothing."""
+    options = {"axes": {}, "tied": False} | options
+    axes, tied = {"stage": 2} | options.pop("axes"), options.pop("tied")
+    kernel = nn.with_partitioning(nn.initializers.zeros, (None, "tensor"))
+    words = jpipe.Shared(nn.Embed(64, 32))
+    head = words.using("attend") if tied else nn.Dense(64)
+    layers = [words if tied else nn.Embed(64, 32), nn.Dense(48, kernel_init=kernel), nn.Dense(32), head]
+    mesh = jpipe.make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
+    given = {"num_stages": 2, "num_microbatches": 4, "mesh": mesh, "balance": "even"} | options
+    loss_fn = lambda y, batch: optax.softmax_cross_entropy_with_integer_labels(y, batch["targets"]).mean()
+    pipe = jpipe.Pipeline(layers, loss_fn, **given)
+    batch = {name: jax.ShapeDtypeStruct((16, 8), jnp.int32) for name in ("inputs", "targets")}
+    sent = pipe.communication(batch)
+    twice = 16 // 4 // 2 * 8 * 32 * 4 if "shared" in given.values() else 0  # of the table, which isn't needed again
+    found = predict_time(pipe.planner, batch, replace(V5E, link_bandwidth=1.0)).seconds.collectives
+    # But for the sums of the loss.
+    assert found == pytest.approx(sent.bytes(STEP) + 4 * (sent.bytes(ENDS) - twice), abs=64)
+
+
+def test_shared_ends_are_computed_by_all():
+    """Each stage a part of them, whose kernels all have to start."""
+    at_once = replace(V5E, start=0.0)
+    own, shared = (predict_time(make(ends=ends, remat="layer").planner, BATCH, at_once) for ends in ("own", "shared"))
+    assert np.isfinite(shared.step) and shared.seconds.computation == pytest.approx(own.seconds.computation, rel=0.05)
+
+
+def test_of_unequal_chunks_the_longest_counts():
+    """In lockstep four chunks of 1, 1, 1 and 5 layers are no faster than two of 4 each have to be."""
+    options = {"schedule": "interleaved", "num_chunks": 2}
+    fast = replace(V5E, link_bandwidth=1e30)
+    even, uneven = (
+        predict_time(make(**options, balance=balance).planner, BATCH, fast) for balance in ([2, 2, 2, 2], [1, 1, 1, 5])
+    )
+    assert uneven.seconds.computation == pytest.approx(even.seconds.computation)
+    assert uneven.seconds.bubble > 2 * even.seconds.bubble
+
+
+def test_what_a_split_backward_stashes_takes_time():
+    """All W of a stage take as long as what they leave out of I; the stash comes on top."""
+    split, whole = (
+        predict_time(make(schedule=name).planner, BATCH, V5E).seconds.computation for name in ("zero_bubble", "1f1b")
+    )
+    assert whole < split < 1.5 * whole
+
+
+def test_what_shared_ends_send_counts_for_each_micro_batch():
+    fast, shared = replace(V5E, link_bandwidth=1e30), make(ends="shared", remat="layer")
+    found = predict_time(shared.planner, BATCH, V5E).seconds.collectives
+    assert found > 8 * 2 * 8 * 128 * 4 / V5E.link_bandwidth * 0.9  # activations in, cotangents out, of 8 micro-batches
+    assert predict_time(shared.planner, BATCH, fast).seconds.collectives == pytest.approx(0, abs=1e-15)

@@ -1,0 +1,81 @@
+"""The command `jpipe`: what it opens, and what it says when something is in its way."""
+
+import subprocess
+import sys
+import tomllib
+import webbrowser
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from jpipe import command
+from jpipe.view.page import PAGE
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["veiw"], "invalid choice: 'veiw'"),
+        (["view", "--save", "no/such/folder/page.html"], "there is no folder no/such/folder; make it first"),
+        (["view", "--save", "."], "--save . is a folder; name a file in it, as pipeline.html"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_browser_opens_the_page(monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert command.main(["view"]) == 0
+    assert opened == [PAGE.resolve().as_uri()] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("how", ["false", "error"])
+def test_without_a_browser_it_says_what_to_do(how, monkeypatch, capsys):
+    def no_browser(_):
+        if how == "error":
+            raise webbrowser.Error("could not locate runnable browser")
+        return False
+
+    monkeypatch.setattr(webbrowser, "open", no_browser)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert command.main(["view"]) == 0
+    printed = capsys.readouterr().out
+    assert f"the page is at {PAGE.resolve().as_uri()}" in printed and "jpipe view --save FILE" in printed
+
+
+def test_the_page_can_be_saved_for_a_site(tmp_path, capsys):
+    assert command.main(["view", "--save", str(tmp_path / "pipeline.html")]) == 0
+    assert (tmp_path / "pipeline.html").read_bytes() == PAGE.read_bytes()
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'pipeline.html'}")
+
+
+def test_alone_it_says_what_it_can_do(capsys):
+    assert command.main([]) == 0
+    assert "open a page that shows where a pipeline's time and memory go" in capsys.readouterr().out
+
+
+def test_it_knows_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"jpipe {version('jpipe')}\n"
+
+
+def test_help_names_the_command_and_its_options():
+    found = subprocess.run([sys.executable, "-m", "jpipe", "view", "--help"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "--save" in found.stdout
+
+
+def test_the_command_is_installed_by_this_name():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"jpipe": "jpipe.command:main"}
