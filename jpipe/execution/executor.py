@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jpipe.execution import end_turns
 from jpipe.execution.shared_weights import sum_shared_gradients
-from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
-from jpipe.jax_tools.dtypes import accumulator_dtype, is_float
+from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage, TickCarry
+from jpipe.jax_tools.dtypes import accumulator_dtype
 from jpipe.jax_tools.indexing import Index, put_row, take_row
 from jpipe.jax_tools.loops import when
 from jpipe.memory.boundaries import Boundaries
@@ -28,31 +28,11 @@ from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
-from jpipe.planning.shared_ends import Turns
+from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.types import Leaf
-
-
-class TickCarry(NamedTuple):
-    """The arrays that a device carries from tick to tick; forward only, all of the backward is empty.
-
-    Attributes:
-      forward: the results of its last forward, with all that is kept of micro-batches in flight.
-      backward: the results of its last backward, with the sums of gradients so far.
-      waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
-      waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
-      entered: the first layer's results, if all stages compute it together; else empty.
-      left: the cotangents of the last layer's inputs, likewise.
-    """
-
-    forward: ForwardWork
-    backward: BackwardWork
-    waiting_activations: Buffers
-    waiting_cotangents: Buffers
-    entered: list[jax.Array]
-    left: list[jax.Array]
 
 
 class Now(NamedTuple):
@@ -92,7 +72,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, _between(step, 0), [])
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step))
     results = _run_ticks(stage, carry).forward.results
     # Only the last stage's outputs aren't zero. `psum` makes integers of bools, which are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
@@ -115,15 +95,14 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
     lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
     overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
-    shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.shared_sets}
+    shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in shared.items()}
     carry = TickCarry(
-        forward=ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
-        backward=BackwardWork(cotangent, gradients, shared_gradients, overwritten),
-        waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
-        waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
-        entered=_between(step, 0),
-        left=list(filter(is_float, _between(step, step.model.num_layers - 2))),
+        ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
+        BackwardWork(cotangent, gradients, shared_gradients, overwritten),
+        _rows(step.activations, activation, step.table.rows_written("activation")),
+        _rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
+        *end_turns.empty(step),
     )
     carry = _run_ticks(stage, carry)
     if stage.only is not None:  # the code after the ticks is to run even if there are no ticks
@@ -138,12 +117,6 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
     """Rows `[count, ...]` of arrays that cross a boundary, of any values."""
     return jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), boundaries.crossing(buffers))
-
-
-def _between(step: Step, boundary: int) -> list[jax.Array]:
-    """Arrays, of any values, for what ends that all stages compute together take or give; none if they don't."""
-    leaves = step.activations.record_types[boundary].leaves if step.ends is not None else ()
-    return [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -187,7 +160,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
-    turns = [] if step.ends is None else jax.tree.map(lambda a: jnp.asarray(a[: mine.shape[0]]), [*step.ends.turns])
+    turns = end_turns.turns_of(step, mine.shape[0])
 
     def tick(carry: TickCarry, found: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
         """One tick of this device; what the table says of it is `[slots, columns]`, and the turns of all stages."""
@@ -198,13 +171,13 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
             #    that is the last one of the tick before, whose results are in the carry.)
             beside = [flow for flow in _flows(slots[i - 1]) if crosses_beside(names, flow, i - 1)]
             crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
-            carry = _before_slot(stage, turns, i, carry)
+            carry = end_turns.before_slot(stage, turns, i, carry)
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                     active = _is_active(slot, kind, now, known=only is None)
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
-            carry = _after_slot(stage, turns, i, carry)
+            carry = end_turns.after_slot(stage, turns, i, carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
             crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
@@ -215,35 +188,6 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
 
     with jax.named_scope("ticks"):
         return jax.lax.scan(tick, carry, (mine, turns))[0]
-
-
-def _before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the first layer on all stages before a slot, if they compute it together there."""
-    if stage.step.ends is None or (stage.step.ends.turns[slot].enter < 0).all():
-        return carry
-    m = jnp.asarray(turns[slot].enter)
-    with jax.named_scope("enter"):
-        return carry._replace(entered=when(m >= 0, m, lambda m, _: end_turns.enter(stage, m), carry.entered))
-
-
-def _after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the last layer and the first one's backward on all stages after a slot, if they compute them there."""
-    if (ends := stage.step.ends) is None:
-        return carry
-
-    def leave(given: tuple[Index, list[Leaf]], carry: TickCarry) -> TickCarry:
-        forward, backward, left = end_turns.leave(stage, *given, carry.forward, carry.backward)
-        return carry._replace(forward=forward, backward=backward, left=left)
-
-    to_leave = lambda m, carry: (m, end_turns.left_by_layers(stage, carry.forward))
-    back = lambda given, carry: carry._replace(backward=end_turns.back(stage, given[0], given[1], carry.backward))
-    to_come_back = lambda m, carry: (m, end_turns.come_back(stage, carry.backward))
-    for name, reads, body in (("leave", to_leave, leave), ("back", to_come_back, back)):
-        if (getattr(ends.turns[slot], name) >= 0).any():
-            m = jnp.asarray(getattr(turns[slot], name))
-            with jax.named_scope(name):
-                carry = when(m >= 0, m, body, carry, reads=reads)
-    return carry
 
 
 def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
@@ -332,8 +276,7 @@ def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -
         alone = "R" not in step.schedule.kinds or now.anew > 0
         carry = when(alone, now, partial(_recompute, stage), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
-    is_last = job.virtual_stage == step.schedule.placement.num_virtual_stages - 1
-    cotangent = _from_end(step.cotangents, cotangent, step.model.num_layers - 2, is_last, carry.left)
+    cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
@@ -358,19 +301,8 @@ def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
     boundaries = stage.step.activations
-    found = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
-    return _from_end(boundaries, found, 0, job.virtual_stage == 0, carry.entered)
-
-
-def _from_end(
-    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
-) -> Buffers:
-    """Boundary buffers with what an end gave, if there is anything and it is `mine`."""
-    if not leaves:
-        return buffers
-    old = boundaries.read(buffers, boundary, 0)
-    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
-    return boundaries.write(buffers, boundary, 0, chosen)
+    activation = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
+    return end_turns.first_input(stage, job, activation, carry)
 
 
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:

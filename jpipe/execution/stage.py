@@ -10,7 +10,7 @@ that the stage doesn't have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -78,6 +78,26 @@ class BackwardWork(NamedTuple):
     gradients: Buffers
     shared_gradients: dict[int, list[jax.Array]]
     overwritten: dict[str, Buffers]
+
+
+class TickCarry(NamedTuple):
+    """The arrays that a device carries from tick to tick. In a step that is forward only, those of backward are empty.
+
+    Attributes:
+      forward: what the device's last forward left at its boundary, and all that is kept of micro-batches in flight.
+      backward: what the device's last backward left at its boundary, and the sums of gradients so far.
+      waiting_activations: activations that have arrived and wait for their forward; each buffer is `[rows, ...]`.
+      waiting_cotangents: cotangents that have arrived and wait for their backward; each buffer is `[rows, ...]`.
+      entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
+      left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
+    """
+
+    forward: ForwardWork
+    backward: BackwardWork
+    waiting_activations: Buffers
+    waiting_cotangents: Buffers
+    entered: list[jax.Array]
+    left: list[jax.Array]
 
 
 class Turn(NamedTuple):
@@ -199,8 +219,8 @@ class Stage:
                 return work, stash
             return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
 
-        among, stash = step.groups_in("B" if whole else "I"), {} if whole else kept["stash"]
-        work, stash = self.sweep(job, reads, visit, (work, stash), reverse=True, among=among)
+        kind, stash = ("B", {}) if whole else ("I", kept["stash"])
+        work, stash = self.sweep(job, reads, visit, (work, stash), kind=kind, reverse=True)
         return work, kept if whole else kept | {"stash": stash}
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
@@ -218,7 +238,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
             return self.add_gradients(turn, work, gradients)
 
-        return self.sweep(job, reads, visit, work, reverse=True, among=step.groups_in("W"))
+        return self.sweep(job, reads, visit, work, kind="W", reverse=True)
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -228,7 +248,7 @@ class Stage:
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
         known = storage.record_types[v]
         gradients = self.step.gradient_sums.converted(known.buffers, gradients, now)
-        if v in self.step.shared_sets:  # each stage adds to its part; a whole leaf is added to where it lies
+        if v in self.step.ends.sets:  # each stage adds to its part; a whole leaf is added to where it lies
             mine = known.devices[0] == self.device
             own = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
             gradients = [own(leaf, spec) for leaf, spec in zip(gradients, known.specs, strict=True)]
@@ -309,8 +329,8 @@ class Stage:
         visit: Callable[[Turn, Reads, Carry], Carry],
         carry: Carry,
         *,
+        kind: str = "F",
         reverse: bool = False,
-        among: Collection[int] | None = None,
     ) -> Carry:
         """`carry = visit(turn, reads(turn, carry), carry)` for each of the virtual stage's layers, or backwards.
 
@@ -321,13 +341,11 @@ class Stage:
             pass 1   A[3:4] B[2:2] C[0:1]
 
         An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
-        Groups that aren't `among` those given have no loop.
+        Groups without a layer on any virtual stage that has actions of this `kind` have no loop.
         """
         virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups
-        num_passes, always_one = ranges.start.shape[1], ranges.always_one
-        own = range(len(groups)) if self.step.ends is None else range(1, len(groups) - 1)
-        own = [g for g in own if among is None or g in among]
+        among, num_passes, always_one = self.step.groups_in(kind), ranges.start.shape[1], ranges.always_one
         # In a group of one layer the position is known.
         turn = lambda g, position, at: Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
 
@@ -348,7 +366,7 @@ class Stage:
             else:
                 table = jnp.asarray([ranges.start, ranges.stop])
                 start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-            for g in reversed(own) if reverse else own:
+            for g in reversed(among) if reverse else among:
                 with jax.named_scope(f"{groups[g].layer.name}.{g}"):
                     if num_passes == 1 and always_one[0, g]:
                         carry = run_layer(g, start[g], given, carry)

@@ -22,11 +22,11 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
+from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
-from jpipe.planning.shared_ends import SharedEnds, as_they_lie, check_layers, make_shared_ends
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
 
@@ -52,7 +52,7 @@ class Step:
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
       table: when each action runs.
-      ends: the first and the last layer, if all stages compute them together.
+      ends: how the first and the last layer run.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class Step:
     cotangents: Boundaries
     ranges: LayerRanges
     table: TickTable
-    ends: SharedEnds | None
+    ends: Ends
 
     @property
     def loss(self) -> TracedLoss | None:
@@ -108,11 +108,6 @@ class Step:
         lying = self.forwards[self.model.last].results_at[: len(self.outputs)]
         return [at[: len(self.model.axes)] for at in lying]
 
-    @property
-    def shared_sets(self) -> frozenset[int]:
-        """The sets of variables of ends that all stages compute together."""
-        return frozenset() if self.ends is None else self.ends.sets
-
     def described(self) -> str:
         """How much there is to compile, in words."""
         schedule = self.schedule
@@ -148,15 +143,15 @@ def build_step(
         return tuple(made[g] for g in model.traced_as) if made else ()
 
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)
-    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], None
+    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], Ends()
     if plan.shares_ends:
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         cuts = sorted({0, *cuts, model.num_layers - 2})
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
-    over = lambda g: replace(splits, over_stages=ends is not None and g in (0, traced.last))
+    over = lambda g: replace(splits, over_stages=ends.shared and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
-    check_layers(trained, layers, shared=ends is not None)
+    check_layers(trained, layers, shared=ends.shared)
     forwards = [layer.forward for layer in layers]
     if not stores_residuals:
         forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
