@@ -1,11 +1,33 @@
 """Runs a step on the devices: one scan over ticks, inside one `shard_map` over the stages.
 
-It follows the tick table and knows no schedule by name. In every slot a device runs the action that its columns of the
-table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages
-inside of the loop, and is written into the row that the table gives it. A value crosses while the next slot computes;
-if the next slot may need it, it crosses before that slot. With one slot for F and one for B, activations cross during
-B slots, cotangents during F slots. After the loop come `psum`s over the stages: of the loss or the outputs, and of the
-gradients of shared weights.
+It follows the tick table (`jpipe.schedules.ticks`) and knows no schedule by name. In each slot a device runs the action
+that the table names for it, or nothing. Here is 1F1B with K=2 stages and M=2 micro-batches, slots for F and B:
+
+    tick       0       1       2       3
+    slot     F   B   F   B   F   B   F   B
+    stage 0  F0  .   F1  .   .   B0  .   B1
+    stage 1  .   .   F0  B0  F1  B1  .   .
+
+The arrays that change are those of `TickCarry`. Each stage has its own:
+
+- Tick 0. Stage 0 runs F0: it reads the batch, writes residuals into its row 0, and leaves an activation in
+  `carry.forward.activation`. During the B slot that activation crosses to stage 1, which writes it into row 0 of
+  `carry.waiting_activations` at the end of the slot.
+- Tick 1. Stage 0 runs F1 (residuals into row 1). Stage 1 runs F0: it reads row 0 of its waiting activations, writes
+  residuals, and adds the loss to `carry.forward.results`. Then stage 1 runs B0: it starts from the loss, reads the
+  residuals, adds to `carry.backward.gradients`, and leaves a cotangent in `carry.backward.cotangent`. During this B
+  slot F1's activation crosses. It takes row 0 on stage 1 again, since F0 has read that row.
+- Tick 2. Stage 1 runs F1. During that F slot B0's cotangent crosses to stage 0, into row 0 of its
+  `carry.waiting_cotangents`. In the B slot stage 0 runs B0 from that row, and stage 1 runs B1.
+- Tick 3. B1's cotangent crosses during the F slot, in which no stage has an action. Stage 0 runs B1.
+
+A value is sent by `ppermute` while the next slot computes. If the next slot may need the value, it is sent before that
+slot instead. All stages take part in each `ppermute`, also those that have nothing to send: the table tells the
+receiver into which row to write, and names an unused row where nothing of use arrives. After the ticks come `psum`s
+over the stages: of the loss or the outputs, and of the gradients of shared weights.
+
+A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
+With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +58,18 @@ from jpipe.types import Leaf
 
 
 class Now(NamedTuple):
-    """The table's entries for this device in one slot of one tick, integer scalars (`SlotTable`).
+    """The tick table's entries for this device in one slot of one tick: integer scalars, the columns of `SlotTable`.
 
-    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of, `anew` is 1 if it
-    computes a forward anew. The rest are row numbers. The action reads or writes the first five, -1 stands for none.
-    What arrives, by each route, is written into the last two's, where they aren't -1.
+    Attributes:
+      kind: 0 where the device idles, else 1 + the index of the action's kind among those of the slot.
+      microbatch: the action's micro-batch.
+      chunk: which of the stage's V virtual stages runs.
+      anew: 1 if the action computes a forward again (remat "stage" and "full").
+      activation: the row of `TickCarry.waiting_activations` that the action reads; -1 for none.
+      cotangent: the row of `TickCarry.waiting_cotangents` that the action reads; -1 for none.
+      residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
+        none.
+      activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
     """
 
     kind: Index
@@ -74,7 +103,7 @@ def run_inference(stage: Stage) -> list[jax.Array]:
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
     carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step))
     results = _run_ticks(stage, carry).forward.results
-    # Only the last stage's outputs aren't zero. `psum` makes integers of bools, which are cast back.
+    # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
 
@@ -105,12 +134,14 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
         *end_turns.empty(step),
     )
     carry = _run_ticks(stage, carry)
-    if stage.only is not None:  # the code after the ticks is to run even if there are no ticks
+    if stage.only is not None:
+        # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
+        # compiler, which would drop the code after the ticks, though its time is to be measured.
         carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(stage, carry.backward)
-    # Places that no layer owns hold zeros, as ever.
-    found = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
-    new = {name: jax.tree.map(found, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
+    # A maximum starts from -inf. Where it is still -inf no layer owns the place: such places hold zeros.
+    filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
+    new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
@@ -140,16 +171,7 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 
 
 def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
-    """The carry after all ticks.
-
-    Where `stage.only` is 0, stages idle; there are as many ticks as it has.
-    """
-    # With 1F1B, K=2 and M=3:
-    #   tick       0       1       2       3       4
-    #   slot     F   B   F   B   F   B   F   B   F   B
-    #   stage 0  F0  .   F1  .   F2  B0  .   B1  .   B2
-    #   stage 1  .   .   F0  B0  F1  B1  F2  B2  .   .
-    # F0 of stage 0 crosses during tick 0's B slot, B0 of stage 1 during tick 2's F slot.
+    """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only = stage.step, stage.only
     slots = step.table.slots
     names = step.schedule.slots
@@ -162,9 +184,9 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
 
     turns = end_turns.turns_of(step, mine.shape[0])
 
-    def tick(carry: TickCarry, found: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
-        """One tick of this device; what the table says of it is `[slots, columns]`, and the turns of all stages."""
-        row, turns = found
+    def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
+        """Runs one tick of this device, by its entries of the table, `[slots, columns]`, and all stages' turns."""
+        row, turns = entries
         for i, slot in enumerate(slots):
             now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
             # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
@@ -191,9 +213,9 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
 
 
 def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
-    """Whether this device does an action of a kind in this slot: a Python bool where that never changes.
+    """Whether this device runs an action of a kind in this slot: True where every stage does in every tick.
 
-    If `known` is false the table at work isn't that of the slot, so it may change.
+    `known` is false if `Stage.only` may let stages idle that have an action in the table.
     """
     code = 1 + slot.kinds.index(kind)
     if known and (slot.kind == code).all():
@@ -258,6 +280,7 @@ def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], 
 
 
 def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
     step = stage.step
     job = _job(stage, now, keeps=step.stores_residuals)
     activation = _activation(stage, job, now, carry)
@@ -265,16 +288,19 @@ def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
 
 
 def _recompute(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
     job = _job(stage, now)
     work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, {}, [])
     return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
 
 
 def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
+    """B, or I if it isn't `whole`: runs the layers backwards, from the cotangent that has arrived or the loss."""
     step, job = stage.step, _job(stage, now)
     if not step.stores_residuals:
-        alone = "R" not in step.schedule.kinds or now.anew > 0
-        carry = when(alone, now, partial(_recompute, stage), carry)
+        # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
+        recomputes = "R" not in step.schedule.kinds or now.anew > 0
+        carry = when(recomputes, now, partial(_recompute, stage), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
     cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
@@ -283,6 +309,7 @@ def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -
 
 
 def _backward_weights(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """W: adds up the gradients that I has left."""
     return carry._replace(backward=stage.weight_gradients(_job(stage, now), carry.backward, carry.forward.kept))
 
 

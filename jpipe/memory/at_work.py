@@ -83,7 +83,11 @@ class WorkLayout:
         return {name: make(buffer) for name, buffer in self.storage.named_buffers}
 
     def gathered(self, buffers: Buffers) -> Buffers:
-        """A device's buffers at work, from those at rest."""
+        """A device's buffers at work, from those at rest.
+
+        Along `stage` first, then along data axes: where both split a dimension, `stage` splits each data device's run
+        (`ScatteredLeaf.sharding`), so that the other order would mix up the parts. It sends less between stages too.
+        """
         mesh, places = self.rest.mesh, self.storage.named_buffers
         found = {n: buffers[n] if n in buffers else part_zeros(a.shape, a.spec, mesh, a.dtype) for n, a in places}
         for leaf, device, place in self._spread():
@@ -93,7 +97,7 @@ class WorkLayout:
         return {name: gather_axes(found[name], known.spec, self.gathers) for name, known in places}
 
     def reduced(self, buffers: Buffers, over: Mapping[str, Sequence[str]]) -> Buffers:
-        """A device's buffers at rest, from its partial sums of those at work.
+        """A device's buffers at rest, from its partial sums of those at work: the inverse order, data before stage.
 
         Args:
           buffers: split only over those axes of their specs that they aren't partial along.

@@ -107,7 +107,7 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
         for slot in table.slots
     )
     sets = frozenset(group.variable_set for group in ends if group.variable_set is not None)
-    # A set that a layer between uses too (a table tied to more than the head) lies whole on its stage: no part of it.
+    # A set that a layer between uses too lies whole on one stage (`make_layouts`), so that stages have no parts of it.
     in_others = {group.variable_set for group in model.groups[1 : model.last]}
     return Ends(first, last, sets - in_others, tuple(turns))
 
