@@ -31,7 +31,7 @@ HOW_OFTEN = {
 }
 LOOPS = list(HOW_OFTEN)
 TURNS = {"enter", "leave", "back"}
-"""The scopes of what all stages compute together (`execution.shared_ends`)."""
+"""The scopes of what all stages compute together (`jpipe.planning.ends`)."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
         rows = step.table.rows_written(name)
         copied = rows if rows > 1 and name == "activation" and not compiler.into_products else 0
         total += bytes_of(own) + crosses * (rows + (rows > 0) + copied)
-    if step.ends is not None:  # what the first layer gives, and the cotangents of what the last one takes
+    if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         total += bytes_of([*first, *filter(is_float, last)])
     return total

@@ -57,7 +57,7 @@ def predict_time(
     step = planner.training_step(planner.for_training(batch))
     by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
-    if step.ends is not None:
+    if step.ends.shared:
         shared, links = schedule.num_microbatches * by_layer[[0, -1], :, :3].sum(axis=(0, 2))
         apart += links + schedule.num_microbatches * _sent_to_all(step) / chip.link_bandwidth
         by_layer[[0, -1]] = 0.0
@@ -87,7 +87,7 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
     planner.plan_for(batch)
     step = planner.training_step(planner.for_training(batch))
     seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
-    if step.ends is not None:
+    if step.ends.shared:
         seconds[[0, -1]] = 0.0
     return seconds.tolist()
 
@@ -138,7 +138,7 @@ def _sent_once(step: Step) -> float:
         weights = step.collections(*WEIGHTS)
         there = {name: layouts[name].gathered(layouts[name].rest.zeros()) for name in weights}
         shared = send_shared(step, there, device_index(mesh))
-        back = [jax.lax.psum(leaves["params"], AXIS) for v, leaves in shared.items() if v not in step.shared_sets]
+        back = [jax.lax.psum(leaves["params"], AXIS) for v, leaves in shared.items() if v not in step.ends.sets]
         sums = params.reduced(params.zeros(accumulator_dtype), step.gradient_sums.partial_along)
         return jax.tree.leaves((there, shared, back, sums))
 

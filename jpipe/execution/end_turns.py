@@ -1,9 +1,17 @@
-"""Computes the first and the last layer on all stages together, for one micro-batch (`ends="shared"`).
+"""Computes the first and the last layer on all stages together, between the slots of a tick (`ends="shared"`).
 
-All stages call these with the same micro-batch at the same time: so they may hold collectives along `stage`.
-`left_by_layers` and `come_back` read the values that `leave` and `back` take from the layers between. They are
-functions apart because these values are in the carry and don't change: compilers would compute all that follows from
-them in every tick if they were read inside of the loops of `leave` and `back`.
+The executor calls the functions of this file before, in and after the ticks:
+
+    before the ticks    empty, turns_of               what the carry and the scan need for shared ends
+    before a slot       before_slot                   enter: the first layer's forward
+    in an action        first_input, last_cotangents  what the layers between take from the ends
+    after a slot        after_slot                    leave: the last layer, the loss, their backward;
+                                                      back: the first layer's backward
+
+If each end runs on its own stage, `Step.ends` has no turns: all of these then return what they were given.
+
+In a turn all stages work on the same micro-batch at the same time, so a turn may hold collectives along `stage`.
+`jpipe.planning.ends` says which micro-batch has its turn when.
 """
 
 from __future__ import annotations
@@ -13,54 +21,96 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index
-from jpipe.execution.stage import BackwardWork, ForwardWork, Stage, Turn
+from jpipe.arrays.loops import when
+from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage, TickCarry, Turn
+from jpipe.memory.boundaries import Boundaries
+from jpipe.memory.storage import Buffers
 from jpipe.mesh.axes import AXIS
+from jpipe.planning.ends import Turns
+from jpipe.planning.step import Step
 from jpipe.types import Leaf
 
+# --- before the ticks -------------------------------------------------------------------------------------------------
 
-def enter(stage: Stage, microbatch: Index) -> list[Leaf]:
-    """The first layer's results, on all stages."""
+
+def empty(step: Step) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Arrays of any values for `TickCarry.entered` and `TickCarry.left`; none if each end runs on its own stage."""
+    if not step.ends.shared:
+        return [], []
+    entered, taken = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
+    made = lambda leaves: [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    return made(entered), made(filter(is_float, taken)) if step.schedule.trains else []
+
+
+def turns_of(step: Step, num_ticks: int) -> list[Turns]:
+    """The turns of the first ticks, for each slot, to be scanned over; none if each end runs on its own stage."""
+    return jax.tree.map(lambda microbatches: jnp.asarray(microbatches[:num_ticks]), [*step.ends.turns])
+
+
+# --- around a slot ----------------------------------------------------------------------------------------------------
+
+
+def before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """Runs the first layer on all stages, if it ever has a turn before this slot."""
+    if not stage.step.ends.has_turns(slot, "enter"):
+        return carry
+    m = jnp.asarray(turns[slot].enter)
+    with jax.named_scope("enter"):
+        return carry._replace(entered=when(m >= 0, m, lambda m, _: _enter(stage, m), carry.entered))
+
+
+def after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
+    """Runs the last layer, then the first one's backward on all stages, if they ever have turns after this slot."""
+    # What a turn takes from the layers between is read by `reads`. It lies in the carry and doesn't change in the loop:
+    # if the body read it, a compiler would compute all that follows from it ahead of the loop, and so in every tick.
+    to_leave = lambda m, carry: (m, _taken_by_last_layer(stage, carry.forward))
+    leave = lambda taken, carry: _leave(stage, taken[0], taken[1], carry)
+    to_come_back = lambda m, carry: (m, stage.step.cotangents.read(carry.backward.cotangent, 0, 0))
+    back = lambda taken, carry: carry._replace(backward=_back(stage, taken[0], taken[1], carry.backward))
+    for name, reads, body in (("leave", to_leave, leave), ("back", to_come_back, back)):
+        if stage.step.ends.has_turns(slot, name):
+            m = jnp.asarray(getattr(turns[slot], name))
+            with jax.named_scope(name):
+                carry = when(m >= 0, m, body, carry, reads=reads)
+    return carry
+
+
+def _enter(stage: Stage, microbatch: Index) -> list[Leaf]:
+    """The first layer's outputs, on all stages."""
     turn = Turn(0, 0, microbatch, {})
     return stage.step.forwards[0](stage.arguments(turn, stage.batch_of(turn)), [])[0].outputs
 
 
-def left_by_layers(stage: Stage, forward: ForwardWork) -> list[Leaf]:
-    """The last layer's activation, on the stage of the layer before it."""
+def _taken_by_last_layer(stage: Stage, forward: ForwardWork) -> list[Leaf]:
+    """The last layer's input, which is right on the stage of the layer before it alone."""
     return stage.step.activations.read(forward.activation, stage.step.model.num_layers - 2, 0)
 
 
-def leave(
-    stage: Stage, microbatch: Index, x: list[Leaf], forward: ForwardWork, backward: BackwardWork
-) -> tuple[ForwardWork, BackwardWork, list[Leaf]]:
-    """The last layer and the loss, and if it trains their backward: (both works, cotangents of what it takes)."""
-    step, last, ends = stage.step, stage.step.model.last, stage.step.ends
-    assert ends is not None
+def _leave(stage: Stage, microbatch: Index, x: list[Leaf], carry: TickCarry) -> TickCarry:
+    """Runs the last layer and the loss, and in training their backward, from one stage's activation `x`."""
+    step, last = stage.step, stage.step.model.last
     turn = Turn(last, 0, microbatch, {})
-    arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == ends.last
+    arguments, mine = stage.arguments(turn, stage.batch_of(turn)), stage.device == step.ends.last
     x = _from_stage(mine, x)
-    cotangents: list[Leaf] = []
+    backward, cotangents = carry.backward, []
     if step.schedule.trains:
-        found, residuals = step.layers[last].forward(arguments, x)
+        values, residuals = step.layers[last].forward(arguments, x)
         gradients, _, cotangents = step.layers[last].backward(arguments, residuals, stage.of_loss(last))
         backward = stage.add_gradients(turn, backward, gradients)
     else:
-        found, _ = step.forwards[last](arguments, x)
-    # All stages have the same outputs; those of one stage are counted.
-    outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in found.outputs]
-    return forward._replace(results=stage.collected(turn, forward.results, outputs)), backward, cotangents
+        values, _ = step.forwards[last](arguments, x)
+    # All stages have the same outputs, and results are summed over stages at the end: one stage's are counted.
+    outputs = [jnp.where(mine, leaf, jnp.zeros_like(leaf)) for leaf in values.outputs]
+    results = stage.collected(turn, carry.forward.results, outputs)
+    return carry._replace(forward=carry.forward._replace(results=results), backward=backward, left=cotangents)
 
 
-def come_back(stage: Stage, backward: BackwardWork) -> list[Leaf]:
-    """The cotangents of what the first layer gave, on its successor's stage."""
-    return stage.step.cotangents.read(backward.cotangent, 0, 0)
-
-
-def back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
-    """The first layer's backward, after its forward, which is computed anew."""
-    step, turn, ends = stage.step, Turn(0, 0, microbatch, {}), stage.step.ends
-    assert ends is not None
-    cotangents = _from_stage(stage.device == ends.first, cotangents)
+def _back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: BackwardWork) -> BackwardWork:
+    """Runs the first layer's forward again and then its backward, from one stage's cotangents of its outputs."""
+    step, turn = stage.step, Turn(0, 0, microbatch, {})
+    cotangents = _from_stage(stage.device == step.ends.first, cotangents)
     arguments = stage.arguments(turn, stage.batch_of(turn))
     _, residuals = step.layers[0].forward(arguments, [])
     return stage.add_gradients(turn, backward, step.layers[0].backward(arguments, residuals, cotangents).params)
@@ -69,3 +119,28 @@ def back(stage: Stage, microbatch: Index, cotangents: list[Leaf], backward: Back
 def _from_stage(mine: jax.Array | bool, leaves: Sequence[Leaf]) -> list[jax.Array]:
     """Arrays of one stage, on all of them."""
     return [jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype) for a in leaves]
+
+
+# --- in an action -----------------------------------------------------------------------------------------------------
+
+
+def first_input(stage: Stage, job: Job, activation: Buffers, carry: TickCarry) -> Buffers:
+    """Boundary buffers in which the first virtual stage finds what the first layer gave in its turn."""
+    return _with_leaves(stage.step.activations, activation, 0, job.virtual_stage == 0, carry.entered)
+
+
+def last_cotangents(stage: Stage, job: Job, cotangent: Buffers, carry: TickCarry) -> Buffers:
+    """Boundary buffers in which the last virtual stage finds the cotangents that the last layer gave in its turn."""
+    is_last = job.virtual_stage == stage.step.schedule.placement.num_virtual_stages - 1
+    return _with_leaves(stage.step.cotangents, cotangent, stage.step.model.num_layers - 2, is_last, carry.left)
+
+
+def _with_leaves(
+    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
+) -> Buffers:
+    """Boundary buffers with an end's leaves at a boundary, if there are leaves and they are `mine`."""
+    if not leaves:
+        return buffers
+    old = boundaries.read(buffers, boundary, 0)
+    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
+    return boundaries.write(buffers, boundary, 0, chosen)

@@ -1,11 +1,33 @@
 """Runs a step on the devices: one scan over ticks, inside one `shard_map` over the stages.
 
-It follows the tick table and knows no schedule by name. In every slot a device runs the action that its columns of the
-table say, or nothing. What it leaves at its boundary crosses by `ppermute`, the only collective between stages
-inside of the loop, and is written into the row that the table gives it. A value crosses while the next slot computes;
-if the next slot may need it, it crosses before that slot. With one slot for F and one for B, activations cross during
-B slots, cotangents during F slots. After the loop come `psum`s over the stages: of the loss or the outputs, and of the
-gradients of shared weights.
+It follows the tick table (`jpipe.schedules.ticks`) and knows no schedule by name. In each slot a device runs the action
+that the table names for it, or nothing. Here is 1F1B with K=2 stages and M=2 micro-batches, slots for F and B:
+
+    tick       0       1       2       3
+    slot     F   B   F   B   F   B   F   B
+    stage 0  F0  .   F1  .   .   B0  .   B1
+    stage 1  .   .   F0  B0  F1  B1  .   .
+
+The arrays that change are those of `TickCarry`. Each stage has its own:
+
+- Tick 0. Stage 0 runs F0: it reads the batch, writes residuals into its row 0, and leaves an activation in
+  `carry.forward.activation`. During the B slot that activation crosses to stage 1, which writes it into row 0 of
+  `carry.waiting_activations` at the end of the slot.
+- Tick 1. Stage 0 runs F1 (residuals into row 1). Stage 1 runs F0: it reads row 0 of its waiting activations, writes
+  residuals, and adds the loss to `carry.forward.results`. Then stage 1 runs B0: it starts from the loss, reads the
+  residuals, adds to `carry.backward.gradients`, and leaves a cotangent in `carry.backward.cotangent`. During this B
+  slot F1's activation crosses. It takes row 0 on stage 1 again, since F0 has read that row.
+- Tick 2. Stage 1 runs F1. During that F slot B0's cotangent crosses to stage 0, into row 0 of its
+  `carry.waiting_cotangents`. In the B slot stage 0 runs B0 from that row, and stage 1 runs B1.
+- Tick 3. B1's cotangent crosses during the F slot, in which no stage has an action. Stage 0 runs B1.
+
+A value is sent by `ppermute` while the next slot computes. If the next slot may need the value, it is sent before that
+slot instead. All stages take part in each `ppermute`, also those that have nothing to send: the table tells the
+receiver into which row to write, and names an unused row where nothing of use arrives. After the ticks come `psum`s
+over the stages: of the loss or the outputs, and of the gradients of shared weights.
+
+A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
+With `ends="shared"`, `end_turns` adds work before and after slots; else its functions change nothing.
 """
 
 from __future__ import annotations
@@ -17,50 +39,37 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.arrays.dtypes import accumulator_dtype, is_float
+from jpipe.arrays.dtypes import accumulator_dtype
 from jpipe.arrays.indexing import Index, put_row, take_row
 from jpipe.arrays.loops import when
 from jpipe.execution import end_turns
 from jpipe.execution.shared_weights import sum_shared_gradients
-from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage
+from jpipe.execution.stage import BackwardWork, ForwardWork, Job, Stage, TickCarry
 from jpipe.memory.boundaries import Boundaries
 from jpipe.memory.storage import Buffers, Row
 from jpipe.mesh.axes import AXIS
 from jpipe.model.groups import GRADIENT
 from jpipe.partitioner.shardings import PARTIAL
-from jpipe.planning.shared_ends import Turns
+from jpipe.planning.ends import Turns
 from jpipe.planning.step import Step
 from jpipe.schedules.actions import FLOWS
 from jpipe.schedules.ticks import SlotTable, crosses_beside
 from jpipe.types import Leaf
 
 
-class TickCarry(NamedTuple):
-    """The arrays that a device carries from tick to tick; forward only, all of the backward is empty.
+class Now(NamedTuple):
+    """The tick table's entries for this device in one slot of one tick: integer scalars, the columns of `SlotTable`.
 
     Attributes:
-      forward: the results of its last forward, with all that is kept of micro-batches in flight.
-      backward: the results of its last backward, with the sums of gradients so far.
-      waiting_activations: activations that have arrived, `[rows, ...]` each buffer.
-      waiting_cotangents: cotangents that have arrived, `[rows, ...]` each buffer.
-      entered: the first layer's results, if all stages compute it together; else empty.
-      left: the cotangents of the last layer's inputs, likewise.
-    """
-
-    forward: ForwardWork
-    backward: BackwardWork
-    waiting_activations: Buffers
-    waiting_cotangents: Buffers
-    entered: list[jax.Array]
-    left: list[jax.Array]
-
-
-class Now(NamedTuple):
-    """The table's entries for this device in one slot of one tick, integer scalars (`SlotTable`).
-
-    `kind` is 0 where it idles, `chunk` says which of the stage's virtual stages the action is of, `anew` is 1 if it
-    computes a forward anew. The rest are row numbers. The action reads or writes the first five, -1 stands for none.
-    What arrives, by each route, is written into the last two's, where they aren't -1.
+      kind: 0 where the device idles, else 1 + the index of the action's kind among those of the slot.
+      microbatch: the action's micro-batch.
+      chunk: which of the stage's V virtual stages runs.
+      anew: 1 if the action computes a forward again (remat "stage" and "full").
+      activation: the row of `TickCarry.waiting_activations` that the action reads; -1 for none.
+      cotangent: the row of `TickCarry.waiting_cotangents` that the action reads; -1 for none.
+      residual, kept, stash: the rows of what the action keeps for later ones, or reads (`jpipe.planning.kept`); -1 for
+        none.
+      activation_in, cotangent_in: for each route, the row into which what arrives in this slot is written; -1 for none.
     """
 
     kind: Index
@@ -92,9 +101,9 @@ def run_inference(stage: Stage) -> list[jax.Array]:
         results = [jnp.zeros((step.schedule.num_microbatches, *leaf.shape), leaf.dtype) for leaf in step.outputs]
     forward = ForwardWork(step.activations.empty(), {}, {}, results)
     waiting = _rows(step.activations, forward.activation, step.table.rows_written("activation"))
-    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, _between(step, 0), [])
+    carry = TickCarry(forward, BackwardWork({}, {}, {}, {}), waiting, {}, *end_turns.empty(step))
     results = _run_ticks(stage, carry).forward.results
-    # Only the last stage's outputs aren't zero. `psum` makes integers of bools, which are cast back.
+    # Outputs are zero on all stages but the last. JAX sums bools as integers, so they are cast back.
     over_stages = lambda x: jax.lax.psum(x, AXIS).astype(x.dtype)
     return _total_loss(step, results) if step.loss is not None else list(map(over_stages, results))
 
@@ -115,35 +124,30 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
     lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
     overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
-    shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.shared_sets}
+    shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in shared.items()}
     carry = TickCarry(
-        forward=ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
-        backward=BackwardWork(cotangent, gradients, shared_gradients, overwritten),
-        waiting_activations=_rows(step.activations, activation, step.table.rows_written("activation")),
-        waiting_cotangents=_rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
-        entered=_between(step, 0),
-        left=list(filter(is_float, _between(step, step.model.num_layers - 2))),
+        ForwardWork(activation, step.kept.empty(), state, list(map(_accumulator, step.outputs))),
+        BackwardWork(cotangent, gradients, shared_gradients, overwritten),
+        _rows(step.activations, activation, step.table.rows_written("activation")),
+        _rows(step.cotangents, cotangent, step.table.rows_written("cotangent")),
+        *end_turns.empty(step),
     )
     carry = _run_ticks(stage, carry)
-    if stage.only is not None:  # the code after the ticks is to run even if there are no ticks
+    if stage.only is not None:
+        # The step is only timed. If it has no ticks, the carry is made of constants. The barrier hides that from the
+        # compiler, which would drop the code after the ticks, though its time is to be measured.
         carry = jax.lax.optimization_barrier(carry)
     gradients = sum_shared_gradients(stage, carry.backward)
-    # Places that no layer owns hold zeros, as ever.
-    found = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
-    new = {name: jax.tree.map(found, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
+    # A maximum starts from -inf. Where it is still -inf no layer owns the place: such places hold zeros.
+    filled = lambda old, new: jnp.where(jnp.isneginf(new), 0, new).astype(old.dtype)
+    new = {name: jax.tree.map(filled, stage.variables[name], tree) for name, tree in carry.backward.overwritten.items()}
     return _total_loss(step, carry.forward.results), stage.merged_state(carry.forward.state) | new, gradients
 
 
 def _rows(boundaries: Boundaries, buffers: Buffers, count: int) -> Buffers:
     """Rows `[count, ...]` of arrays that cross a boundary, of any values."""
     return jax.tree.map(lambda a: jax.lax.empty((count, *a.shape), a.dtype), boundaries.crossing(buffers))
-
-
-def _between(step: Step, boundary: int) -> list[jax.Array]:
-    """Arrays, of any values, for what ends that all stages compute together take or give; none if they don't."""
-    leaves = step.activations.record_types[boundary].leaves if step.ends is not None else ()
-    return [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _accumulator(array: Leaf) -> jax.Array:
@@ -167,16 +171,7 @@ def _total_loss(step: Step, sums: list[jax.Array]) -> list[jax.Array]:
 
 
 def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
-    """The carry after all ticks.
-
-    Where `stage.only` is 0, stages idle; there are as many ticks as it has.
-    """
-    # With 1F1B, K=2 and M=3:
-    #   tick       0       1       2       3       4
-    #   slot     F   B   F   B   F   B   F   B   F   B
-    #   stage 0  F0  .   F1  .   F2  B0  .   B1  .   B2
-    #   stage 1  .   .   F0  B0  F1  B1  F2  B2  .   .
-    # F0 of stage 0 crosses during tick 0's B slot, B0 of stage 1 during tick 2's F slot.
+    """Returns the carry after all ticks. With `stage.only`, as many ticks as it has, and stages idle where it is 0."""
     step, only = stage.step, stage.only
     slots = step.table.slots
     names = step.schedule.slots
@@ -187,24 +182,24 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         table = table[:, :, : only.shape[1]].at[:, Now._fields.index("kind")].multiply(only)
     mine = jnp.moveaxis(take_row(jnp.moveaxis(table, -1, 0), stage.device), -1, 0)  # [T, slots, columns]
 
-    turns = [] if step.ends is None else jax.tree.map(lambda a: jnp.asarray(a[: mine.shape[0]]), [*step.ends.turns])
+    turns = end_turns.turns_of(step, mine.shape[0])
 
-    def tick(carry: TickCarry, found: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
-        """One tick of this device; what the table says of it is `[slots, columns]`, and the turns of all stages."""
-        row, turns = found
+    def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
+        """Runs one tick of this device, by its entries of the table, `[slots, columns]`, and all stages' turns."""
+        row, turns = entries
         for i, slot in enumerate(slots):
             now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
             # 1. What the slot before left is sent, where it may cross beside this slot's work. (Before the first slot
             #    that is the last one of the tick before, whose results are in the carry.)
             beside = [flow for flow in _flows(slots[i - 1]) if crosses_beside(names, flow, i - 1)]
             crossing = {flow: _sent(stage, flow, slot, carry) for flow in beside}
-            carry = _before_slot(stage, turns, i, carry)
+            carry = end_turns.before_slot(stage, turns, i, carry)
             # 2. This slot's action: a loop of no trip or one, since a `lax.cond` would copy the carry.
             for kind in slot.kinds:
                 with jax.named_scope(f"slot{i}"), jax.named_scope(kind):
                     active = _is_active(slot, kind, now, known=only is None)
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
-            carry = _after_slot(stage, turns, i, carry)
+            carry = end_turns.after_slot(stage, turns, i, carry)
             # 3. What it left is sent at once, where the next slot may need it.
             at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
             crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
@@ -217,39 +212,10 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
         return jax.lax.scan(tick, carry, (mine, turns))[0]
 
 
-def _before_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the first layer on all stages before a slot, if they compute it together there."""
-    if stage.step.ends is None or (stage.step.ends.turns[slot].enter < 0).all():
-        return carry
-    m = jnp.asarray(turns[slot].enter)
-    with jax.named_scope("enter"):
-        return carry._replace(entered=when(m >= 0, m, lambda m, _: end_turns.enter(stage, m), carry.entered))
-
-
-def _after_slot(stage: Stage, turns: list[Turns], slot: int, carry: TickCarry) -> TickCarry:
-    """Runs the last layer and the first one's backward on all stages after a slot, if they compute them there."""
-    if (ends := stage.step.ends) is None:
-        return carry
-
-    def leave(given: tuple[Index, list[Leaf]], carry: TickCarry) -> TickCarry:
-        forward, backward, left = end_turns.leave(stage, *given, carry.forward, carry.backward)
-        return carry._replace(forward=forward, backward=backward, left=left)
-
-    to_leave = lambda m, carry: (m, end_turns.left_by_layers(stage, carry.forward))
-    back = lambda given, carry: carry._replace(backward=end_turns.back(stage, given[0], given[1], carry.backward))
-    to_come_back = lambda m, carry: (m, end_turns.come_back(stage, carry.backward))
-    for name, reads, body in (("leave", to_leave, leave), ("back", to_come_back, back)):
-        if (getattr(ends.turns[slot], name) >= 0).any():
-            m = jnp.asarray(getattr(turns[slot], name))
-            with jax.named_scope(name):
-                carry = when(m >= 0, m, body, carry, reads=reads)
-    return carry
-
-
 def _is_active(slot: SlotTable, kind: str, now: Now, *, known: bool) -> bool | jax.Array:
-    """Whether this device does an action of a kind in this slot: a Python bool where that never changes.
+    """Whether this device runs an action of a kind in this slot: True where every stage does in every tick.
 
-    If `known` is false the table at work isn't that of the slot, so it may change.
+    `known` is false if `Stage.only` may let stages idle that have an action in the table.
     """
     code = 1 + slot.kinds.index(kind)
     if known and (slot.kind == code).all():
@@ -314,6 +280,7 @@ def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], 
 
 
 def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """F: runs the layers forward, and keeps residuals unless a backward is to recompute them."""
     step = stage.step
     job = _job(stage, now, keeps=step.stores_residuals)
     activation = _activation(stage, job, now, carry)
@@ -321,25 +288,28 @@ def _forward(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
 
 
 def _recompute(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """R: runs the layers forward again for their residuals alone; the state and the results have been counted by F."""
     job = _job(stage, now)
     work = ForwardWork(_activation(stage, job, now, carry), carry.forward.kept, {}, [])
     return carry._replace(forward=carry.forward._replace(kept=stage.forward(job, work).kept))
 
 
 def _backward(stage: Stage, now: Now, carry: TickCarry, *, whole: bool = True) -> TickCarry:
+    """B, or I if it isn't `whole`: runs the layers backwards, from the cotangent that has arrived or the loss."""
     step, job = stage.step, _job(stage, now)
     if not step.stores_residuals:
-        alone = "R" not in step.schedule.kinds or now.anew > 0
-        carry = when(alone, now, partial(_recompute, stage), carry)
+        # Nothing keeps residuals for this backward, unless an action R of the schedule has made them ahead of it.
+        recomputes = "R" not in step.schedule.kinds or now.anew > 0
+        carry = when(recomputes, now, partial(_recompute, stage), carry)
     cotangent = _read_row(step.cotangents, carry.backward.cotangent, carry.waiting_cotangents, now.cotangent)
-    is_last = job.virtual_stage == step.schedule.placement.num_virtual_stages - 1
-    cotangent = _from_end(step.cotangents, cotangent, step.model.num_layers - 2, is_last, carry.left)
+    cotangent = end_turns.last_cotangents(stage, job, cotangent, carry)
     backward, kept = stage.backward(job, carry.backward._replace(cotangent=cotangent), carry.forward.kept, whole=whole)
     # What is kept is handed back so that the next action writes into the same memory.
     return carry._replace(forward=carry.forward._replace(kept=kept), backward=backward)
 
 
 def _backward_weights(stage: Stage, now: Now, carry: TickCarry) -> TickCarry:
+    """W: adds up the gradients that I has left."""
     return carry._replace(backward=stage.weight_gradients(_job(stage, now), carry.backward, carry.forward.kept))
 
 
@@ -358,19 +328,8 @@ def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
 def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
     """The activation of a virtual stage's first layer, in boundary buffers."""
     boundaries = stage.step.activations
-    found = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
-    return _from_end(boundaries, found, 0, job.virtual_stage == 0, carry.entered)
-
-
-def _from_end(
-    boundaries: Boundaries, buffers: Buffers, boundary: int, mine: bool | jax.Array, leaves: list[jax.Array]
-) -> Buffers:
-    """Boundary buffers with what an end gave, if there is anything and it is `mine`."""
-    if not leaves:
-        return buffers
-    old = boundaries.read(buffers, boundary, 0)
-    chosen = [jnp.where(mine, new, a) for new, a in zip(leaves, old, strict=True)]
-    return boundaries.write(buffers, boundary, 0, chosen)
+    activation = _read_row(boundaries, carry.forward.activation, carry.waiting_activations, now.activation)
+    return end_turns.first_input(stage, job, activation, carry)
 
 
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:

@@ -30,11 +30,11 @@ def send_shared(step: Step, variables: dict[str, Buffers], device: Index) -> dic
         storage = step.storages[collection]
         known, leaves = storage.record_types[v], storage.read(variables[collection], v, 0)
         mine = known.devices[0] == device  # such a set has one instance
-        # `psum` makes integers of bools, which are cast back.
+        # JAX sums bools as integers, so they are cast back.
         to_all = lambda a: jax.lax.psum(jnp.where(mine, a, jnp.zeros_like(a)), AXIS).astype(a.dtype)
         return [a if on_all_stages(spec) else to_all(a) for a, spec in zip(leaves, known.specs, strict=True)]
 
-    shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared or v in step.shared_sets]
+    shared = [v for v, known in enumerate(step.model.variable_sets) if known.shared or v in step.ends.sets]
     return {v: {name: sent(name, v) for name in step.collections(*WEIGHTS)} for v in shared}
 
 

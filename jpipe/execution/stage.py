@@ -1,8 +1,11 @@
 """Does a stage's work on one micro-batch: runs its layers forward, or backward.
 
-All stages run this same code. Which layers are theirs is a matter of loop bounds (`LayerRanges`), read from a table by
-the index of the virtual stage, so that layers of one group are compiled once wherever they lie, and no layer is run
-that the stage doesn't have.
+All stages run this same code, since one program is compiled for all devices. Which layers a stage has is a matter of
+loop bounds (`LayerRanges`), which are read from a table by the index of the virtual stage. So the layers of one group
+are compiled once, wherever they lie, and a layer that a stage doesn't have is a loop of no trips. A `lax.cond` would do
+as well, but it copies the buffers that it hands through; a loop updates them in place (`jpipe.arrays.loops`).
+
+The executor calls `Stage.forward` (actions F and R), `Stage.backward` (B and I) and `Stage.weight_gradients` (W).
 
 `g` is the index of a group, `position` that of a layer in it (the first and the last layer are each alone in theirs);
 `v` is the index of a set of variables, and `instance` that of a record in it.
@@ -10,7 +13,7 @@ that the stage doesn't have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -39,7 +42,8 @@ class Job(NamedTuple):
     Attributes:
       virtual_stage: whose layers it runs.
       microbatch: its micro-batch's index.
-      rows: where what it keeps, or kept, lies, by `ROWS` of `jpipe.schedules.ticks`; empty if nothing is kept.
+      rows: the rows of what it keeps for later actions, or reads, by `ROWS` of `jpipe.schedules.ticks`; empty if it
+        keeps nothing.
     """
 
     virtual_stage: Index
@@ -48,14 +52,14 @@ class Job(NamedTuple):
 
 
 class ForwardWork(NamedTuple):
-    """The arrays that the forward of a stage's layers reads and writes. Those that are empty aren't made.
+    """The arrays that the forward of a stage's layers reads and writes. An empty one stays empty: it isn't computed.
 
     Attributes:
-      activation: boundary buffers with what the next layer takes.
+      activation: boundary buffers (`Boundaries`) with the input of the next layer to run, for one micro-batch.
       kept: by `ROWS`, buffers of what actions keep for later ones, a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
-      results: where there is a loss, sums over the micro-batches so far, scalars: of each of its terms and of that
-        one's weight, and such a pair for each metric; else the outputs of all micro-batches, `[M, b, ...]`.
+      results: with a loss, scalars: the sums over the micro-batches so far of each of its terms and of that term's
+        weight, and such a pair for each metric. Without a loss, the outputs of all micro-batches, `[M, b, ...]`.
     """
 
     activation: Buffers
@@ -68,10 +72,10 @@ class BackwardWork(NamedTuple):
     """The arrays that the backward of a stage's layers reads and writes.
 
     Attributes:
-      cotangent: boundary buffers with the cotangents of what the next layer (backwards) gives.
+      cotangent: boundary buffers with the cotangents of the outputs of the next layer to run backwards.
       gradients: buffers with the sums of gradients so far, partial along axes as `Step.gradient_sums` says.
       shared_gradients: for each shared set of variables, this stage's sums of its gradients so far.
-      overwritten: by collection whose gradient is its new value, buffers with the largest so far.
+      overwritten: for each collection whose gradient is its new value (fp8), buffers with the largest so far.
     """
 
     cotangent: Buffers
@@ -80,13 +84,33 @@ class BackwardWork(NamedTuple):
     overwritten: dict[str, Buffers]
 
 
+class TickCarry(NamedTuple):
+    """The arrays that a device carries from tick to tick. In a step that is forward only, those of backward are empty.
+
+    Attributes:
+      forward: what the device's last forward left at its boundary, and all that is kept of micro-batches in flight.
+      backward: what the device's last backward left at its boundary, and the sums of gradients so far.
+      waiting_activations: activations that have arrived and wait for their forward; each buffer is `[rows, ...]`.
+      waiting_cotangents: cotangents that have arrived and wait for their backward; each buffer is `[rows, ...]`.
+      entered: only with `ends="shared"`, else empty: leaves `[b, ...]` of the first layer's outputs.
+      left: only with `ends="shared"`, else empty: leaves `[b, ...]` of the cotangents of the last layer's inputs.
+    """
+
+    forward: ForwardWork
+    backward: BackwardWork
+    waiting_activations: Buffers
+    waiting_cotangents: Buffers
+    entered: list[jax.Array]
+    left: list[jax.Array]
+
+
 class Turn(NamedTuple):
     """A layer's turn in an action.
 
     Attributes:
       g, position: which layer: the group, and the position in it.
       microbatch: its micro-batch's index.
-      rows: as of its `Job`.
+      rows: those of its `Job`.
     """
 
     g: int
@@ -104,8 +128,8 @@ class Stage:
       variables: the device's buffers, by collection.
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
-      only: which actions of the first T ticks to run, `[slots, T, K]` of 0 and 1, and no further ticks, to measure what
-        they take (the results then mean nothing); None for all.
+      only: None, or for measurements `[slots, ticks, K]` of 0 and 1: only so many ticks run, and in them only the
+        actions marked by 1. The results then mean nothing.
       scales: the cotangents of the sums of the loss's terms.
       shared: for each shared set of variables, its weights by collection, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
@@ -191,6 +215,7 @@ class Stage:
             if new:
                 names = [name for name in step.model.groups[turn.g].fixed_names if name in work.overwritten]
                 largest = self._read(work.overwritten, names, turn.g, turn.position)
+                # Each micro-batch gives the largest amplitude that it saw; the batch's is the largest of those.
                 largest = [jnp.maximum(a, b.astype(a.dtype)) for a, b in zip(largest, new, strict=True)]
                 overwritten = self._write(work.overwritten, names, turn.g, turn.position, largest)
                 work = work._replace(overwritten=overwritten)
@@ -199,8 +224,8 @@ class Stage:
                 return work, stash
             return work._replace(cotangent=step.cotangents.write(work.cotangent, first - 1, 0, cotangents)), stash
 
-        among, stash = step.groups_in("B" if whole else "I"), {} if whole else kept["stash"]
-        work, stash = self.sweep(job, reads, visit, (work, stash), reverse=True, among=among)
+        kind, stash = ("B", {}) if whole else ("I", kept["stash"])
+        work, stash = self.sweep(job, reads, visit, (work, stash), kind=kind, reverse=True)
         return work, kept if whole else kept | {"stash": stash}
 
     def weight_gradients(self, job: Job, work: BackwardWork, kept: Kept) -> BackwardWork:
@@ -218,7 +243,7 @@ class Stage:
             gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
             return self.add_gradients(turn, work, gradients)
 
-        return self.sweep(job, reads, visit, work, reverse=True, among=step.groups_in("W"))
+        return self.sweep(job, reads, visit, work, kind="W", reverse=True)
 
     def add_gradients(self, turn: Turn, work: BackwardWork, gradients: Sequence[Leaf | None]) -> BackwardWork:
         """Adds a layer's gradients, where there are some, to the sums of its set of variables."""
@@ -228,7 +253,10 @@ class Stage:
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
         known = storage.record_types[v]
         gradients = self.step.gradient_sums.converted(known.buffers, gradients, now)
-        if v in self.step.shared_sets:  # each stage adds to its part; a whole leaf is added to where it lies
+        # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
+        # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
+        # leaf isn't split, all stages have the same gradient of it, and only the stage that holds the leaf adds it.
+        if v in self.step.ends.sets:
             mine = known.devices[0] == self.device
             own = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
             gradients = [own(leaf, spec) for leaf, spec in zip(gradients, known.specs, strict=True)]
@@ -250,18 +278,19 @@ class Stage:
         return [put_row(a, new, turn.microbatch) for a, new in pairs]
 
     def batch_of(self, turn: Turn) -> Batch:
-        """The micro-batch, for layers that look at it.
+        """The micro-batch, for layers that look at it; else None.
 
-        It is read as a batch lies at rest: else a compiler turns all micro-batches ahead of the ticks to how a layer
-        takes one, and pads images' three channels to 128. As weights, they aren't cast ahead of the ticks either.
+        It is read in the order of dimensions in which the batch lies at rest. Else a compiler would change the order
+        of all micro-batches ahead of the ticks, and pad the three channels of images to 128. With `cast="use"`,
+        `of_trip` keeps the compiler from casting all micro-batches ahead of the ticks.
         """
         if not self.step.functions[turn.g].reads_batch:
             return None
         request = self.step.plan.request
 
         def row(leaf: Leaf) -> Leaf:
-            found = in_order(take_row(leaf, turn.microbatch), compact_order(leaf.shape[1:], request.mesh))
-            return of_trip(found, turn.microbatch) if request.options.cast == "use" else found
+            examples = in_order(take_row(leaf, turn.microbatch), compact_order(leaf.shape[1:], request.mesh))
+            return of_trip(examples, turn.microbatch) if request.options.cast == "use" else examples
 
         return jax.tree.map(row, self.batch)
 
@@ -309,25 +338,25 @@ class Stage:
         visit: Callable[[Turn, Reads, Carry], Carry],
         carry: Carry,
         *,
+        kind: str = "F",
         reverse: bool = False,
-        among: Collection[int] | None = None,
     ) -> Carry:
-        """`carry = visit(turn, reads(turn, carry), carry)` for each of the virtual stage's layers, or backwards.
+        """Computes `carry = visit(turn, reads(turn, carry), carry)` for each of the virtual stage's layers.
 
-        A pass goes once through all groups, in order, and runs a range of positions of each, by a loop:
+        With `reverse` it goes from the last layer to the first. A pass goes once through all groups, in order, and runs
+        a range of positions of each, by a loop:
 
             layers   A A A B B A C        of the groups A, B, C
             pass 0   A[0:3] B[0:2] C[0:0]
             pass 1   A[3:4] B[2:2] C[0:1]
 
-        An empty range is a loop of zero trips, and a compiler is kept from computing ahead of it (`loops.each`).
-        Groups that aren't `among` those given have no loop.
+        An empty range is a loop of zero trips. `loops.each` ties what the loop reads to its trips by an
+        `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
+        Groups without a layer on any virtual stage that has actions of this `kind` have no loop.
         """
         virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups
-        num_passes, always_one = ranges.start.shape[1], ranges.always_one
-        own = range(len(groups)) if self.step.ends is None else range(1, len(groups) - 1)
-        own = [g for g in own if among is None or g in among]
+        among, num_passes, always_one = self.step.groups_in(kind), ranges.start.shape[1], ranges.always_one
         # In a group of one layer the position is known.
         turn = lambda g, position, at: Turn(g, 0 if len(groups[g].indices) == 1 else position, *at)
 
@@ -348,7 +377,7 @@ class Stage:
             else:
                 table = jnp.asarray([ranges.start, ranges.stop])
                 start, stop = take_slice(table, (0, virtual_stage, p), (2, 1, 1, len(groups))).reshape(2, len(groups))
-            for g in reversed(own) if reverse else own:
+            for g in reversed(among) if reverse else among:
                 with jax.named_scope(f"{groups[g].layer.name}.{g}"):
                     if num_passes == 1 and always_one[0, g]:
                         carry = run_layer(g, start[g], given, carry)

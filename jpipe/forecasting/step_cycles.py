@@ -94,9 +94,8 @@ def _unlooped(ticks: Loop, kind: str) -> float:
 def _ends(step: Step, ticks: Loop) -> float:
     """Cycles of the first and the last layer, where all stages compute them together."""
     total = 0.0
-    of_slots = () if step.ends is None else step.ends.turns
-    for name in ("enter", "leave", "back") if of_slots else ():
-        turns = sum(int((getattr(turns, name) >= 0).sum()) for turns in of_slots)
+    for name in ("enter", "leave", "back") if step.ends.shared else ():
+        turns = sum(int((getattr(turns, name) >= 0).sum()) for turns in step.ends.turns)
         loops = ticks.find(name)
         total += turns * sum(loop.own + sum(map(_turned, loop.inner)) for loop in loops) / max(1, len(loops))
     return total

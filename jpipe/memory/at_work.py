@@ -108,8 +108,7 @@ class WorkLayout:
     def reduced(self, buffers: Buffers, over: Mapping[str, Sequence[str]]) -> Buffers:
         """A device's buffers at rest, from its partial sums of those at work.
 
-        The order is the inverse of that in `gathered`, for the same reasons: along data axes first, along `stage`
-        second.
+        The order is the inverse of that in `gathered`, for the same reasons: data axes first, `stage` second.
 
         Args:
           buffers: split only over those axes of their specs that they aren't partial along.

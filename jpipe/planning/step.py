@@ -1,7 +1,8 @@
 """A step as plain data: which layers each stage runs, where everything lies, and when it happens.
 
 `build_step` puts together what the other folders decide (groups of equal layers, cuts, schedule, remat) for the shapes
-of one micro-batch. The executor then only follows it.
+of one micro-batch. The executor then only follows it. Shapes are in the letters of ARCHITECTURE.md: K stages, V chunks,
+S virtual stages, M micro-batches, G groups, T ticks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jpipe.model.loss import TracedLoss
 from jpipe.model.merging import Merging, make_merging
 from jpipe.model.traced_layer import DeviceForward, DeviceLayer, TracedLayer, partition_layer, trace_forward
 from jpipe.partitioner.shardings import Sharding
+from jpipe.planning.ends import Ends, as_they_lie, check_layers, make_shared_ends
 from jpipe.planning.gradient_sums import GradientSums, make_gradient_sums
 from jpipe.planning.kept import KeptStorage, make_kept_storage
 from jpipe.planning.layer_ranges import LayerRanges, make_ranges
 from jpipe.planning.plan import Plan
-from jpipe.planning.shared_ends import SharedEnds, as_they_lie, check_layers, make_shared_ends
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import TickTable, lower
 
@@ -42,7 +43,7 @@ class Step:
       schedule: the order of actions.
       model: the layers.
       functions: what the layers of each group compute.
-      forwards: the forward of each group in a forward action, as one device runs it.
+      forwards: for each of the G groups, its forward in an action F, as one device runs it.
       layers: forward with residuals and backward of each group, as one device runs them; empty if forward only.
       mergings: how each group's state is merged over micro-batches; empty if forward only.
       stores_residuals: whether forward actions leave residuals for backward ones.
@@ -51,8 +52,8 @@ class Step:
       activations: the format of activations at the boundaries.
       cotangents: the format of their cotangents.
       ranges: which layers each virtual stage runs.
-      table: when each action runs.
-      ends: the first and the last layer, if all stages compute them together.
+      table: when each action runs, T ticks of K stages.
+      ends: how the first and the last layer run.
     """
 
     plan: Plan
@@ -69,7 +70,7 @@ class Step:
     cotangents: Boundaries
     ranges: LayerRanges
     table: TickTable
-    ends: SharedEnds | None
+    ends: Ends
 
     @property
     def loss(self) -> TracedLoss | None:
@@ -94,7 +95,7 @@ class Step:
             for action in order
             if action.kind == kind
         }
-        lies = np.any(ranges.stop > ranges.start, axis=1)  # [K*V, groups]
+        lies = np.any(ranges.stop > ranges.start, axis=1)  # [S, G]
         return np.flatnonzero(lies[sorted(stages)].any(axis=0)).tolist()
 
     @property
@@ -107,11 +108,6 @@ class Step:
         """How the leaves of `outputs` lie on the devices of the last stage."""
         lying = self.forwards[self.model.last].results_at[: len(self.outputs)]
         return [at[: len(self.model.axes)] for at in lying]
-
-    @property
-    def shared_sets(self) -> frozenset[int]:
-        """The sets of variables of ends that all stages compute together."""
-        return frozenset() if self.ends is None else self.ends.sets
 
     def described(self) -> str:
         """How much there is to compile, in words."""
@@ -143,20 +139,22 @@ def build_step(
     model, splits = plan.arranged(traced), request.splits
     stores_residuals = schedule.trains and not request.remat.keep_inputs
 
-    def spread(made: Sequence[T]) -> tuple[T, ...]:
+    def for_groups(made: Sequence[T]) -> tuple[T, ...]:
         """Items made for each group as traced (none if there are none), for each group of `model`."""
         return tuple(made[g] for g in model.traced_as) if made else ()
 
     table = lower(schedule, keep_inputs=request.remat.keep_inputs)
-    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], None
+    cuts, ends = [stop - 1 for _, stop in bounds[:-1]], Ends()
     if plan.shares_ends:
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
+        # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
+        # Boundaries 0 and N-2, where the ends give and take, count as cuts: what crosses has room for what lies there.
         cuts = sorted({0, *cuts, model.num_layers - 2})
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
-    over = lambda g: replace(splits, over_stages=ends is not None and g in (0, traced.last))
+    over = lambda g: replace(splits, over_stages=ends.shared and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
-    check_layers(trained, layers, shared=ends is not None)
+    check_layers(trained, layers, shared=ends.shared)
     forwards = [layer.forward for layer in layers]
     if not stores_residuals:
         forwards = [trace_forward(function, over(g)) for g, function in enumerate(functions)]
@@ -164,7 +162,6 @@ def build_step(
     kept = make_kept_storage(
         layers,
         model.traced_as,
-        # Ends that all stages compute together go forth and back at once, and keep nothing.
         [[virtual_stage_of[i] for i in group.indices if i in virtual_stage_of] for group in model.groups],
         [schedule.placement.stage_of(s) for s in range(len(bounds))],
         table.rows,
@@ -175,12 +172,12 @@ def build_step(
         plan=plan,
         schedule=schedule,
         model=model,
-        functions=spread(functions),
-        forwards=spread(forwards),
-        layers=spread(layers),
-        mergings=spread([make_merging(layer.function, splits) for layer in trained]),
+        functions=for_groups(functions),
+        forwards=for_groups(forwards),
+        layers=for_groups(layers),
+        mergings=for_groups([make_merging(layer.function, splits) for layer in trained]),
         stores_residuals=stores_residuals,
-        gradient_sums=make_gradient_sums(model, spread(layers), plan.at_work["params"].storage, splits.axes),
+        gradient_sums=make_gradient_sums(model, for_groups(layers), plan.at_work["params"].storage, splits.axes),
         kept=kept,
         activations=make_boundaries(model.boundaries, cuts),
         cotangents=make_boundaries([list(filter(is_float, leaves)) for leaves in model.boundaries], cuts),

@@ -12,6 +12,7 @@ from jpipe.execution.shared_weights import send_shared, sum_shared_gradients
 from jpipe.memory.storage import build_storage
 from jpipe.mesh.on_stages import on_stages
 from jpipe.mesh.users_mesh import as_mesh
+from jpipe.planning.ends import Ends
 
 NUM_STAGES, OWNER = 3, 1
 SHAPE = jax.ShapeDtypeStruct((2, 2), jnp.float32)
@@ -24,7 +25,7 @@ def step():
     sets = [SimpleNamespace(shared=False), SimpleNamespace(shared=True)]
     model = SimpleNamespace(variable_sets=sets)
     named = {"params": storage}
-    return SimpleNamespace(storages=named, model=model, shared_sets=frozenset(), collections=lambda *roles: ["params"])
+    return SimpleNamespace(storages=named, model=model, ends=Ends(), collections=lambda *roles: ["params"])
 
 
 def on_each_stage(run):

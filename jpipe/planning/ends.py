@@ -1,4 +1,4 @@
-"""Decides when all stages compute the two ends together (`ends="shared"`), and refuses ends that can't be split.
+"""`Ends`: decides when all stages compute the two ends together (`ends="shared"`); refuses ends that can't be split.
 
 Each stage has a part of their weights, as of a vocabulary, and computes that part of them for every micro-batch
 (arXiv 2411.05288 does so for cross-entropy). So no stage carries a table or a head alone. They run in turns that all
@@ -11,8 +11,8 @@ stages take at the same time, beside the slots of a tick, and send each other wh
     all     enter(0)                 enter(1)  leave(0)
 
 *Enter*: the first layer, before the slot in which the first stage goes on with what it gives. *Leave*: the last layer,
-the loss and their backward, after the slot in which the last stage gave what they take. *Return*: the first layer's
-backward, after that in which the first stage gave the cotangents of what it gave.
+the loss and their backward, after the slot in which the last stage gave what they take. *Back*: the first layer's
+backward, after the slot in which the first stage gave the cotangents of the first layer's outputs.
 """
 
 from __future__ import annotations
@@ -54,23 +54,33 @@ class Turns(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SharedEnds:
-    """The ends of a step.
+class Ends:
+    """How a step runs its first and its last layer. By default each runs on its own stage, as other layers do.
 
     Attributes:
-      first, last: the stages before the first layer's successor, and after the last one's predecessor.
-      sets: the sets of variables of which each stage has a part.
-      turns: for each slot of a tick.
+      first: the stage of the layer after the first one; it takes what the first layer gives.
+      last: the stage of the layer before the last one; it gives what the last layer takes.
+      sets: the sets of variables of which each stage has a part, and computes with it.
+      turns: for each slot of a tick the turns that all stages take; none if each end runs on its own stage.
     """
 
-    first: int
-    last: int
-    sets: frozenset[int]
-    turns: tuple[Turns, ...]
+    first: int = 0
+    last: int = 0
+    sets: frozenset[int] = frozenset()
+    turns: tuple[Turns, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether all stages compute the ends together."""
+        return bool(self.turns)
+
+    def has_turns(self, slot: int, name: str) -> bool:
+        """Whether a turn of a name ("enter", "leave", "back") is ever taken around a slot."""
+        return self.shared and bool((getattr(self.turns[slot], name) >= 0).any())
 
 
-def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> SharedEnds:
-    """When the ends of a model run under a schedule.
+def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep_inputs: bool) -> Ends:
+    """Decides when the ends of a model run under a schedule, if all stages compute them together.
 
     Args:
       model: its layers.
@@ -97,8 +107,9 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
         for slot in table.slots
     )
     sets = frozenset(group.variable_set for group in ends if group.variable_set is not None)
+    # A set that a layer between uses too lies whole on one stage (`make_layouts`), so that stages have no parts of it.
     in_others = {group.variable_set for group in model.groups[1 : model.last]}
-    return SharedEnds(first, last, sets - in_others, tuple(turns))
+    return Ends(first, last, sets - in_others, tuple(turns))
 
 
 def as_they_lie(

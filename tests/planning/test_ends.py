@@ -8,7 +8,7 @@ import pytest
 
 import jpipe
 from cases import assert_close
-from jpipe.planning.shared_ends import make_shared_ends
+from jpipe.planning.ends import make_shared_ends
 from jpipe.schedules.ticks import lower
 from vocabulary import WORDS, batch_of, pipeline, untied, wide
 
@@ -51,7 +51,7 @@ def of_singular_values(outputs, batch):
             {},
             "has no weights that the stages could share",
         ),
-        (untied(), {"loss_fn": of_singular_values}, r"Head\): svd \(test_shared_ends.py:\d+\) has to see whole arrays"),
+        (untied(), {"loss_fn": of_singular_values}, r"Head\): svd \(test_ends.py:\d+\) has to see whole arrays"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(layers, options, message):
