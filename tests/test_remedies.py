@@ -562,7 +562,7 @@ def test_a_plan_for_no_devices():
 
 
 @follows("call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs")
-@follows("to take it along, give the file a name: view(path='pipeline.html')")
+@follows("view(path='pipeline.html')")
 def test_a_view_before_any_batch(tmp_path, monkeypatch, capsys):
     with refused(ValueError, "call pipe.view(batch), with a batch or its jax.ShapeDtypeStructs"):
         make().view(path=tmp_path / "a.html")
@@ -846,7 +846,7 @@ ELSEWHERE = {
     "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
-    "pipe.communication(batch) lists them": "profiling/test_communication.py",
+    "pipe.communication(batch) lists them": "costs/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_user_shardings.py",
 }
 """Proposals that are followed in tests of their own, which need several processes, trained models or time."""
