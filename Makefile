@@ -30,7 +30,7 @@ test-all: $(READY)-test
 
 # All notebooks, and the code of all pages.
 test-notebooks: $(READY)-test
-	$(PYTEST) tests/test_notebooks.py tests/test_docs.py
+	$(PYTEST) tests/documents/test_notebooks.py tests/documents/test_docs.py
 
 lint: $(READY)-lint
 	$(BIN)/ruff check .
@@ -52,7 +52,7 @@ docs: $(READY)-docs
 dist: $(READY)-dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
-	$(PYTEST) -n 0 -m "slow or not slow" tests/test_distribution.py
+	$(PYTEST) -n 0 -m "slow or not slow" tests/house/test_distribution.py
 
 demo: $(READY)
 	$(BIN)/python examples/lm.py

@@ -1,4 +1,4 @@
-"""What users pass, compared with a plan or a model; that calls check it is in tests/test_errors.py."""
+"""What users pass, compared with a plan or a model; that calls check it is in tests/end_to_end/test_errors.py."""
 
 import flax.linen as nn
 import jax

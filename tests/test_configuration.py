@@ -1,4 +1,4 @@
-"""What processes agree on, in words; that they do is tested in tests/test_processes.py."""
+"""What processes agree on, in words; that they do is tested in tests/end_to_end/test_processes.py."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Which rows of a batch a process feeds; several processes are in tests/test_processes.py."""
+"""Which rows of a batch a process feeds; several processes are in tests/end_to_end/test_processes.py."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The programs, as the pipeline jits them; what they compute is held by tests/test_transparency.py."""
+"""The programs, as the pipeline jits them; what they compute is held by tests/end_to_end/test_transparency.py."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""The user's mesh, checked; `tests/test_errors.py` has what a pipeline says of wrong ones."""
+"""The user's mesh, checked; `tests/end_to_end/test_errors.py` has what a pipeline says of wrong ones."""
 
 import jax
 import pytest

@@ -844,7 +844,7 @@ ELSEWHERE = {
     ),
     "pass it pipe.from_layer_variables(trained.layer_variables(variables), batch)": "generation/test_decoding.py",
     "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
-    "by jax.jit(pipe.train_step).lower(state, batch).compile()": "test_tpu.py",
+    "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
     "pipe.communication(batch) lists them": "costs/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_user_shardings.py",
@@ -884,4 +884,4 @@ def test_every_proposal_is_followed():
 def test_proposals_that_are_followed_elsewhere(proposal):
     """Those tests name the call."""
     call = re.findall(r"[\w.]+(?=\()", proposal)[0].rpartition(".")[2]
-    assert f".{call}(" in (Path(__file__).parent / ELSEWHERE[proposal]).read_text()
+    assert f".{call}(" in (Path(__file__).parents[1] / ELSEWHERE[proposal]).read_text()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import paper_tables as tables
 
 from jpipe.profiling.prediction import StageTimes
 
-PAGE = (Path(__file__).parents[1] / "docs" / "paper.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
 TRANSFORMERS = ("Transformer-48",)
 
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import digits
 import names
@@ -19,7 +19,7 @@ import transfer
 import translate
 import translation_study
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "1", "--hidden", "64", "--heads", "1", "--width", "32", "--stages", "2", "--microbatches", "2"]
 SMALL += ["--languages", "fr", "mt", "--tokens", "3000", "--batch", "32", "--tested", "2"]
 

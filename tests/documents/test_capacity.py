@@ -10,10 +10,10 @@ import pytest
 
 from tpu_program import needs_tpu_compiler
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import capacity
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "numbers.md").read_text().partition("### The largest models")[2].partition("\n### ")[0]
 with (ROOT / "tests" / "data" / "capacity.csv").open() as file:
     FOUND = [(what, *map(int, row)) for what, *row in csv.reader(file)]

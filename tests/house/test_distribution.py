@@ -10,7 +10,7 @@ import pytest
 
 import jpipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import flax.linen as nn, jax, jax.numpy as jnp, optax
 import jpipe

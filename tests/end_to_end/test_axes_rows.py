@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from timed import Worker
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import axes
 from axes_models import ROWS
 from axes_traffic import PLACES, Program, Sent, per_step, total

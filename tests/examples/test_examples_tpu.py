@@ -26,7 +26,7 @@ import jpipe
 from collectives import axes_of, by_the_executor, in_loop, intruders, read
 from tpu_program import compile_with_text, needs_tpu_compiler, tpu_devices
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import digits
 import generate
 import lm
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:layer .* alone takes:UserWarning"),  # small models, badly balanced
 ]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STAGES, DATA, MODEL = 4, 2, 2
 CHIP = 16 * 10**9
 """Bytes of a v5e."""

@@ -8,10 +8,10 @@ import pytest
 
 import jpipe
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pipedream
 
-PAGE = (Path(__file__).parents[1] / "docs" / "asynchronous.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text()
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

@@ -8,10 +8,10 @@ import pytest
 
 from tpu_program import needs_tpu_compiler
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import time_model
 
-PAGE = (Path(__file__).parents[1] / "docs" / "time-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "time-model.md").read_text()
 KEPT = {row["step"]: row for row in time_model.kept_rows("tpu")}
 FEW = [
     time_model.Setting("v5p"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import cluster
 
 EXAMPLES = Path(cluster.__file__).parent

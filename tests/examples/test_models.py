@@ -18,7 +18,7 @@ from jpipe.layers.adapt import as_layers
 from jpipe.model.groups import Model
 from jpipe.model.trace import trace_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, dit, resnet, transformer_l, translation, unet
 
 

@@ -10,7 +10,7 @@ import pytest
 from run_notebook import run
 from tpu_program import needs_tpu_compiler
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 QUICK = {"2_bubble_and_schedules"}
 """What `make test` runs; `make test-notebooks` runs all."""

@@ -8,7 +8,7 @@ import pytest
 
 from view_chromium import Page, chromium, find
 
-PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
 import compare
 import jax_functions
 import jpipe_peer
@@ -22,7 +22,7 @@ from results import Row
 from same_model import Sizes, make_tokens, make_weights, plain_loss
 from turns import Step, Variant
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (Path(compare.__file__).parent / "README.md").read_text()
 SMALL = Sizes(layers=4, width=16, heads=2, seq=8, vocab=11, batch=4, microbatches=2)
 

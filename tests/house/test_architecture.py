@@ -19,7 +19,7 @@ import pytest
 import file_index
 import jpipe
 
-PACKAGE = Path(__file__).parents[1] / "jpipe"
+PACKAGE = Path(__file__).parents[2] / "jpipe"
 MAY_IMPORT = {
     "seam": {"terminal"},
     "terminal": set(),
@@ -312,7 +312,7 @@ UNTESTED: set[str] = set()
 
 
 def test_every_module_has_its_test_file():
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     modules = [p.relative_to(PACKAGE) for p in FILES if p.stem != "__init__"]
     missing = {
         str(p) for p in modules if str(p) not in WITHOUT_CODE and not (tests / p.parent / f"test_{p.name}").exists()

@@ -20,7 +20,7 @@ import jpipe
 import sequential
 from cases import assert_close
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, resnet, translation, unet
 
 RNG = np.random.default_rng(0)

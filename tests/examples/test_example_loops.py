@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def difference(name: str) -> str:
