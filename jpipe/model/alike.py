@@ -113,12 +113,13 @@ class Alike:
         self._layers, self._batch = layers, batch
         self._traces: dict[int, LayerTraces | None] = {}
 
-    def joined(self, group: LayerGroup, index: int) -> LayerGroup | None:
+    def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
         """The group with one more layer, which takes the same; None if that is another function.
 
         Args:
           group: the layers.
           index: of the layer.
+          before: whether they are one group at the shapes of the first batch.
         """
         first, together = group.indices[0], (*group.indices, index)
         layer, other = self._layers[first], self._layers[index]
@@ -131,7 +132,7 @@ class Alike:
             return None
         scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
         constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
-        if not any(own.places for own in constants.values()):
+        if not before and not any(own.places for own in constants.values()):
             return None  # at these shapes their numbers do nothing; at others they may
         depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.

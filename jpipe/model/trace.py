@@ -81,7 +81,7 @@ def trace_model(
         for g, group in enumerate(() if last else groups):
             may_join = earlier_groups is None or earlier_groups[group.indices[0]] == earlier_groups[index]
             fits = may_join and same_type(group.takes, takes) and group.takes_at == takes_at
-            if fits and (joined := alike.joined(group, index)) is not None:
+            if fits and (joined := alike.joined(group, index, before=like is not None)) is not None:
                 groups[g] = joined
                 break
         else:

@@ -259,13 +259,20 @@ class Deep(nn.Module):
         return x + self.scale * nn.Dropout(self.rate)(Block(self.decode)(x), deterministic=deterministic)
 
 
-def test_blocks_with_numbers_of_their_own():
-    """In decode mode all blocks are the same but for the scale, in training the first one isn't."""
-    numbers, batch = [(1.0, 0.0), (0.5, 0.1), (0.3, 0.2)], batch_of()
+@pytest.mark.parametrize(
+    ("numbers", "groups"),
+    [
+        ([(1.0, 0.0), (0.5, 0.1), (0.3, 0.2)], (0, 1, 2, 2, 3)),  # a rate of zero leaves dropout out
+        ([(1.0, 0.1), (1.0, 0.2), (1.0, 0.3)], (0, 1, 1, 1, 2)),  # rates that do nothing in decode mode
+    ],
+)
+def test_blocks_with_numbers_of_their_own(numbers, groups):
+    """Blocks that are one group in training are one in decode mode."""
+    batch = batch_of()
     layers = [linen()[0], *(Deep(*own) for own in numbers), linen()[-1]]
     pipe = jpipe.Pipeline(layers, loss_fn, num_stages=2, num_microbatches=2, balance="even")
     variables = pipe.init(jax.random.key(1), batch)
-    assert pipe.planner.known_plan().traced.group_of == (0, 1, 2, 2, 3)
+    assert pipe.planner.known_plan().traced.group_of == groups
     apply = sequential(layers, jax.device_get(pipe.layer_variables(variables)))
     prompts = np.random.default_rng(1).integers(0, VOCABULARY, (7, 5)).astype(np.int32)
     np.testing.assert_array_equal(pipe.generate(variables, prompts, 5), without_cache(apply, prompts, 5))
