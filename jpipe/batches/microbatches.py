@@ -1,4 +1,4 @@
-"""Checks a batch, and cuts it into micro-batches: equal parts along the first dimension (GPipe, section 2.2)."""
+"""Checks a batch, and cuts it into equal micro-batches that the data axes can split (GPipe, section 2.2)."""
 
 from __future__ import annotations
 

@@ -21,9 +21,11 @@ The arrays that change are those of `TickCarry`. Each stage has its own:
   `carry.waiting_cotangents`. In the B slot stage 0 runs B0 from that row, and stage 1 runs B1.
 - Tick 3. B1's cotangent crosses during the F slot, in which no stage has an action. Stage 0 runs B1.
 
-A value is sent by `ppermute` while the next slot computes. If the next slot may need the value, it is sent before that
-slot instead. All stages take part in each `ppermute`, also those that have nothing to send: the table tells the
-receiver into which row to write, and names an unused row where nothing of use arrives. After the ticks come `psum`s
+A value is sent by `ppermute` while the next slot computes, if that slot admits no action that receives along this flow
+(`crosses_beside`). Else such an action may need the value, and it is sent at once, before that slot. All stages take
+part in each `ppermute`, also those that have nothing to send: the table tells the receiver into which row to write, and
+names an unused row where nothing of use arrives (or -1, no write, if values arrive by two routes in this slot). After
+the ticks come `psum`s
 over the stages: of the loss or the outputs, and of the gradients of shared weights.
 
 A slot's action is a loop of one trip or none, and no `lax.cond`, because a `lax.cond` would copy the carry.
@@ -200,7 +202,7 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
                     active = _is_active(slot, kind, now, known=only is None)
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
             carry = end_turns.after_slot(stage, turns, i, carry)
-            # 3. What it left is sent at once, where the next slot may need it.
+            # 3. What it left is sent at once, where the next slot admits an action that receives along its flow.
             at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
             crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
             # 4. Arrivals are written last: the action has read its row by then, so they may take it.
@@ -271,8 +273,8 @@ def _receive(flow: int, slot: SlotTable, now: Now, arrived: dict[int, Buffers], 
     waiting = getattr(carry, name)
     for route, values in arrived.items():
         row = getattr(now, arrivals)[route]
-        always = bool((getattr(slot, arrivals)[route] >= 0).all()) or row >= 0
-        waiting = when(always, (row, values), put, waiting)
+        writes = bool((getattr(slot, arrivals)[route] >= 0).all()) or row >= 0
+        waiting = when(writes, (row, values), put, waiting)
     return carry._replace(**{name: waiting})
 
 

@@ -1,4 +1,4 @@
-"""Does a stage's work on one micro-batch: runs its layers forward, or backward.
+"""Does a stage's work on one micro-batch: runs its layers forward or backward, adds state and gradients to totals.
 
 All stages run this same code, since one program is compiled for all devices. Which layers a stage has is a matter of
 loop bounds (`LayerRanges`), which are read from a table by the index of the virtual stage. So the layers of one group

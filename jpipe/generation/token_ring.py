@@ -1,4 +1,4 @@
-"""Runs generation: tokens go round the stages, K micro-batches in flight, so that after the fill no stage waits.
+"""Runs generation: tokens go round the stages and are drawn on the last; K micro-batches in flight keep all at work.
 
 A micro-batch is one token of each of its sequences. It takes a tick on each virtual stage. The last stage chooses the
 next token and sends it to the first, which goes on with it in the next tick. The table shows which (micro-batch, token)

@@ -1,4 +1,4 @@
-"""Finds which outputs of a jaxpr depend on which inputs, and rewrites a jaxpr's equations.
+"""Rewrites jaxprs (without prints, or the roundings of `jax.checkpoint`); finds which outputs depend on which inputs.
 
 A jaxpr is a function as JAX traced it: a list of equations, each with a primitive, operands, results and parameters.
 The parameters of some equations hold jaxprs themselves: calls (`jit`), loops, branches.

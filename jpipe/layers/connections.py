@@ -1,4 +1,4 @@
-"""Connections besides the chain: skips to a later layer (`stash`, `pop`), and side inputs from the batch (`reads`).
+"""Connections besides the chain: skips (`stash`, `pop`; numbers stand for their names) and side inputs (`reads`).
 
 A skip is an output that one layer stashes and a later one pops. It travels with the activations: every layer between
 the two takes and gives `WithSkips(x, skips)`, and computes with `x` alone. A skip that passes a layer isn't a residual

@@ -63,7 +63,7 @@ Read = TypeVar("Read")
 WASTE = 1 / 4
 """How much memory stacking may cost, as a share. Types of leaves whose stacked buffer is used for more than half, or
 that mesh axes split, are always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE)
-times what they take with these flat."""
+times what they would take if none of these others were stacked."""
 
 
 class Row(NamedTuple):

@@ -131,7 +131,8 @@ class LayerFunction:
         context = Context(arguments.key, self.train, arguments.batch)
         try:
             if self.constants.places:
-                # The layer's code holds the numbers of the group's first layer, so its trace is run with others.
+                # The layer's code holds the numbers of the group's first layer, so its trace is run with others:
+                # this layer's constants, which are what is left of `leaves`.
                 jaxpr, shapes = trace_call(group.layer, group.variables, group.takes, self.arguments.batch, self.key)
                 run = replay(self.constants.put_into(jaxpr, list(leaves)), shapes)
                 outputs, new_state = run(variables, inputs, context.batch, context.key)

@@ -1,4 +1,4 @@
-"""Merges state (collections besides parameters) over micro-batches, by a rule for each collection (`merge=`).
+"""Decides by which rule each collection of state is merged over micro-batches (`merge=`), and what a rule computes.
 
 Every micro-batch starts from the state before the step and gives a new one. How these become one is a rule by
 collection: the *mean* of floating-point values, their *sum* (of the changes), the *last* micro-batch's value, or

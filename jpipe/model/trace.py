@@ -142,8 +142,10 @@ def _trace_layer(
             made = trace_init(layer, key_shape(), takes, batch)[1]
         variables = strong(jax.eval_shape(lambda v: v, made))
         _check_parameters(variables)
+        # A shared layer may have weights (parameters, and whatever else has a role in `WEIGHTS`) and caches, of which
+        # each use has its own; nothing else.
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
-        caches = [collection for collection in variables if rules.get(collection) == CACHE]  # each use has its own
+        caches = [collection for collection in variables if rules.get(collection) == CACHE]
         if layer.shared is not None and set(variables).difference(weights, caches):
             raise LayerError(
                 f"is shared but has the collections {sorted(variables)}; only layers without state besides their "

@@ -232,7 +232,11 @@ class _Draft:
     # --- looking ahead ---
 
     def _alternatives(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
-        """How operands might lie: one of them otherwise along one axis, where the first way converts some operand."""
+        """How operands might lie, besides as they do.
+
+        Along each axis along which the first way converts some operand, one operand at a time lies otherwise:
+        replicated, or if it is converted itself, split along a dimension that the axis divides.
+        """
         lying = tuple(self.forms[value][0] for value in flat.reads)
         for i, axis in enumerate(self.axes):
             converted = [k for k, (a, b) in enumerate(zip(lying, first.operands, strict=True)) if a[i] != b[i]]

@@ -43,10 +43,12 @@ class Step:
       schedule: the order of actions.
       model: the layers.
       functions: what the layers of each group compute.
-      forwards: for each of the G groups, its forward in an action F, as one device runs it.
+      forwards: for each of the G groups, its forward in an action F, as one device runs it: that of `layers` if
+        residuals are stored, else one that keeps nothing.
       layers: forward with residuals and backward of each group, as one device runs them; empty if forward only.
       mergings: how each group's state is merged over micro-batches; empty if forward only.
-      stores_residuals: whether forward actions leave residuals for backward ones.
+      stores_residuals: whether forward actions leave residuals for backward ones: in training, unless remat keeps
+        inputs in their place.
       gradient_sums: how the sums of gradients lie.
       kept: the places of residuals, and of what else actions keep; none if forward only.
       activations: the format of activations at the boundaries.

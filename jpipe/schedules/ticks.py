@@ -41,7 +41,7 @@ class SlotTable:
         `keep_inputs` for what computes the forward anew too; -1 where there is none (first virtual stage, idle).
       cotangent: row of the cotangent buffer with what the next virtual stage sent back, for B and I; -1 where there is
         none (last virtual stage, other kinds, idle).
-      anew: 1 where the action computes a forward anew: with `keep_inputs` R, and those B for which no R did; else 0.
+      anew: 1 where the action computes a forward anew: R, and with `keep_inputs` those B or I for which no R did.
       residual: row of the residuals that F writes, or with `keep_inputs` what computes it anew, and B or I reads; -1
         where idle, and in forward-only schedules.
       kept: row of those residuals that F writes and W (or B) reads last; -1 everywhere in a schedule without W.
@@ -50,7 +50,8 @@ class SlotTable:
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
         Where nothing arrives, it is a row that holds nothing live: so the executor always writes, without a condition.
-        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage.
+        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage. Where values arrive in this
+        slot by both routes, each column is -1 wherever nothing arrives by its own route.
       cotangent_in: the same for the cotangent buffer.
     """
 
@@ -146,8 +147,8 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     Args:
       orders: a `Schedule`, or orders that are known not to deadlock.
       keep_inputs: keep an activation that crossed a boundary, in place of residuals, until the R of its micro-batch and
-        chunk has read it again, or its B if there is no R (for remat); otherwise until its F has. Without effect in a
-        forward-only schedule.
+        chunk has read it again, or its B or I if there is no R (for remat); otherwise until its F has. Without effect
+        in a forward-only schedule.
 
     Returns:
       The table. Slot times at which every stage idles are kept, except after the last action's tick.

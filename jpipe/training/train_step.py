@@ -1,4 +1,4 @@
-"""Does one step of training (loss, gradients, update, metrics), and keeps a pipeline's compiled steps."""
+"""Does one step of training (loss, gradients, update or its skip, metrics), and keeps a pipeline's compiled steps."""
 
 from __future__ import annotations
 

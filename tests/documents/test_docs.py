@@ -90,9 +90,7 @@ def as_started(monkeypatch):
     update = jax.config.update
     late = "jax_num_cpu_devices"  # eight are simulated already
     monkeypatch.setattr(jax.config, "update", lambda name, value: None if name == late else update(name, value))
-    monkeypatch.setattr(
-        jpipe, "initialize", lambda: True
-    )  # backends have started; test_processes.py runs it
+    monkeypatch.setattr(jpipe, "initialize", lambda: True)  # backends have started; test_processes.py runs it
     monkeypatch.setattr(progress, "_chosen", None)  # a page that chooses does so for itself
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # a page that sets it sets it for itself
     with jax.numpy_dtype_promotion("standard"):
