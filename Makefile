@@ -1,8 +1,9 @@
 # Every target sets up what it needs: python3 (3.11 or later) and make are enough. `make test PYTHON=python3.13` takes
-# another Python, with an environment of its own, `make test TESTS=tests/model` a part of the tests.
+# another Python, with an environment of its own, `make test TESTS=tests/model` a part of the tests, MARK=slow the slow ones.
 PYTHON ?= python3
 WORKERS ?= 2
 TESTS ?=
+MARK ?= not slow
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VERSION := $(call version,$(PYTHON))
 ifeq ($(VERSION),)
@@ -23,7 +24,7 @@ install = $(BIN)/python -m pip install --quiet --editable '.$(1)' && touch $@
 .PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
 
 test: $(READY)-test
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "$(MARK)" $(TESTS)
 
 test-all: $(READY)-test
 	$(PYTEST) $(TESTS)
