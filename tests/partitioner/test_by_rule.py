@@ -10,8 +10,8 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard
 AXES = Axis(("data",), (2,), is_data=True), Axis(("model",), (2,))
 
 
-def equation_of(function, *shapes):
-    equation, *_ = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]).jaxpr.eqns
+def equation_of(function, *shapes, dtype=jnp.bfloat16):
+    equation, *_ = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]).jaxpr.eqns
     return equation
 
 
@@ -29,7 +29,7 @@ def test_an_axis_that_cannot_split_besides_another_sees_whole_arrays():
 
 
 def test_an_operation_without_a_rule_sees_whole_arrays():
-    factors = equation_of(lambda x: jax.lax.linalg.cholesky(x, symmetrize_input=False), (4, 4))
+    factors = equation_of(lambda x: jax.lax.linalg.cholesky(x, symmetrize_input=False), (4, 4), dtype=jnp.float32)
     assert way_by_rule(factors, [(Shard(0), PARTIAL)], AXES).operands == ((REPLICATED, REPLICATED),)
 
 
