@@ -41,9 +41,9 @@ from tpu_speed import Setting, make_pipeline
 
 import jpipe
 from jpipe.costs.chips import CHIPS, EXAMPLES, parse_topology
-from jpipe.costs.measured_chip import measure_chip
 from jpipe.costs.time_model import predict_time
 from jpipe.forecasting.compiled_program import compile_with_text, read
+from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.step_cycles import count_cycles
 
 DATA = Path(__file__).parent / "data"

@@ -6,6 +6,7 @@ Two processes with other programs would wait for each other's transfers for ever
 from __future__ import annotations
 
 import hashlib
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -64,8 +65,7 @@ def check_placed(batch: Batch) -> None:
       ValueError: naming the first that is.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
-        if own and leaf.committed:
+        if _is_on_own_devices(leaf) and leaf.committed:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is on devices of process {jax.process_index()} alone, but the mesh "
                 "has those of several processes; give pipe.place(batch), with the rows that this process feeds "
@@ -119,8 +119,12 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
 
 def _is_own(leaf: Leaf) -> bool:
     """Whether a leaf has values, which this process alone knows."""
-    own = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
-    return own or isinstance(leaf, np.ndarray)
+    return isinstance(leaf, np.ndarray) or _is_on_own_devices(leaf)
+
+
+def _is_on_own_devices(leaf: Leaf) -> TypeGuard[jax.Array]:
+    """Whether a leaf is an array on devices of this process alone."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_fully_addressable
 
 
 def _name(remat: Remat) -> str:

@@ -52,7 +52,7 @@ def predict_memory(
     """
     optimizer = optimizer_bytes(planner, batch, tx)
     step = planner.training_step(planner.for_training(batch))
-    at_rest = {name: held.bytes for name, held in holdings(planner.plan_for(batch)).device.items()}
+    at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
     uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)

@@ -53,8 +53,8 @@ def predict_time(
       chip: one device (`jpipe.costs.chips.CHIPS`).
       tx: the optimiser, of whose state the bytes count; default: one without state.
     """
-    plan, schedule = planner.plan_for(batch), planner.request.schedule
     step = planner.training_step(planner.for_training(batch))
+    plan, schedule = step.plan, step.schedule
     by_layer = _by_layer(step, chip)
     shared, apart = 0.0, _sent_once(step) / chip.link_bandwidth
     if step.ends.shared:
@@ -84,7 +84,6 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
 
     0 of a first and a last layer that all stages compute together.
     """
-    planner.plan_for(batch)
     step = planner.training_step(planner.for_training(batch))
     seconds = _by_layer(step, chip)[:, :, :3].sum(axis=(1, 2))
     if step.ends.shared:

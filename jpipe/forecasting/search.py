@@ -15,11 +15,11 @@ from jpipe.arrays.trees import bytes_of
 from jpipe.batches.microbatches import batch_size, cut_for_evaluation
 from jpipe.costs.chips import Chip, Topology, chip_of, parse_topology
 from jpipe.costs.communication import words_of
-from jpipe.costs.measured_chip import measure_chip
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
 from jpipe.forecasting.forecaster import forecast
+from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.mesh.axes import AXIS, BATCH_AXES
 from jpipe.mesh.device_order import make_mesh

@@ -101,10 +101,10 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
     if plan.loss is None:
         return []
     try:
-        found = predict_memory(planner, plan.batch)
+        memory = predict_memory(planner, plan.batch)
     except (TypeError, ValueError, NotImplementedError) as error:  # printing is no place to refuse layers
         return [f"no step of training can be planned: {error}"]
-    total, parts = bytes_in_words(found.total), sorted(found.items(), key=lambda part: -part[1])
+    total, parts = bytes_in_words(memory.total), sorted(memory.items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name.replace('_', ' ')} {bytes_in_words(size)}" for name, size in parts if size)
     return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
 

@@ -20,110 +20,35 @@ import file_index
 import jpipe
 
 PACKAGE = Path(__file__).parents[2] / "jpipe"
-MAY_IMPORT = {
-    "seam": {"terminal"},
-    "terminal": set(),
-    "schedules": set(),
-    "processes": {"seam", "terminal"},
-    "arrays": set(),
-    "jaxprs": {"seam"},
-    "partitioner": {"seam", "jaxprs"},
-    "mesh": {"seam", "partitioner"},
-    "layers": {"seam", "jaxprs"},
-    "model": {"seam", "terminal", "arrays", "jaxprs", "partitioner", "mesh", "layers"},
-    "memory": {"seam", "terminal", "arrays", "jaxprs", "partitioner", "mesh", "layers", "schedules", "model"},
-    "batches": {"arrays", "jaxprs", "layers", "partitioner", "mesh", "model"},
-    "planning": {
-        "seam",
-        "terminal",
-        "arrays",
-        "jaxprs",
-        "partitioner",
-        "mesh",
-        "layers",
-        "schedules",
-        "model",
-        "memory",
-    }
-    | {"batches"},
-    "training": {"seam", "arrays", "jaxprs", "partitioner", "mesh", "layers", "model", "memory"},
-    "execution": {
-        "seam",
-        "terminal",
-        "arrays",
-        "jaxprs",
-        "partitioner",
-        "mesh",
-        "layers",
-        "schedules",
-        "model",
-        "memory",
-        "batches",
-        "planning",
-    },
-    "generation": {
-        "seam",
-        "terminal",
-        "arrays",
-        "jaxprs",
-        "partitioner",
-        "mesh",
-        "layers",
-        "schedules",
-        "model",
-        "memory",
-    }
-    | {"batches", "planning", "execution"},
-    "costs": {
-        "seam",
-        "terminal",
-        "arrays",
-        "jaxprs",
-        "partitioner",
-        "mesh",
-        "schedules",
-        "layers",
-        "model",
-        "memory",
-        "batches",
-    }
-    | {"training", "planning", "execution"},
-    "pictures": {"terminal", "schedules", "planning", "execution", "costs"},
-    "checkpoints": {
-        "seam",
-        "terminal",
-        "processes",
-        "model",
-        "memory",
-        "training",
-        "batches",
-        "execution",
-        "pipeline",
-        "checks",
-    },
-    "profiling": {"batches", "model", "planning", "training", "execution", "costs", "pictures", "view", "pipeline"}
-    | {"checks"}
-    | {"seam", "terminal", "arrays", "jaxprs", "partitioner", "mesh", "schedules", "layers", "memory"},
-    "forecasting": {
-        "seam",
-        "terminal",
-        "arrays",
-        "jaxprs",
-        "partitioner",
-        "mesh",
-        "schedules",
-        "layers",
-        "model",
-        "memory",
-        "batches",
-        "planning",
-        "training",
-        "execution",
-        "costs",
-        "pipeline",
-    },
-    "view": {"arrays", "jaxprs", "schedules", "model", "memory", "planning", "execution", "costs", "pictures"},
+_ALLOWED = {
+    "terminal": "",
+    "schedules": "",
+    "seam": "terminal",
+    "arrays": "",
+    "jaxprs": "seam",
+    "processes": "terminal seam",
+    "partitioner": "seam jaxprs",
+    "layers": "seam jaxprs",
+    "mesh": "seam partitioner",
+    "model": "terminal seam arrays jaxprs partitioner layers mesh",
+    "memory": "terminal schedules seam arrays jaxprs partitioner layers mesh model",
+    "batches": "arrays jaxprs partitioner layers mesh model",
+    "training": "seam arrays jaxprs partitioner layers mesh memory",
+    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches",
+    "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
+    "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
+    "model memory batches planning execution",
+    "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
+    "pictures": "terminal schedules planning costs",
+    "view": "schedules model memory planning costs pictures",
+    "checkpoints": "terminal seam processes model memory batches training pipeline checks",
+    "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
+    "planning execution costs pictures view pipeline checks",
+    "forecasting": "terminal schedules seam arrays mesh model batches planning costs pipeline",
 }
+MAY_IMPORT = {folder: set(names.split()) for folder, names in _ALLOWED.items()}
+"""By folder, the folders that its files import."""
+TOOLS = {"pictures", "view", "profiling", "forecasting"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -172,6 +97,11 @@ def test_folders_import_only_what_their_lines_allow():
             if name.startswith(f"jpipe.{folder}."):
                 found = {module.split(".")[1] for module in modules} - {folder, "types", "users_numbers"}
                 assert found <= MAY_IMPORT[folder], f"{name} imports {found - MAY_IMPORT[folder]}"
+
+
+def test_methods_open_tools_alone():
+    opened = {(name, module) for name, tree in TREES.items() for module in opened_by(tree) if module in IMPORTS}
+    assert {(name, module) for name, module in opened if module.split(".")[1] not in TOOLS} == set()
 
 
 def test_schedules_know_no_jax():

@@ -1,6 +1,6 @@
 import jax
 
-from jpipe.costs.measured_chip import measure_chip
+from jpipe.forecasting.measured_chip import measure_chip
 
 
 def test_a_device_is_measured():
