@@ -8,7 +8,7 @@ The executor calls the functions of this file before, in and after the ticks:
     after a slot        after_slot                    leave: the last layer, the loss, their backward;
                                                       back: the first layer's backward
 
-If each end runs on its own stage, `Step.ends` has no turns: all of these then return what they were given.
+If each end runs on its own stage, `Step.ends` has no turns, and all of these change nothing.
 
 In a turn all stages work on the same micro-batch at the same time, so a turn may hold collectives along `stage`.
 `jpipe.planning.ends` says which micro-batch has its turn when.

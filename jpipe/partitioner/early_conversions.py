@@ -3,8 +3,9 @@
 Choosing goes through the equations in order, and sees one reader at a time. What pays only for several readers
 together, or for one far behind, shows in a finished plan. Each function here looks for one such case in a plan, and
 returns changes to try: how some values are to lie before their first reader. `jpipe.partitioner.choice` makes a plan
-with each change, and keeps it if it is cheaper. In the blocks of benchmarks/axes.py (v5p sizes) a step would send
-without them: by `summed_twice` 156 MiB and not 132 (sequence), by `summed_wide` 1,248 MiB and not 936 (fsdp-use).
+with each change, and keeps it if it is cheaper. In the rows of benchmarks/axes.py, at their default sizes, the plans of
+a row together would send without them: by `summed_twice` 156 MiB and not 132 (sequence), by `summed_wide` 1,248 MiB and
+not 936 (fsdp-use).
 """
 
 from __future__ import annotations

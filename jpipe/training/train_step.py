@@ -22,15 +22,15 @@ MOST_TRAIN_STEPS = 8
 Variables = dict[str, StageTree]
 """All variables, by collection."""
 Metrics = dict[str, jax.Array]
-Plan = TypeVar("Plan")
-"""What says how a step is carried out: here it is only handed on."""
-ValueAndGrad = Callable[[Plan, Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
+StepT = TypeVar("StepT")
+"""The type of a step as plain data, which is only handed on here."""
+ValueAndGrad = Callable[[StepT, Variables, Batch, jax.Array], tuple[tuple[jax.Array, Variables, Metrics], StageTree]]
 """`(step, variables, batch, key) -> ((loss, new state by collection, metrics), gradients)`."""
-CompiledStep = Callable[[Plan, TrainState, Batch], tuple[TrainState, Metrics]]
+CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def train_step(
-    value_and_grad: ValueAndGrad[Plan], step: Plan, state: TrainState, batch: Batch
+    value_and_grad: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     """(the state after one step, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
@@ -56,7 +56,7 @@ def apply_update(
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
 
 
-class TrainSteps(Generic[Plan]):
+class TrainSteps(Generic[StepT]):
     """The compiled training steps of a pipeline, one for each optimiser.
 
     An optimiser made anew from the same numbers and functions runs what was compiled for the first one.
@@ -67,16 +67,16 @@ class TrainSteps(Generic[Plan]):
     """
 
     def __init__(
-        self, value_and_grad: ValueAndGrad[Plan], shapes: Callable[[optax.GradientTransformation], TrainState]
+        self, value_and_grad: ValueAndGrad[StepT], shapes: Callable[[optax.GradientTransformation], TrainState]
     ):
         self._value_and_grad, self._shapes = value_and_grad, shapes
-        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[Plan]]] = {}
+        self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[StepT]]] = {}
 
     def clear(self) -> None:
         """Drops them all."""
         self._compiled.clear()
 
-    def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[Plan]]:
+    def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[StepT]]:
         """(the first optimiser seen that equals `tx`, the jitted `train_step`, which donates the state).
 
         The first one is used in place of `tx`, since it is static: another object would compile anew.
