@@ -46,9 +46,8 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 ROUNDS = (PRICES, 200), (SPLIT_SUMS, 50)
 """The prices by which plans are made, and for how many equations an alternative is followed. Where rules do badly, a
-shorter look ahead is misled less. Both rounds are needed: in the rows of benchmarks/axes.py, at their default sizes, all
-plans of a row would send by the first alone 156 MiB and not 132 (sequence), by the second alone 139 MiB and not 122
-(kv-heads)."""
+shorter look ahead is misled less. Both rounds are needed: in benchmarks/axes.py, at its default sizes, all plans of a
+row would send by the first alone 156 MiB and not 132 (sequence), by the second alone 139 MiB and not 122 (kv-heads)."""
 
 Wanted = Callable[[Sharding], Sharding]
 """How a result lies by itself -> how it has to lie."""
