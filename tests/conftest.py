@@ -6,6 +6,7 @@ Warnings are errors by pyproject.toml.
 import math
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 # Eight devices; and machine code that is made sooner, though it runs slower, as most of the time goes into compiling:
 # what becomes of a program before that, partitioning and collectives included, is the same. What the caller has set
@@ -14,7 +15,11 @@ _FLAGS = {
     "xla_force_host_platform_device_count": "8",
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
+    "xla_cpu_parallel_codegen_split_count": "1",  # the workers have all cores busy
 }
+if version("jaxlib").startswith("0.10."):
+    # The older way to write machine code for a fusion: it takes half the time. The newest JAX has lost it.
+    _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
 # Read when the first backend starts, so they are set before jax is imported.
 _SET = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_SET, *[f"--{name}={value}" for name, value in _FLAGS.items() if name not in _SET]])
