@@ -51,10 +51,10 @@ class Agreement:
         check_placed(batch)
         step = (what, jax.tree.structure(batch), *((a.shape, a.dtype) for a in jax.tree.leaves(batch)))
         if step not in self._known:
-            found = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
+            agreed = facts(self._planner.known_plan(), batch, values=what != "init", key=key)
             words = "configurations with the other processes"
             with task(f"comparing {words}"), followed(f"the comparison of {words}", batch):
-                check_agreement({"call": what, **found}, processes_of(mesh))
+                check_agreement({"call": what, **agreed}, processes_of(mesh))
             self._known.add(step)
 
 
@@ -84,37 +84,37 @@ def facts(plan: Plan, batch: Batch, *, values: bool, key: jax.Array | None = Non
     Args:
       plan: the pipeline's.
       batch: the batch of the step, `[B, ...]`.
-      values: whether its arrays that aren't spread over processes have to be equal, too.
+      values: whether its arrays that aren't divided among processes have to be equal, too.
       key: the random key of the step, if it has one.
     """
-    given = plan.request
-    schedule, mesh, options = given.schedule, given.mesh, given.options
-    found = {
+    request = plan.request
+    schedule, mesh, options = request.schedule, request.mesh, request.options
+    words = {
         **{name: str(size) for name, size in schedule.sizes.items()},
         "schedule": f"{schedule.name} ({_digest(f'{schedule.actions}{schedule.slots}'.encode())})",
-        "remat": _name(given.remat),
+        "remat": _name(request.remat),
         "mesh": f"{dict(mesh.shape)} of the devices {_shortened([d.id for d in mesh.devices.flat])}",
-        "batch_axes": str(given.splits.batch_axes),
+        "batch_axes": str(request.splits.batch_axes),
         "shard_over, gather, cast, unroll, ends": str(
-            (given.splits.shard_over, given.splits.gather, options.cast, options.unroll, options.ends)
+            (request.splits.shard_over, request.splits.gather, options.cast, options.unroll, options.ends)
         ),
-        "merge": str(dict(sorted(given.merge.items()))),
+        "merge": str(dict(sorted(request.merge.items()))),
         "layers": str(plan.traced.num_layers),
     }
     for index in range(plan.traced.num_layers):
         group = plan.traced.group_at(index)
-        split = f", split by {_shortened(group.specs)}" if given.splits.axes else ""
-        found[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
-    found |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
+        split = f", split by {_shortened(group.specs)}" if request.splits.axes else ""
+        words[f"layer {index}"] = f"{group.layer.name} with {_shortened(describe(group.variables))}{split}"
+    words |= {"cuts": _shortened(plan.partition.cuts), "costs of layers": _shortened(plan.partition.layer_costs)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"
-        found[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        words[name] = describe(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         if values and _is_own(leaf):
             remedy = "rows of this process alone go through pipe.place"
-            found[f"the values of {name} ({remedy})"] = _digest(np.asarray(leaf).tobytes())
+            words[f"the values of {name} ({remedy})"] = _digest(np.asarray(leaf).tobytes())
     if key is not None and _is_own(key):
-        found["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
-    return found | {"JAX": jax.__version__}
+        words["key"] = _shortened(np.asarray(jax.random.key_data(key)).tolist())
+    return words | {"JAX": jax.__version__}
 
 
 def _is_own(leaf: Leaf) -> bool:
@@ -128,8 +128,8 @@ def _is_on_own_devices(leaf: Leaf) -> TypeGuard[jax.Array]:
 
 
 def _name(remat: Remat) -> str:
-    known = [name for name, mode in MODES.items() if mode == remat]
-    return known[0] if known else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
+    names = [name for name, mode in MODES.items() if mode == remat]
+    return names[0] if names else getattr(remat.policy, "__qualname__", type(remat.policy).__name__)
 
 
 def _digest(data: bytes) -> str:

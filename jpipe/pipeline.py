@@ -350,8 +350,8 @@ class Pipeline(Tabular):
         if reference is not None:
             checks.check_callable(reference=reference)
         (loss, _), grads = self.value_and_grad(variables, batch, key)
-        trees, found = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
-        return check_gradients(self.planner, trees, batch, key, (loss, found), reference, repr(self))
+        trees, gradients = map(self._jit_to_layers, (self._placed(variables), {"params": grads}))
+        return check_gradients(self.planner, trees, batch, key, (loss, gradients), reference, repr(self))
 
     def view(self, batch: Batch = None, *, path: str | PathLike[str] | None = None) -> Page:
         """A page of sliders with this pipeline's stages, costs and bytes, an HTML file. Nothing is computed for it.
@@ -377,15 +377,15 @@ class Pipeline(Tabular):
         key = as_key(key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(batch, tx))
         if variables is None:
-            own = self.init(key, batch)
+            new = self.init(key, batch)
         else:
             checks.check_complete(self.plan, variables)
             copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.variables)
-            own: Variables = copy(self._placed(variables))
+            new: Variables = copy(self._placed(variables))
         with task("initialising the optimiser's state"):
-            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(own["params"])
+            opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(new["params"])
         step, key = rows.on_all((jnp.zeros((), jnp.int32), jax.random.split(key)[1]), self.mesh)
-        return TrainState(step, own, opt_state, key, tx)
+        return TrainState(step, new, opt_state, key, tx)
 
     def abstract_state(
         self, batch: Batch, tx: optax.GradientTransformation, key: jax.Array | None = None

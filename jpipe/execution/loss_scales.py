@@ -44,9 +44,9 @@ def loss_scales(step: Step, batch: Batch) -> Sequence[jax.Array | np.ndarray | f
     if not any(used):  # means, and counts that shapes tell: every micro-batch has the same
         with on_this_host(), np.errstate(divide="ignore"):  # without weight infinite, as on devices
             return [1 / (step.schedule.num_microbatches * weight) for weight in interpret(alone)]
-    given = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
+    examples_at = [step.plan.request.splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(step.model.batch)]
     with shapes_only(step.plan.request.mesh):  # as it was traced
-        local = jaxpr_per_device(loss.weights, axes, given, [as_it_lies] * len(loss.terms))
+        local = jaxpr_per_device(loss.weights, axes, examples_at, [as_it_lies] * len(loss.terms))
     by_microbatch = jax.lax.map(replay(local.jaxpr, [0] * len(loss.terms)), batch)
-    known = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
-    return [1 / convert(total, axes, own, replicated(axes)) for total, own in known]
+    totals = zip(map(jnp.sum, by_microbatch), local.shardings, strict=True)
+    return [1 / convert(total, axes, at, replicated(axes)) for total, at in totals]

@@ -58,8 +58,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return {}
-            given = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
-            return _init_layer(plan, group, given, *records.lying(v))
+            arguments = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
+            return _init_layer(plan, group, arguments, *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
         return add_stage_axis(records.updated(make, buffers, ()))

@@ -160,17 +160,17 @@ class Stage:
             arguments = self.arguments(turn, batch)
             # Without a row nothing stores residuals: then the plain forward runs, which makes none.
             run = step.forwards[turn.g] if not turn.rows else step.layers[turn.g].forward
-            found, new = run(arguments, x)
+            results, new = run(arguments, x)
             if work.results and turn.g == step.model.last:
-                work = work._replace(results=self.collected(turn, work.results, found.outputs))
+                work = work._replace(results=self.collected(turn, work.results, results.outputs))
             if work.state and arguments.state:
                 is_last_microbatch = turn.microbatch == step.schedule.num_microbatches - 1
                 names = groups[turn.g].state_names
                 totals = self._read(work.state, names, turn.g, turn.position)
-                totals = step.mergings[turn.g].accumulate(totals, arguments.state, found.state, is_last_microbatch)
+                totals = step.mergings[turn.g].accumulate(totals, arguments.state, results.state, is_last_microbatch)
                 work = work._replace(state=self._write(work.state, names, turn.g, turn.position, totals))
             if turn.g != step.model.last:
-                activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, found.outputs)
+                activation = step.activations.write(work.activation, groups[turn.g].indices[0], 0, results.outputs)
                 work = work._replace(activation=activation)
             if turn.rows:
                 work = work._replace(kept=step.kept.write_residuals(work.kept, turn.g, turn.position, new, turn.rows))
@@ -201,15 +201,15 @@ class Stage:
             return self.batch_of(turn), step.kept.read_residuals(kept, turn.g, turn.position, turn.rows), cotangents
 
         def visit(
-            turn: Turn, found: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
+            turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], state: tuple[BackwardWork, Buffers]
         ) -> tuple[BackwardWork, Buffers]:
             """One layer: adds its gradients, leaves the cotangents of its inputs, and the stash."""
-            (batch, *given), (work, stash) = found, state
+            (batch, residuals, cotangents), (work, stash) = at_hand, state
             arguments, layer = self.arguments(turn, batch), step.layers[turn.g]
             if whole:
-                gradients, new, cotangents = layer.backward(arguments, *given)
+                gradients, new, cotangents = layer.backward(arguments, residuals, cotangents)
             else:
-                (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, *given)
+                (gradients, new, cotangents), leaves = layer.backward_inputs(arguments, residuals, cotangents)
                 stash = step.kept.storages["stash"].write(stash, turn.g, turn.position, leaves, turn.rows["stash"])
             work = self.add_gradients(turn, work, gradients)
             if new:
@@ -238,9 +238,9 @@ class Stage:
             read = lambda name: storages[name].read(kept[name], turn.g, turn.position, turn.rows[name])
             return self.batch_of(turn), read("kept"), read("stash")
 
-        def visit(turn: Turn, found: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
-            batch, *given = found
-            gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), *given)
+        def visit(turn: Turn, at_hand: tuple[Batch, list[Leaf], list[Leaf]], work: BackwardWork) -> BackwardWork:
+            batch, residuals, stash = at_hand
+            gradients = step.layers[turn.g].backward_weights(self.arguments(turn, batch), residuals, stash)
             return self.add_gradients(turn, work, gradients)
 
         return self.sweep(job, reads, visit, work, kind="W", reverse=True)
@@ -251,15 +251,15 @@ class Stage:
         if v is None:
             return work
         storage, now = self.step.storages["params"], self.step.layers[turn.g].gradients_at
-        known = storage.record_types[v]
-        gradients = self.step.gradient_sums.converted(known.buffers, gradients, now)
+        record = storage.record_types[v]
+        gradients = self.step.gradient_sums.converted(record.buffers, gradients, now)
         # A set of shared ends is in `self.shared` too, since each stage has its leaves at hand. But it takes the first
         # branch: each stage adds to its own part, so that nothing has to be summed over stages after the ticks. Where a
         # leaf isn't split, all stages have the same gradient of it, and only the stage that holds the leaf adds it.
         if v in self.step.ends.sets:
-            mine = known.devices[0] == self.device
-            own = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
-            gradients = [own(leaf, spec) for leaf, spec in zip(gradients, known.specs, strict=True)]
+            mine = record.devices[0] == self.device
+            part = lambda leaf, spec: leaf if on_all_stages(spec) else jnp.where(mine, leaf, jnp.zeros_like(leaf))
+            gradients = [part(leaf, spec) for leaf, spec in zip(gradients, record.specs, strict=True)]
         elif v in self.shared:
             sums = [
                 a if new is None else a + new.astype(a.dtype)
@@ -354,7 +354,7 @@ class Stage:
         `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
         Groups without a layer on any virtual stage that has actions of this `kind` have no loop.
         """
-        virtual_stage, given = job.virtual_stage, (job.microbatch, job.rows)
+        virtual_stage, of_job = job.virtual_stage, (job.microbatch, job.rows)
         ranges, groups = self.step.ranges, self.step.model.groups
         among, num_passes, always_one = self.step.groups_in(kind), ranges.start.shape[1], ranges.always_one
         # In a group of one layer the position is known.
@@ -365,11 +365,11 @@ class Stage:
 
         def run_range(g: int, start: Index, stop: Index, carry: Carry) -> Carry:
             if ranges.most[g] > 1:  # the trip is the position, which selects what is read
-                return each(start, stop, given, partial(run_layer, g), carry, reverse=reverse)
+                return each(start, stop, of_job, partial(run_layer, g), carry, reverse=reverse)
             # A stage has one of them or none, so that the trip selects nothing, and what is read is tied too.
             read = lambda position, at, carry: (at, reads(turn(g, position, at), carry))
-            body = lambda position, found, carry: visit(turn(g, position, found[0]), found[1], carry)
-            return each(start, stop, given, body, carry, reads=read, reverse=reverse)
+            body = lambda position, at_hand, carry: visit(turn(g, position, at_hand[0]), at_hand[1], carry)
+            return each(start, stop, of_job, body, carry, reads=read, reverse=reverse)
 
         def run_pass(p: Index, _: tuple[()], carry: Carry) -> Carry:
             if isinstance(virtual_stage, int):
@@ -380,7 +380,7 @@ class Stage:
             for g in reversed(among) if reverse else among:
                 with jax.named_scope(f"{groups[g].layer.name}.{g}"):
                     if num_passes == 1 and always_one[0, g]:
-                        carry = run_layer(g, start[g], given, carry)
+                        carry = run_layer(g, start[g], of_job, carry)
                     else:
                         carry = run_range(g, start[g], stop[g], carry)
             return carry
@@ -399,7 +399,7 @@ class Stage:
         Every collection has the same records, an instance of a set of variables each: those of "params" lead the way.
         """
         step = self.step
-        group_of = [known.group for known in step.model.variable_sets]
+        group_of = [variable_set.group for variable_set in step.model.variable_sets]
         names = lambda v: step.model.groups[group_of[v]].state_names
 
         # Layers with state never share, so that their instance is their position.
@@ -407,8 +407,8 @@ class Stage:
             """The totals and the old state of an instance."""
             return [self._read(tree, names(v), group_of[v], instance) for tree in (totals, self.variables)]
 
-        def visit(v: int, instance: Index, found: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
-            totals, old = found
+        def visit(v: int, instance: Index, leaves: list[list[Leaf]], buffers: dict[str, Buffers]) -> dict[str, Buffers]:
+            totals, old = leaves
             new = step.mergings[group_of[v]].finish(totals, old, step.schedule.num_microbatches)
             return self._write(buffers, names(v), group_of[v], instance, new)
 
@@ -428,6 +428,6 @@ class Stage:
         for name in names:
             storage = self.step.storages[name]
             assert v is not None
-            own = [next(rest) for _ in storage.record_types[v].leaves]
-            buffers[name] = storage.write(buffers[name], v, position, own)
+            of_collection = [next(rest) for _ in storage.record_types[v].leaves]
+            buffers[name] = storage.write(buffers[name], v, position, of_collection)
         return buffers

@@ -104,7 +104,7 @@ def timed_costs(variants: Sequence[tuple[Model, Sequence[TracedLayer]]], mesh: M
     cost = lambda layer, times: Cost(times[0], times[1], *_bytes(layer))
     of_variant = lambda variant, times: _by_layer(variant[0], list(map(cost, variant[1], times)))
     by_process = multihost_utils.process_allgather(np.asarray(seconds)).tolist()  # [P, groups, variants, 2]
-    return [list(map(of_variant, variants, zip(*own, strict=True))) for own in by_process]
+    return [list(map(of_variant, variants, zip(*of_process, strict=True))) for of_process in by_process]
 
 
 def _by_layer(model: Model, by_group: Sequence[Cost]) -> list[Cost]:
@@ -136,13 +136,13 @@ def _device_like(mesh: Mesh) -> Device:
         at_hand = jax.local_devices(backend=wanted.platform)
     except RuntimeError:  # no such backend
         at_hand = []
-    found = [device for device in at_hand if device.device_kind == wanted.device_kind]
-    if not found:
+    alike = [device for device in at_hand if device.device_kind == wanted.device_kind]
+    if not alike:
         raise ValueError(
             f'balance="time" measures on a device of the mesh, but no {wanted.device_kind} is present here; use '
             'balance="flops", or times measured on one: pass one cost a layer as floats'
         )
-    return next((device for device in found if device in set(mesh.devices.flat)), found[0])
+    return next((device for device in alike if device in set(mesh.devices.flat)), alike[0])
 
 
 def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float]]:
@@ -158,11 +158,11 @@ def _seconds(variants: Sequence[TracedLayer], device: Device) -> list[list[float
         example = cache(_example)  # the variants share what they have in common, such as parameters
         alone = Splits(Mesh(np.array([device]), (AXIS,)), ())
         times = iter(_median_seconds([run for layer in variants for run in _runs(layer, alone, example)]))
-    found = []
+    seconds = []
     for layer in variants:
         forward, again, backward = (next(times) for _ in range(3))
-        found.append([forward, backward + again * layer.function.remat.keep_inputs])
-    return found
+        seconds.append([forward, backward + again * layer.function.remat.keep_inputs])
+    return seconds
 
 
 Run = tuple[Callable[..., object], tuple[PyTree, ...]]
@@ -177,8 +177,8 @@ def _runs(layer: TracedLayer, alone: Splits, example: Callable[[int, jax.ShapeDt
     arguments, x, cotangents = jax.tree.unflatten(structure, [example(i, leaf) for i, leaf in enumerate(leaves)])
     kept = jax.jit(local.forward)
     plain = jax.jit(lambda *given: local.forward(*given)[0]) if function.remat.keep_inputs else kept
-    given = arguments, kept(arguments, x)[1], cotangents
-    return [(plain, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), given)]
+    backward_inputs = arguments, kept(arguments, x)[1], cotangents
+    return [(plain, (arguments, x)), (kept, (arguments, x)), (jax.jit(local.backward), backward_inputs)]
 
 
 def _median_seconds(runs: Sequence[Run]) -> list[float]:

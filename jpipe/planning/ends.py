@@ -116,12 +116,12 @@ def as_they_lie(
     model: Model, layouts: dict[str, Layout], functions: Sequence[LayerFunction], trained: Sequence[TracedLayer]
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
     """Functions and traced layers of all groups, those of the ends with weights that are split as at rest."""
-    found = list(functions)
-    for g, group in ((0, model.groups[0]), (len(found) - 1, model.groups[model.last])):
+    lying = list(functions)
+    for g, group in ((0, model.groups[0]), (len(lying) - 1, model.groups[model.last])):
         if (v := group.variable_set) is not None:
             specs = {name: list(layouts[name].storage.record_types[v].specs) for name in group.specs}
-            found[g] = replace(found[g], group=replace(found[g].group, specs=specs))
-    return found, [replace(layer, function=function) for layer, function in zip(trained, found, strict=False)]
+            lying[g] = replace(lying[g], group=replace(lying[g].group, specs=specs))
+    return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
 
 
 def check_layers(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer], *, shared: bool) -> None:
@@ -141,7 +141,7 @@ def check_layers(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer], 
 
 def _check_end(group: LayerGroup, layer: DeviceLayer) -> None:
     name = f"ends='shared': layer {group.indices[0]} ({group.layer.name})"
-    specs = [spec for own in group.specs.values() for spec in own]
+    specs = [spec for of_collection in group.specs.values() for spec in of_collection]
     if specs and not any(map(on_all_stages, specs)):
         raise ValueError(
             f"{name} has no weights that the stages could share: none of {SMALLEST} elements or more has a "

@@ -40,10 +40,13 @@ class GradientSums(NamedTuple):
         self, buffers: Sequence[str], gradients: Sequence[Leaf | None], now: Sequence[Sharding]
     ) -> list[Leaf | None]:
         """A layer's gradients, those that there are, which lie as `now` says, as the sums in these buffers lie."""
-        as_sums = lambda name, own: tuple(PARTIAL if yes else s for yes, s in zip(self.partial[name], own, strict=True))
-        convert_to = lambda name, leaf, own: convert(leaf, self.axes, own, as_sums(name, own))
-        known = zip(buffers, gradients, [own[: len(self.axes)] for own in now], strict=True)
-        return [None if leaf is None else convert_to(name, leaf, own) for name, leaf, own in known]
+
+        def as_sum(name: str, leaf: Leaf, at: Sharding) -> Leaf:
+            wanted = tuple(PARTIAL if yes else s for yes, s in zip(self.partial[name], at, strict=True))
+            return convert(leaf, self.axes, at, wanted)
+
+        lying = zip(buffers, gradients, [at[: len(self.axes)] for at in now], strict=True)
+        return [None if leaf is None else as_sum(name, leaf, at) for name, leaf, at in lying]
 
 
 def make_gradient_sums(

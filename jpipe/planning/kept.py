@@ -47,17 +47,17 @@ class KeptStorage:
     def read_residuals(self, kept: Kept, g: int, position: Index, rows: dict[str, Row]) -> list[Leaf]:
         """A layer's residuals, in their own order."""
         read = lambda name: iter(self.storages[name].read(kept[name], g, position, rows[name]))
-        found = {name: read(name) for name in kept if name != "stash"}
-        return [next(found["kept" if waits else "residual"]) for waits in self.waits[g]]
+        leaves = {name: read(name) for name in kept if name != "stash"}
+        return [next(leaves["kept" if waits else "residual"]) for waits in self.waits[g]]
 
     def write_residuals(
         self, kept: Kept, g: int, position: Index, leaves: Sequence[Leaf], rows: dict[str, Row]
     ) -> Kept:
         """The inverse of `read_residuals`."""
-        own = {"residual": [], "kept": []}
+        by_rows: dict[str, list[Leaf]] = {"residual": [], "kept": []}
         for leaf, waits in zip(leaves, self.waits[g], strict=True):
-            own["kept" if waits else "residual"].append(leaf)
-        write = lambda name: self.storages[name].write(kept[name], g, position, own[name], rows[name])
+            by_rows["kept" if waits else "residual"].append(leaf)
+        write = lambda name: self.storages[name].write(kept[name], g, position, by_rows[name], rows[name])
         return kept | {name: write(name) for name in kept if name != "stash"}
 
 
@@ -104,6 +104,6 @@ def _kept_of(layer: DeviceLayer, mesh: Mesh) -> dict[str, list[tuple[jax.ShapeDt
     forward, split = layer.forward, layer.split
     orders = result_orders(forward.jaxpr, forward.residual_indices, mesh)
     residuals = list(zip(layer.residuals, orders, strict=True))
-    own = lambda waiting: [leaf for leaf, waits in zip(residuals, layer.waits, strict=True) if waits == waiting]
+    that_wait = lambda waiting: [leaf for leaf, waits in zip(residuals, layer.waits, strict=True) if waits == waiting]
     stash = zip(split.stash, result_orders(split.inputs, split.stash_indices, mesh), strict=True) if split else ()
-    return {"residual": own(False), "kept": own(True), "stash": list(stash)}
+    return {"residual": that_wait(False), "kept": that_wait(True), "stash": list(stash)}

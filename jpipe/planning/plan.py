@@ -98,13 +98,13 @@ class Plan:
         unit of these, a third of it forward. A stage takes at least a millionth of all, since the simulator's times
         are positive; a model without costs 1 and 2.
         """
-        given = [(cost.forward, cost.backward) for cost in self.costs]
-        given = given or [(cost / 3, 2 * cost / 3) for cost in self.partition.layer_costs]
+        by_layer = [(cost.forward, cost.backward) for cost in self.costs]
+        by_layer = by_layer or [(cost / 3, 2 * cost / 3) for cost in self.partition.layer_costs]
         if self.request.shares_ends:
-            given[0] = given[-1] = (0.0, 0.0)
+            by_layer[0] = by_layer[-1] = (0.0, 0.0)
         times = np.zeros((self.request.schedule.num_stages, 2))
         for s, (start, stop) in enumerate(self.partition.bounds):
-            times[self.request.schedule.placement.stage_of(s)] += np.sum(given[start:stop], axis=0)
+            times[self.request.schedule.placement.stage_of(s)] += np.sum(by_layer[start:stop], axis=0)
         forward, backward = np.maximum(times, times.sum() / 1e6 or [1.0, 2.0]).T.tolist()
         return tuple(forward), tuple(backward)
 
@@ -218,7 +218,7 @@ def _warn_of_untied(request: Request, model: Model) -> None:
 
 def _warn_of_idle_axes(request: Request, model: Model, loss: TracedLoss | None) -> None:
     """Names the axes of the mesh along which all devices of a stage hold and compute the same."""
-    specs = [spec for group in model.groups for own in group.specs.values() for spec in own]
+    specs = [spec for group in model.groups for of_collection in group.specs.values() for spec in of_collection]
     constrained = [group.constrained for group in model.groups] + ([] if loss is None else [loss.constrained])
     named = set().union(jax.tree.leaves(list(map(tuple, specs))), *constrained)
     for name in request.splits.idle(named):

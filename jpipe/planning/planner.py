@@ -148,11 +148,11 @@ class Planner:
         return model
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
-        given = self.request
-        read = (lambda inputs: inputs) if micro.bare else given.read_inputs
-        with self.tracing(), task(f"tracing {len(given.layers)} layers"):
+        asked = self.request
+        read = (lambda inputs: inputs) if micro.bare else asked.read_inputs
+        with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
             like = None if self.plan is None else self.plan.traced
-            return trace_model(given.layers, read, micro.shapes, splits, given.rules, like)
+            return trace_model(asked.layers, read, micro.shapes, splits, asked.rules, like)
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
@@ -176,21 +176,21 @@ class Planner:
             return trace_loss(self.request.loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
-        functions, found = self._functions(micro, key, with_loss=True), []
+        functions, layers = self._functions(micro, key, with_loss=True), []
         with (
             self.tracing(),
             task("tracing forward and backward", total=len(functions), unit="groups of layers") as advance,
         ):
             for function in functions:
-                found.append(trace_layer(function))
+                layers.append(trace_layer(function))
                 advance()
-        return tuple(found)
+        return tuple(layers)
 
     def _functions(self, micro: MicroBatch, key: jax.ShapeDtypeStruct | None, with_loss: bool) -> list[LayerFunction]:
         """The functions that the layers of each group compute; the loss follows the last."""
-        model, given = self.model(micro), self.request
+        model, remat = self.model(micro), self.request.remat
         loss = lambda g: self.loss(micro) if with_loss and g == model.last else None
-        return [LayerFunction(group, key, given.remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
+        return [LayerFunction(group, key, remat, model.batch, loss(g)) for g, group in enumerate(model.groups)]
 
     # --- model -> plan ---
 
@@ -201,13 +201,13 @@ class Planner:
         Raises:
           ValueError: the costs follow from shapes, and no batch was seen yet.
         """
-        found = early_partition(self.request) if self.plan is None else self.plan.partition
-        if found is None:
+        partition = early_partition(self.request) if self.plan is None else self.plan.partition
+        if partition is None:
             raise ValueError(
                 f"the partition under balance={self.request.balance!r} follows from the batch's shapes; call "
                 "pipe.init(key, batch) first (or jax.eval_shape(pipe.init, key, batch), which computes nothing)"
             )
-        return found
+        return partition
 
     def known_plan(self) -> Plan:
         """The plan, which a batch has to have decided already."""

@@ -35,11 +35,11 @@ class WholeOperation(NamedTuple):
 def unsplit_in(traced: TracedLayer, layer: DeviceLayer) -> list[WholeOperation]:
     """The operations of a layer, forward and backward, that every device does whole, each line's together."""
     total = _total(traced)
-    found: dict[tuple[str, str], float] = {}
+    shares: dict[tuple[str, str], float] = {}
     for (equation, callers, *_), times, _ in [*layer.forward.unsplit, *layer.unsplit]:
         key = equation.primitive.name, line_of(equation, callers)
-        found[key] = found.get(key, 0.0) + times * flops_of(equation).flops / total
-    return [WholeOperation(*key, share) for key, share in found.items()]
+        shares[key] = shares.get(key, 0.0) + times * flops_of(equation).flops / total
+    return [WholeOperation(*key, share) for key, share in shares.items()]
 
 
 def _total(traced: TracedLayer) -> float:
@@ -51,10 +51,10 @@ def warn_of_unsplit(trained: Sequence[TracedLayer], layers: Sequence[DeviceLayer
     """Warns, once, of each kind of layer of which every device does much whole, if that is some part of the model."""
     totals = [_total(traced) * len(traced.function.group.indices) for traced in trained]
     for traced, layer, total in zip(trained, layers, totals, strict=True):
-        found = unsplit_in(traced, layer)
-        share = sum(one.share for one in found)
+        operations = unsplit_in(traced, layer)
+        share = sum(one.share for one in operations)
         if share > MUCH and _total(traced) > NOTHING and share * total > FELT * sum(totals):
-            worst = max(found, key=lambda one: one.share)
+            worst = max(operations, key=lambda one: one.share)
             group = traced.function.group
             warn_once(
                 f"layer {group.indices[0]} ({group.layer.name}): {worst.operation} ({worst.line or 'of no line'}) has "
