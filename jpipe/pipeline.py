@@ -18,12 +18,13 @@ from jpipe.batches import rows
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
+from jpipe.cutting.whole import CutModel
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
-from jpipe.layers.adapt import as_layers
+from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
+from jpipe.memory.layer_trees import from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
@@ -124,21 +125,24 @@ class Pipeline(Tabular):
         ends: str = "own",
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        layers, inputs = as_layers(layers), inputs or default_inputs
+        whole, inputs = as_whole(layers), inputs or default_inputs
+        layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-        checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
+        if whole is None:
+            checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
+            whole=whole,
             loss_fn=loss_fn,
             read_inputs=inputs,
             remat=as_remat(remat),
             merge=check_rules(merge),
-            balance=as_balance(balance, len(layers), num_stages * num_chunks),
+            balance=balance if whole is not None else as_balance(balance, len(layers), num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
@@ -151,6 +155,7 @@ class Pipeline(Tabular):
         self._train_steps = TrainSteps(programs.value_and_grad, self._state_shapes)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
+        self._jit_to_model = jax.jit(lambda cut, variables: cut.to_model(to_layers(variables)), static_argnums=0)
         self._generator = Generator(self.planner)
 
     def __repr__(self) -> str:
@@ -244,6 +249,43 @@ class Pipeline(Tabular):
         if batch is not None:
             self.agreement.check(batch, "init")
         return from_items(plan.model, plan.layouts, trees)
+
+    def model_variables(self, variables: Variables) -> Item:
+        """The variables of a model that is one module, as its own `init` would have returned them.
+
+        Args:
+          variables: anything laid out like this pipeline's variables, gradients too: `{"params": grads}`.
+
+        Returns:
+          Of a linen module a dict by collection, of an nnx module a pure dict by collection, of a `jpipe.Layer` what its
+          `init` returned. Collections that `variables` lacks are missing. Leaves are split over the stages.
+
+        Raises:
+          ValueError: the pipeline was given a list of layers.
+        """
+        plan, cut = self.plan, self._known_cut("layer_variables")
+        checks.check_variables(plan, variables)
+        return cut.whole.layer.to_item(self._jit_to_model(cut, variables))
+
+    def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
+        """The inverse of `model_variables`, under this pipeline's layout.
+
+        Args:
+          tree: as `model_variables` of any pipeline of this model returns it, or the model's `init`; on the host or on
+            devices of this mesh; no tracers.
+          batch: needed if this pipeline has seen none yet: shapes decide the partition.
+        """
+        plan = self.plan if batch is None else self.planner.plan_for(batch)
+        cut = self._known_cut("from_layer_variables")
+        if batch is not None:
+            self.agreement.check(batch, "init")
+        return from_layers(plan.layouts, cut.from_model(cut.whole.layer.from_item(tree)))
+
+    def _known_cut(self, instead: str) -> CutModel:
+        """Where the model is cut; for a list of layers a ValueError with the method to call instead."""
+        if self.planner.cut is None:
+            raise ValueError(f"this pipeline was given a list of layers, not one module; call pipe.{instead}")
+        return self.planner.cut
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.

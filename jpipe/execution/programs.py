@@ -58,7 +58,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return {}
-            arguments = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
+            layer_key = init_key(key, layer, of_model=group.layer.has_model_key)
+            arguments = [layer_key, *group.constants.get(INIT, Constants()).of(layer)]
             return _init_layer(plan, group, arguments, *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)

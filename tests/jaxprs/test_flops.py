@@ -24,7 +24,7 @@ from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.costs import layer_costs
-from jpipe.planning.flops import Flops, count_flops
+from jpipe.jaxprs.flops import Flops, count_flops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet

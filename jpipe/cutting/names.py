@@ -1,0 +1,54 @@
+"""Names the pieces of a model as the model names its parameters: `h_3/attention`, `blocks/4/up+down`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from jpipe.cutting.straight import Part
+
+MOST = 0.8
+"""A piece is named after the largest of its modules that together have so much of its weights."""
+
+Path = tuple[str, ...]
+
+
+def names_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Sequence[int]) -> list[str]:
+    """A name for each piece.
+
+    Args:
+      pieces: the variables of each.
+      paths: of each leaf of the variables, its path in the model.
+      sizes: of each leaf, its elements.
+    """
+    sliced = [paths[part.leaf] for parts in pieces for part in parts if part.indices]
+    stack = _common(sliced)
+    names = [_name([(_path(part, paths, stack), sizes[part.leaf]) for part in parts]) for parts in pieces]
+    return [name or (f"behind {names[i - 1]}" if i else "start") for i, name in enumerate(names)]
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The beginning that all paths have."""
+    columns = zip(*paths, strict=False)
+    return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
+
+
+def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
+    """The path of a part; slices have their indices behind what is stacked."""
+    path, at = paths[part.leaf], len(stack)
+    return (*path[:at], *map(str, part.indices), *path[at:]) if part.indices else path
+
+
+def _name(leaves: Sequence[tuple[Path, int]]) -> str:
+    """The modules that most of the weights are in, below what all have in common."""
+    modules = [path[:-1] for path, _ in leaves]
+    common = _common(modules)
+    sizes: dict[str, int] = {}
+    for (_, size), module in zip(leaves, modules, strict=True):
+        if len(module) > len(common):
+            sizes[module[len(common)]] = sizes.get(module[len(common)], 0) + size
+    largest: list[str] = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sum(sizes[n] for n in largest) < MOST * sum(sizes.values()):
+            largest.append(name)
+    return "/".join([*common, *(["+".join(largest)] if largest else [])])
