@@ -76,10 +76,10 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
     )
     sizes: dict[str, int] = {}
     for cut in cuts:
-        known = storage.record_types[cut]
-        for leaf, name, (entry,) in zip(known.leaves, known.buffers, known.entries, strict=True):
-            taken = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
-            sizes[name] = max(sizes.get(name, 0), entry + taken)
+        boundary = storage.record_types[cut]
+        for leaf, name, (entry,) in zip(boundary.leaves, boundary.buffers, boundary.entries, strict=True):
+            length = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
+            sizes[name] = max(sizes.get(name, 0), entry + length)
     crossing = tuple(sorted(sizes.items()))
     return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, crossing)
 
