@@ -102,17 +102,17 @@ class Splits:
         Raises:
           ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
         """
-        found: dict[str, list[PartitionSpec]] = {}
-        is_split = lambda name: name != AXIS and self.mesh.shape.get(name, 1) > 1
+        at_rest: dict[str, list[PartitionSpec]] = {}
+        splitting = {axis for axis, size in self.mesh.shape.items() if axis != AXIS and size > 1}
         for collection, tree in variables.items():
-            found[collection] = []
-            without, more = ((), self.shard_over) if collection in weights else (self.batch_axes, ())
+            at_rest[collection] = []
+            axes, more = (splitting, self.shard_over) if collection in weights else (splitting - {*self.batch_axes}, ())
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
+                spec = split_by(spec, axes.__contains__)
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                spec = split_by(spec, lambda name, without=without: is_split(name) and name not in without)
                 self._check(what, leaf.shape, spec)
-                found[collection].append(self._split_over(more, leaf.shape, spec))
-        return found
+                at_rest[collection].append(self._split_over(more, leaf.shape, spec))
+        return at_rest
 
     def check_names(self, asked: Mapping[str, set[str]], constrained: Collection[str]) -> None:
         """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
@@ -136,10 +136,11 @@ class Splits:
 
     def idle(self, names: Collection[str]) -> list[str]:
         """The mesh axes of several devices that split no examples, and that aren't among `names`."""
-        known = (AXIS, *self.batch_axes, *names)
-        return [name for name, size in self.mesh.shape.items() if size > 1 and name not in known]
+        used = (AXIS, *self.batch_axes, *names)
+        return [name for name, size in self.mesh.shape.items() if size > 1 and name not in used]
 
     def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
+        """Checks that a leaf `what` of a shape can be split by a spec; errors as of `at_rest`."""
         seen: set[str] = set()
         if len(spec) > len(shape):
             raise ValueError(
@@ -158,6 +159,7 @@ class Splits:
                 )
 
     def _devices(self, names: Sequence[str]) -> int:
+        """The number of parts into which these mesh axes split a dimension."""
         return math.prod(self.mesh.shape[name] for name in names)
 
     def _split_over(self, more: Sequence[str], shape: Shape, spec: PartitionSpec) -> PartitionSpec:
