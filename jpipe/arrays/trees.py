@@ -1,4 +1,4 @@
-"""Compares pytrees with what they should be: an error names the first leaf that differs."""
+"""Names the leaves of pytrees, and compares pytrees with expected ones; errors name the first leaf that differs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def is_bare(
     """Whether `apply` was given the bare inputs rather than a batch that holds them.
 
     Args:
-      batch: what it was given.
+      batch: the argument of `apply`.
       expected: the batch seen at init, as shapes.
       inputs: the inputs that were read from it, as shapes.
       read_inputs: `batch -> inputs`.
@@ -72,7 +72,7 @@ def is_bare(
         return fits_inputs
     if like_batch or like_inputs:
         return not like_batch
-    with suppress(Exception):  # a batch without what only the loss needs
+    with suppress(Exception):  # a batch that lacks arrays that only the loss reads
         if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == of_inputs:
             return False
     raise ValueError(

@@ -48,7 +48,7 @@ def batch_size(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The shapes of one of the equal micro-batches that a batch is cut into: what a model is traced at.
+    """The shapes of one of the equal micro-batches that a batch is cut into; a model is traced at them.
 
     Attributes:
       structure: the batch's pytree structure.
@@ -145,7 +145,7 @@ def check_like(batch: Batch, expected: Shapes) -> None:
 
 
 def check_no_example(batch: Batch, expected: Shapes) -> None:
-    """Checks that a batch isn't a single example of what was seen at init.
+    """Checks that a batch isn't a single example of the batch that was seen at init.
 
     Args:
       batch: pytree of arrays.

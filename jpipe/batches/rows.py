@@ -71,7 +71,7 @@ def place_rows(batch: Batch, mesh: Mesh, batch_axes: Sequence[str]) -> Batch:
 
 
 def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
-    """Arrays and numbers where `shardings` say; what lies on all devices of the mesh already, or is traced, stays.
+    """Puts arrays and numbers where `shardings` say; those that lie on all devices already, or are traced, stay.
 
     Args:
       tree: on the host, on one device or on the mesh. Each process passes the same.
@@ -87,20 +87,18 @@ def placed(tree: PyTree, shardings: PyTree, mesh: Mesh) -> PyTree:
             return jax.device_put(leaf, sharding)
         return jax.jit(lambda x: x, out_shardings=sharding)(leaf)  # an array of this process alone goes to others too
 
-    if isinstance(shardings, NamedSharding):
-        return jax.tree.map(lambda leaf: move(leaf, shardings), tree)
-    return jax.tree.map(move, tree, shardings)
+    return jax.tree.map(move, tree, jax.tree.broadcast(shardings, tree))
 
 
 def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A batch or a key on all devices of the mesh, as far as it isn't there already or only traced.
+    """Puts a batch or a key on all devices of the mesh, unless it lies there already or is traced.
 
-    A model may have no parameters that would say where it runs. A process can't put its own array on devices of others,
-    and over several every program names the mesh anyway.
+    A model may have no parameters that would say where it runs. With several processes it does nothing: a process can't
+    put its own array on devices of others, and every program names the mesh anyway.
     """
     return tree if mesh.is_multi_process else placed(tree, NamedSharding(mesh, PartitionSpec()), mesh)
 
 
 def on_all(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Small arrays on all devices of the mesh, those of other processes included."""
+    """Puts small arrays on all devices of the mesh, also on those of other processes."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(on_mesh(tree, mesh))

@@ -197,7 +197,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._done.intersection_update(files.listed(self.directory))  # what wasn't written may be saved again
+            self._done.intersection_update(
+                files.listed(self.directory)
+            )  # a step that wasn't written may be saved again
             whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
@@ -269,7 +271,7 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     x)` takes an item.
 
     Args:
-      directory: that of a `Checkpointer`.
+      directory: the directory of a `Checkpointer`.
       step: which checkpoint; default: the newest that can be read.
 
     Raises:
@@ -299,7 +301,7 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Value]) -> tuple[int, Value, list[int]]:
-    """`(step, what read gives for it, steps that are damaged)` of the first of some steps that can be read.
+    """Reads the first of some steps that can be read: `(step, the result of read, steps that are damaged)`.
 
     Raises:
       RuntimeError: none can.

@@ -91,7 +91,7 @@ def if_all_can(work: Callable[[], Result]) -> Result:
     """Returns the result of `work` if it succeeds in all processes; where it fails in one, all raise an error.
 
     Raises:
-      Exception: what it raised here.
+      Exception: the error that it raised here.
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """

@@ -9,7 +9,7 @@ At rest means between steps; at work means within a step. A `WorkLayout` says fo
 work. Once a step, `gathered` makes the buffers at work from those at rest: leaves that are split over all stages are
 brought to the stage that uses them, then all are gathered along data axes (unless layers do that at each use).
 Gradients are added up in buffers like those at work. At the end of the step `reduced` does the inverse: it adds them up
-over devices, and scatters what was brought together.
+over devices, and scatters the leaves that were brought together.
 """
 
 from __future__ import annotations

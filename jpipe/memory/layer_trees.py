@@ -68,7 +68,8 @@ def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, S
     else:
         arrays = {name: _from_host(layout, {}) for name, layout in layouts.items()}
         for v, j, _ in records.places:
-            arrays = records.put(arrays, v, j, {name: leaves[name][v, j] for name in layouts if (v, j) in leaves[name]})
+            if record := {name: leaves[name][v, j] for name in layouts if (v, j) in leaves[name]}:
+                arrays = records.put(arrays, v, j, record)
     return {name: StageTree(arrays[name], layout) for name, layout in layouts.items()}
 
 

@@ -1,11 +1,11 @@
 """`Layout` and `StageTree`: which buffers hold the variables, as global arrays split over the stages.
 
-A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
-its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
+Optax, checkpoints and users hold `StageTree`s: pytrees of arrays `[K, ...]` split over `stage`, which know their
+`Layout`. `jpipe.memory.layer_trees` makes them from the layers' own trees, and takes these out of them again.
 
 *At rest*, between steps, arrays are split over all mesh axes that their specs name. Weights that only the first or only
 the last stage holds may be split over `stage` too: then an array `[1, ...]` holds them, each stage has a part, and no
-other stage has room for them. `jpipe.memory.at_work` says what a step makes of that.
+other stage has room for them. `jpipe.memory.at_work` brings them to where a step uses them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fixes the order of dimensions in memory for arrays that one loop hands to another.
 
-A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
-disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to
-one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward
-then reads a row in the order that it wants, and copies that row at most.
+A compiler chooses the layout of a loop's carry for the operations inside. Where the loops of forward and backward
+disagree, it copies whole buffers from one layout to the other in every tick. So the arrays that they hand to each other
+are held to one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The
+backward then reads a row in the order that it wants, and copies that row at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Order = tuple[int, ...]
 
 
 def in_order(array: jax.Array, order: Order | None) -> jax.Array:
-    """The array, held to an order; as the compiler likes it if that is None."""
+    """Holds an array to an order; if that is None, the compiler chooses."""
     return array if order is None or array.ndim < 2 else held_to(array, order)
 
 
@@ -55,7 +55,7 @@ def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
     """The order in which a TPU, which pads the innermost dimension to 128, holds an array in little memory.
 
     Args:
-      shape: such as that of images, `[b, 224, 224, 3]`.
+      shape: an array's shape, such as that of images, `[b, 224, 224, 3]`.
       mesh: the devices.
 
     Returns:

@@ -1,8 +1,8 @@
 """Takes one layer's record out of the buffers of all stages, puts one in, or makes all anew.
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part of the model
-and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). Or all are made anew where they lie
-(`Records.updated`).
+and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). `Records.updated` makes all records
+anew where they lie.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Leaves that are stored together are a *record*: one layer's parameters, or one l
 the activation at one boundary. Records with equal leaves are of one *record type*. The *owner* of a record decides
 which records lie side by side: a stage, a virtual stage, a boundary. A *device* is an index k along `stage` here.
 `build_storage` gives each record its place, as plain data. The same class keeps parameters, gradients, state, an
-optimiser's state, residuals, and what crosses boundaries (`jpipe.memory.boundaries`).
+optimiser's state, residuals, and the values that cross boundaries (`jpipe.memory.boundaries`).
 
 Five equal layers and two ends, in two stages:
 
@@ -25,7 +25,7 @@ on several devices may have the same entry, since each device has arrays of its 
 record. They hold zeros, or whatever lies there.
 
 A buffer that holds many micro-batches in flight repeats this, a *row* for each of them. Row r begins at entry
-`r * stride`. A device's stride is what its own leaves need, so a device with few leaves may have more rows.
+`r * stride`. A device's stride is as large as its own leaves need, so a device with few leaves may have more rows.
 
     float32_4x4, rows = (1, 2)      w0  w1  w2  --      w3  w4 | w3' w4'        strides (3, 2), size 4
 
@@ -60,9 +60,9 @@ Buffers = dict[str, jax.Array]
 Read = TypeVar("Read")
 
 WASTE = 1 / 4
-"""How much memory stacking may cost, as a share. Types of leaves whose stacked buffer is used for more than half, or
-that mesh axes split, are always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE)
-times what they would take if none of these others were stacked."""
+"""How much memory stacking may cost, as a share. A type of leaves is always stacked if its stacked buffer is used for
+more than half, or if mesh axes split it. Other types are stacked, from the largest on, while all buffers take at most
+(1 + WASTE) times the bytes that they would take if all these others lay flat."""
 
 
 class Row(NamedTuple):
@@ -215,7 +215,9 @@ class Storage:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
                 return record, read(t, record, carry)
 
-            visit = lambda _, values, carry: body(t, *values, carry)
+            def visit(_: Index, values: tuple[jax.Array, Read], carry: Carry) -> Carry:
+                return body(t, *values, carry)
+
             return each(0, look_up([len(line) for line in lines], device), (), visit, carry, reads=reads)
 
         for t in range(len(self.record_types)):
@@ -259,7 +261,7 @@ def build_storage(
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, the order of its dimensions in memory. By default the compiler chooses, and
         leaves that few owners have lie turned if several types become one then.
-      tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
+      tags: for each record type and leaf, numbers that tell its stacked buffer from others (`each_apart`).
       waste: how much more memory stacked buffers may take than flat ones would, as a share; `inf` if none may be flat.
     """
     num_devices = max(device_of, default=0) + 1
@@ -351,7 +353,7 @@ class _Needs:
         return total
 
     def strides(self, counts: np.ndarray) -> tuple[int, ...]:
-        """`[K]`, the leaves or elements (as in `counts`) of a row on each device: what its fullest owner needs."""
+        """`[K]`, the leaves or elements (as in `counts`) of a row on each device: as many as its fullest owner has."""
         most = np.zeros(len(self.rows), counts.dtype)
         np.maximum.at(most, np.asarray(self.device_of), counts)
         return tuple(most.tolist())

@@ -3,7 +3,7 @@
 At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
 that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, as its layer is given it, it
 is gathered along the data axes and remains split over the others, if weights are gathered once a step; if they are
-gathered at each use, it lies as at rest, and what the layer needs whole is gathered in it (`jpipe.partitioner.choice`).
+gathered at each use, it lies as at rest, and the layer gathers what it needs whole (`jpipe.partitioner.choice`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Splits:
     def axes(self) -> tuple[Axis, ...]:
         """The axes that arrays are split over at work: the data axes, and each of the others (`stage_axes`).
 
-        The data axes are one, unless weights are gathered at each use: then some of them may split what layers take.
+        The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
         jointly = self.gather == "step"
         return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)

@@ -1,7 +1,7 @@
-"""Checks that all processes want the same before they compute, or they would wait for one another for ever.
+"""Checks that all processes have the same settings before they compute: else they wait for one another for ever.
 
-They exchange words through the key-value store of `jax.distributed`, which runs beside the devices, so that waiting
-has an end and nothing is compiled.
+They exchange texts through the key-value store of `jax.distributed`, which runs beside the devices, so that a process
+waits only for some time, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int]) -> None:
     """Checks that all processes hold the same facts; they all have to call it, in the same order.
 
     Args:
-      facts: what a step depends on, by name.
+      facts: the settings that a step depends on, by name.
       processes: the indices of the processes that compute together, this one among them.
 
     Raises:
-      ValueError: in all of them, naming what differs and its values.
+      ValueError: in all processes, naming the settings that differ and their values.
       RuntimeError: a process didn't come within `SECONDS`.
     """
     store, process = shared_store(), jax.process_index()

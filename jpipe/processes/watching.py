@@ -86,7 +86,7 @@ class Standing:
       host: the name of its machine.
       entered: how many steps it has entered.
       ended: how many of them have ended.
-      last: what the last one computes, in words.
+      last: the name of the last step's work, in words.
       is_compiling: whether it compiles now.
     """
 
@@ -158,7 +158,7 @@ class Watch:
 
         return step
 
-    # --- what the calling thread does ---
+    # --- in the calling thread ---
 
     def _follow(self, call: Call) -> None:
         """Notes that a step begins."""
@@ -178,7 +178,7 @@ class Watch:
             self._running = running
             return Standing(self._host, self._entered, self._entered - len(running), self._last, is_compiling)
 
-    # --- what the clock does ---
+    # --- in the thread of the clock ---
 
     def _watch_clock(self) -> None:
         """Ends the process once no step has ended for too long, or another process says so."""
@@ -218,7 +218,7 @@ class Watch:
         if self._process == 0:  # the store ends with it, and JAX ends the processes that have it open
             time.sleep(1)
 
-    # --- what the exchange does ---
+    # --- in the thread of the exchange ---
 
     def _exchange(self) -> None:
         """Tells the other processes how far this one has come, and hears whether one of them ends."""

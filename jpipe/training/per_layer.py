@@ -29,7 +29,7 @@ from jpipe.types import PyTree, Shapes
 Trees = dict[str, PyTree]
 """One layer's trees by name: its `params`, an optimiser's `state` for it."""
 OnTrees = Callable[[Trees, PyTree], Trees]
-"""`(one layer's trees, what is the same for all layers) -> its new trees`."""
+"""`(one layer's trees, arguments that are the same for all layers) -> its new trees`."""
 Layouts = dict[str, Layout]
 
 
@@ -83,7 +83,7 @@ def _for_each_layer(
                         --storage.read-->               --unflatten--> function
                         <-storage.write--  {"state": [..]}  <----------- {"state": ..}
 
-    The loop over layers carries all buffers, so that a layer's results replace what was read for it, in place.
+    The loop over layers carries all buffers, so that a layer's results replace its old trees in place.
 
     Args:
       function: `(trees by name, extra) -> trees by name`.

@@ -59,7 +59,7 @@ def apply_update(
 class TrainSteps(Generic[StepT]):
     """The compiled training steps of a pipeline, one for each optimiser.
 
-    An optimiser made anew from the same numbers and functions runs what was compiled for the first one.
+    An optimiser made anew from the same numbers and functions runs the step that was compiled for the first one.
 
     Args:
       value_and_grad: the loss and gradients of a batch, to be traced.
