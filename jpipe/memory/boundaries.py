@@ -2,10 +2,10 @@
 
 Boundaries have leaves of their own shapes, while one program passes them on in all stages. So the activation at any
 boundary is a record of one storage (`jpipe.memory.storage`), and a device holds one of these records at a time. Leaves
-lie row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so that
-one can be read while another is written. Boundaries with equal leaves have equal places, so that a loop over a group of
-layers may use the first one's boundary for all. Only the first entries of a buffer cross between stages: as many as the
-largest activation at any cut needs.
+lie row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so
+that one can be read while another is written. Boundaries with equal leaves have equal places, so that a loop over a
+group of layers may use the first one's boundary for all. Only the first entries of a buffer cross between stages: as
+many as the largest activation at any cut needs.
 """
 
 from __future__ import annotations
