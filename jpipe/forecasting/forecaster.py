@@ -21,7 +21,7 @@ from jpipe.costs.holdings import on_device
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
 from jpipe.forecasting.step_cycles import StepCycles, count_cycles
-from jpipe.mesh.device_order import make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs

@@ -22,7 +22,7 @@ from jpipe.forecasting.forecaster import forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.mesh.axes import AXIS, BATCH_AXES
-from jpipe.mesh.device_order import make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
