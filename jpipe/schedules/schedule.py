@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import TypeAlias
 
 from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, admitted
@@ -168,7 +169,9 @@ class Schedule(Orders):
             shown = [range(room - room // 2), range(num_ticks - room // 2, num_ticks)]
 
         def line(name: str, text_at: Callable[[int], str]) -> str:
-            tick = lambda t: "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
+            def tick(t: int) -> str:
+                return "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
+
             return f"{name:<{label}}|" + " ... |".join("".join(map(tick, part)) for part in shown)
 
         lines = [
@@ -244,38 +247,37 @@ def _check_kind(kind: str, where: str) -> None:
 
 
 def _check_complete(orders: Orders) -> None:
-    """On every stage, each micro-batch and chunk must have one F and, unless nothing trains, a B or an I and a W.
+    """Checks that each stage has one F and, if anything trains, one B or an I and a W, of each micro-batch and chunk.
 
-    An R may be there.
+    It may have an R too.
     """
     placed = [(stage, action) for stage, order in enumerate(orders.actions) for action in order]
     if not placed:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
-    where, last = max(placed, key=lambda pair: pair[1].microbatch)
-    used = orders.kinds
-    splits = not used.isdisjoint("IW")
-    pairs = [(m, v) for m in range(orders.num_microbatches) for v in range(orders.num_chunks)]
-    is_usual = "".join(kind for kind in ACTION_KINDS if kind in used) in ("F", "FB", "FIW")
-    alike = {Action(kind, m, v) for kind in used for m, v in pairs} if is_usual else set()
+    pairs = set(product(range(orders.num_microbatches), range(orders.num_chunks)))
     for stage, order in enumerate(orders.actions):
-        if len(order) == len(alike) and {*order} == alike:  # the usual case, and quick
-            continue
-        counts = Counter(order)
-        twice = next((action for action in counts if counts[action] > 1), None)
-        if twice is not None:
-            raise ValueError(f"stage {stage} has {twice} {counts[twice]} times; keep one of them")
-        for m, v in pairs:
-            parts = [action for kind in ("IW" if splits else "") if (action := Action(kind, m, v)) in counts]
-            if parts and (whole := Action("B", m, v)) in counts:
-                raise ValueError(
-                    f"stage {stage} has {whole} and {parts[0]}: the backward of a micro-batch and chunk is either "
-                    "whole, B, or in two parts, I and W; drop one of them"
-                )
-            backward = "" if used == {"F"} else "IW" if parts or "B" not in used else "B"
-            lacks = next((a for kind in "F" + backward if (a := Action(kind, m, v)) not in counts), None)
-            if lacks is not None:
-                raise ValueError(
-                    f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
-                    f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
-                    f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
-                )
+        for action, count in Counter(order).most_common(1):
+            if count > 1:
+                raise ValueError(f"stage {stage} has {action} {count} times; keep one of them")
+        at = {kind: {action[1:] for action in order if action.kind == kind} for kind in ACTION_KINDS}
+        in_parts = at["I"] | at["W"]
+        if twice := in_parts & at["B"]:
+            pair = min(twice)
+            part = Action("I" if pair in at["I"] else "W", *pair)
+            raise ValueError(
+                f"stage {stage} has {Action('B', *pair)} and {part}: the backward of a micro-batch and chunk is either "
+                "whole, B, or in two parts, I and W; drop one of them"
+            )
+        needed = {"F": pairs}
+        if orders.kinds != {"F"}:
+            in_parts = in_parts if "B" in orders.kinds else pairs
+            needed |= {"B": pairs - in_parts, "I": in_parts, "W": in_parts}
+        lacking = [Action(kind, *pair) for kind, pairs_of_kind in needed.items() for pair in pairs_of_kind - at[kind]]
+        if lacking:
+            lacks = min(lacking, key=lambda action: (action.microbatch, action.chunk))
+            where, last = max(placed, key=lambda pair: pair[1].microbatch)
+            raise ValueError(
+                f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
+                f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
+                f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
+            )

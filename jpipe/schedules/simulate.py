@@ -101,10 +101,10 @@ class Timeline:
     @cached_property
     def of_stages(self) -> tuple[tuple[Span, ...], ...]:
         """K times the spans of a stage, in its order."""
-        own: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
+        spans: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.spans:
-            own[span.stage].append(span)
-        return tuple(map(tuple, own))
+            spans[span.stage].append(span)
+        return tuple(map(tuple, spans))
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -123,9 +123,9 @@ class Timeline:
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
         [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
         """
-        own = self.of_stages[stage]
-        since = {span.action[1:]: span.start for span in own if span.action.kind in start}
-        until = {span.action[1:]: span.end for span in own if span.action.kind in end and span.action[1:] in since}
+        spans = self.of_stages[stage]
+        since = {span.action[1:]: span.start for span in spans if span.action.kind in start}
+        until = {span.action[1:]: span.end for span in spans if span.action.kind in end and span.action[1:] in since}
         changes = Counter({0.0: 0})
         changes.update(since[pair] for pair in until)
         changes.subtract(until.values())
@@ -284,8 +284,8 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
     for index, actions in _slots(schedule):
         ends = clocks.tolist()
         for stage, action in actions:
-            start, (anew, own) = ends[stage], takes(stage, action)
-            ends[stage] += anew + own
+            start, (anew, rest) = ends[stage], takes(stage, action)
+            ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
         crossed = arriving
         clocks, arriving = _after_hops(crossings[index], np.array(ends), hop)
@@ -300,8 +300,8 @@ def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span,
     clocks = [0.0] * schedule.num_stages
     for stage, action in slot_times(schedule):
         arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
-        start, (anew, own) = max([clocks[stage], *arrivals]), takes(stage, action)
-        ends[stage, action] = clocks[stage] = start + anew + own
+        start, (anew, rest) = max([clocks[stage], *arrivals]), takes(stage, action)
+        ends[stage, action] = clocks[stage] = start + anew + rest
         spans.append(Span(stage, action, start, clocks[stage], anew))
     return tuple(spans)
 
@@ -316,25 +316,21 @@ def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
             yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-class _Crossing(NamedTuple):
-    """The values that cross after a slot along one route: from stages to others, beside the next slot or before."""
-
-    senders: np.ndarray
-    receivers: np.ndarray
-    beside: bool
+Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
+"""A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[_Crossing]:
+def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     return [
-        _Crossing(*np.array(route).T, beside=crosses_beside(schedule.slots, flow, index))
+        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
         for flow in flows
         for route in schedule.placement.routes(flow)
     ]
 
 
-def _after_hops(crossings: list[_Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:

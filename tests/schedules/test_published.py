@@ -2,7 +2,9 @@
 
 import pytest
 
-from jpipe.schedules.published import PUBLISHED
+from jpipe.schedules.orders import SCHEDULES
+
+PUBLISHED = {name: SCHEDULES[name] for name in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")}
 from jpipe.schedules.schedule import Schedule
 
 ORDERS = {
