@@ -25,14 +25,14 @@ class Chip:
 
     Attributes:
       name: such as "v5e".
-      flops: at its peak in bfloat16, FLOP/s.
-      memory: bytes. Programs get a little less.
+      flops: its peak in bfloat16, FLOP/s.
+      memory: its bytes. Programs get a little less.
       memory_bandwidth: bytes/s.
       link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
       clock: cycles/s that a TPU compiler's estimates count; None for others.
-      source: where that is written; the clock, if no word says so, is the peak over products a cycle.
+      source: where the numbers are written. The clock, if no source has it, is the peak over the products a cycle.
       example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
-      cores: devices of JAX that a chip is.
+      cores: the number of JAX's devices that one chip is.
       tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
         `jax.experimental.pallas.tpu.get_tpu_info` has it.
       vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 of others.
@@ -155,12 +155,12 @@ def parse_topology(name: str) -> Topology:
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("v3:2x2").num_devices
     (128, 8)
     """
-    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
-    example = EXAMPLES.get(found.group(1)) if found else None
-    if found is None or example is None or found.group(2).count("x") != example.count("x"):
-        known = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
-        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {known}")
-    topology = Topology(CHIPS[found.group(1)], tuple(map(int, found.group(2).split("x"))))
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
+    example = EXAMPLES.get(match[1]) if match else None
+    if match is None or example is None or match[2].count("x") != example.count("x"):
+        names = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
+        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {names}")
+    topology = Topology(CHIPS[match[1]], tuple(map(int, match[2].split("x"))))
     if topology.chip.clock is None and topology.num_devices > MOST_GPUS:
         raise ValueError(
             f"topology={name!r} has {topology.num_devices} GPUs, but their links are known within a host alone; "

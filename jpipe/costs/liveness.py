@@ -56,6 +56,7 @@ class _Held:
         self._near, self._sizes, self._far = near, dict[Var, int](), set[Var]()
 
     def begin(self, arrays: Iterable[Var], copies: int = 1) -> None:
+        """Begins the lives of arrays, on the chip while they fit."""
         for v in arrays:
             self._sizes[v] = _size(v) * copies
             if sum(size for other, size in self._sizes.items() if other not in self._far) > self._near:
@@ -89,18 +90,18 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
     """
     kept = [True] * len(closed.jaxpr.invars)
     jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr
-    equations, given = jaxpr.eqns, [jaxpr.invars[i] for i in copied]
+    equations, slices = jaxpr.eqns, [jaxpr.invars[i] for i in copied]
     readers: dict[Var, list[int]] = defaultdict(list)
     for i, equation in enumerate(equations):
         for v in _variables(equation):
             readers[v].append(i)
-    made_of = _made_of(equations, given, readers, compiler)
+    made_of = _made_of(equations, slices, readers, compiler)
     last: dict[Var, int] = defaultdict(lambda: -1)
     for v, parts in made_of.items():
         for part in parts:
             last[part] = max([last[part], *readers[v]])
     most, held = 0, _Held(compiler.near)
-    for v in given:
+    for v in slices:
         held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
     for i, equation in enumerate(equations):
         if equation.primitive.name in ELEMENTWISE and compiler.into_products:  # in the place of what it reads
@@ -112,13 +113,15 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
 
 
 def _made_of(
-    equations: Sequence[JaxprEqn], given: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
+    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
 ) -> dict[Var, frozenset[Var]]:
     """The arrays that have to live until each value is read: itself alone, if it is one."""
-    is_read_whole = lambda v: any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
-    found = {v: frozenset([v] if is_read_whole(v) else []) for v in given}
 
-    added = set[Var]()  # what nothing reads but to give it
+    def is_read_whole(v: Var) -> bool:
+        return any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
+
+    made_of = {v: frozenset([v] if is_read_whole(v) else []) for v in copied}
+    added = set[Var]()  # values that nothing reads but to make results of them
     for equation in reversed(equations if compiler.into_products else ()):
         for v in equation.outvars:
             fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
@@ -126,12 +129,12 @@ def _made_of(
                 added.add(v)
     for equation in equations:
         name = equation.primitive.name
-        parts = frozenset[Var]().union(*(found.get(v, ()) for v in _variables(equation)))
+        parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
         once = name in _COSTLY and not compiler.into_products
         for v in equation.outvars:
             apart = not compiler.fuses(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
-            found[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
-    return found
+            made_of[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
+    return made_of
 
 
 def _inside(equation: JaxprEqn, compiler: Compiler) -> int:

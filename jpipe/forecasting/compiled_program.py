@@ -166,8 +166,8 @@ def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Lo
 
 def _trips(condition: list[Operation]) -> int | None:
     """The one number that a loop's condition compares with."""
-    found = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
-    return int(found[0]) if len(found) == 1 else None
+    numbers = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
+    return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:

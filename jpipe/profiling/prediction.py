@@ -116,14 +116,20 @@ class StepModel:
         makespan = stages.makespan(self.schedule)
         imbalance = max(0.0, makespan - even.makespan(self.schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
-        by_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
-        return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
+        of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
+        return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
 
 
 def fit(
     schedule: Schedule, stages: StageTimes, *, idle: float, setup: float = 0.0, update: float, step: float
 ) -> StepModel:
-    """The model that takes as long as the measured step.
+    """Fits the model that takes as long as the measured step.
+
+    Args:
+      schedule: the schedule of the step.
+      stages: what the stages take alone.
+      idle, setup, update: seconds, as in `StepModel`.
+      step: seconds of the whole step.
 
     Raises:
       ValueError: the step took less than what was measured around the stages' work: it is too short to be taken apart.

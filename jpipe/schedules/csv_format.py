@@ -9,14 +9,14 @@ import csv
 import io
 import re
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.actions import ACTION_KINDS, Action
 from jpipe.schedules.placement import STYLES, Placement
-from jpipe.schedules.timing import slot_times
+from jpipe.schedules.timing import Orders
 
 
 def write_csv(orders: Orders) -> str:
     """The orders as text, a column for each slot in time."""
-    times = slot_times(orders)
+    times = orders.slot_times
     rows = [[""] * (max(times.values()) + 1) for _ in orders.actions]
     for (stage, (kind, microbatch, chunk)), tau in times.items():
         rows[stage][tau] = f"{orders.placement.virtual_stage(stage, chunk)}{kind}{microbatch}"

@@ -223,6 +223,14 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     return schedule
 
 
+def has_its_name(schedule: Schedule) -> bool:
+    """Whether a schedule is the one that `make_schedule` makes of its name; one's own may be called anything."""
+    try:
+        return make_schedule(schedule.name, **schedule.sizes) == schedule
+    except ValueError:
+        return False
+
+
 def _checked(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
     """Returns a schedule of one's own after a check that it has these sizes."""
     for label, size in sizes.items():

@@ -16,11 +16,11 @@ from functools import cached_property
 from itertools import product
 from typing import TypeAlias
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, admitted
+from jpipe.schedules.actions import ACTION_KINDS, Action, admitted
 from jpipe.schedules.csv_format import read_csv, write_csv
 from jpipe.schedules.placement import STYLES
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.schedules.timing import slot_times
+from jpipe.schedules.timing import Orders
 from jpipe.users_numbers import integer_or_none
 
 ActionLike: TypeAlias = Action | tuple[str, int] | tuple[str, int, int] | str
@@ -71,7 +71,7 @@ class Schedule(Orders):
         _check_actions(self)
         _check_complete(self)
         _check_style(self)
-        slot_times(self)  # raises where they deadlock
+        _ = self.slot_times  # raises where they deadlock
 
     @classmethod
     def from_csv(cls, text: str, *, slots: Sequence[str] | None = None, name: str = "csv") -> "Schedule":
@@ -158,7 +158,7 @@ class Schedule(Orders):
         stage 0 |F0  |F1  |F2  |F3  | ... |F97 |F98 |F99 |
         93 of 100 ticks are left out; schedule.grid() has all
         """
-        times = slot_times(self)
+        times = self.slot_times
         in_tick = len(self.slots)
         num_ticks = max(times.values()) // in_tick + 1
         labels = {(stage, tau): str(action) for (stage, action), tau in times.items()}

@@ -16,7 +16,7 @@ import numpy as np
 from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import crosses_beside
-from jpipe.schedules.timing import needs, slot_times
+from jpipe.schedules.timing import needs
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
@@ -97,6 +97,14 @@ class Timeline:
         """
         passes = self.schedule.num_microbatches * (2 if self.schedule.trains else 1)
         return (sum(self.busy) + passes * (len(self.busy) - 1) * self.transfer) / self.makespan
+
+    @property
+    def bars(self) -> Iterator[Span]:
+        """The spans in order, a backward with recomputation as two: first of the kind "R", then of its own."""
+        for stage, action, start, end, recompute in self.spans:
+            if recompute:
+                yield Span(stage, action._replace(kind="R"), start, start + recompute)
+            yield Span(stage, action, start + recompute, end)
 
     @cached_property
     def of_stages(self) -> tuple[tuple[Span, ...], ...]:
@@ -243,12 +251,11 @@ class Work:
         place = schedule.placement
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
-        def of_chunks(label: str, time: float | Sequence[float], *, may_be_zero: bool = False) -> np.ndarray:
-            whole = _stage_times(label, time, schedule.num_stages, may_be_zero=may_be_zero)
-            return whole[stages] / schedule.num_chunks
+        def of_chunks(label: str, time: float | Sequence[float], *, positive: bool = True) -> np.ndarray:
+            return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
 
-        anew, both = of_chunks("recompute", recompute, may_be_zero=True), of_chunks("backward", backward)
-        part = both / 2 if weight is None else of_chunks("weight", weight, may_be_zero=True)
+        anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
+        part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)
         if (part > both).any():
             raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
         times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
@@ -298,7 +305,7 @@ def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span,
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages
-    for stage, action in slot_times(schedule):
+    for stage, action in schedule.slot_times:
         arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
         start, (anew, rest) = max([clocks[stage], *arrivals]), takes(stage, action)
         ends[stage, action] = clocks[stage] = start + anew + rest
@@ -351,22 +358,11 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     return starts, arriving
 
 
-def _stage_times(
-    label: str, times: float | Sequence[float], num_stages: int, *, may_be_zero: bool = False
-) -> np.ndarray:
-    try:
-        if np.asarray(times).dtype.kind in "bUS":
-            raise TypeError("no numbers")
-        array = np.asarray(times, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{label}={times!r} must be a number or a sequence of {num_stages} numbers") from error
+def _stage_times(label: str, times: float | Sequence[float], num_stages: int, *, positive: bool = True) -> np.ndarray:
+    """The times of the stages, `[K]`, from a user's one number or K of them."""
+    array = np.asarray(times, object)
+    remedy = f"use one number, or one for each of the {num_stages} stages"
     if array.shape not in ((), (num_stages,)):
-        raise ValueError(
-            f"{label}={times!r} has shape {array.shape}; use one number, or one for each of the {num_stages} stages"
-        )
-    if not (np.isfinite(array) & ((array >= 0) if may_be_zero else (array > 0))).all():
-        wanted = "at least 0" if may_be_zero else "positive"
-        raise ValueError(
-            f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
-        )
-    return np.broadcast_to(array, (num_stages,))
+        raise ValueError(f"{label}={times!r} has shape {array.shape}; {remedy}")
+    numbers = [as_number(label, time, f"{remedy}, for one micro-batch", positive=positive) for time in array.flat]
+    return np.broadcast_to(np.array(numbers), (num_stages,))

@@ -13,7 +13,6 @@ import numpy as np
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import slot_times
 from jpipe.users_numbers import integer_or_none
 
 
@@ -65,7 +64,7 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     waits = [deque[Action]() for _ in range(num_stages)]
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
-    for _, tick in groupby(slot_times(schedule).items(), key=lambda entry: entry[1] // width):
+    for _, tick in groupby(schedule.slot_times.items(), key=lambda entry: entry[1] // width):
         placed = {(stage, tau % width): action for (stage, action), tau in tick}
         used = {slot for _, slot in placed}
         stages = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -23,8 +22,7 @@ from jpipe.model.remat import MODES
 from jpipe.pictures.summary import summarize
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.orders import has_its_name
 from jpipe.types import Batch
 
 KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
@@ -33,11 +31,11 @@ KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one kind.
+    """The bytes of one kind of arrays on a device.
 
     Attributes:
-      own: `[K]`, a device's part of what each stage has.
-      room: what every device holds, whatever its stage.
+      own: `[K]`, a device's part of the bytes that each stage has.
+      room: the bytes that every device holds, whatever its stage.
     """
 
     own: tuple[float, ...]
@@ -146,6 +144,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     table, memory = summarize(title, planner), predict_memory(planner, batch)
     parameters, gradients, other = _variables(step, memory)
     boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
+    is_known = schedule.name in KNOWN and has_its_name(schedule)
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return PipelineFacts(
         title=title,
@@ -153,7 +152,7 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
         rows=table.rows,
         notes=table.notes,
         schedule=schedule.name,
-        orders=None if _is_known(schedule) else [list(map(str, order)) for order in schedule.actions],
+        orders=None if is_known else [list(map(str, order)) for order in schedule.actions],
         slots=schedule.slots,
         style=schedule.style,
         **schedule.sizes,
@@ -181,27 +180,21 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     )
 
 
-def _is_known(schedule: Schedule) -> bool:
-    with suppress(ValueError):  # a custom schedule may be called anything
-        return schedule.name in KNOWN and make_schedule(schedule.name, **schedule.sizes) == schedule
-    return False
-
-
 def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
     """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
-    found, placement = holdings(step.plan), step.schedule.placement
+    amounts, placement = holdings(step.plan), step.schedule.placement
+    stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
 
     def held(name: str) -> Held:
-        own, device, part = np.zeros(placement.num_stages), found.device[name].bytes, found.room[name].bytes
-        for virtual_stage, amount in enumerate(found.own[name]):
-            own[placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
-        return Held(tuple(np.minimum(own, device).tolist()), device)  # less where others hold a part of its own
+        device, room = amounts.device[name].bytes, amounts.room[name].bytes
+        of_stages = np.bincount(stage_of, [amount.bytes * device / max(room, 1) for amount in amounts.own[name]])
+        return Held(tuple(np.minimum(of_stages, device).tolist()), device)  # less where others hold a part of its own
 
     parameters, others = held("params"), [held(name) for name in step.plan.layouts if name != "params"]
     room = memory.other_variables + memory.casts + memory.batch
     everywhere = room - sum(each.room for each in others)
-    own = np.sum([(everywhere,) * placement.num_stages, *(each.own for each in others)], axis=0)
-    return parameters, parameters.scaled(memory.gradients), Held(tuple(own.tolist()), room)
+    of_stages = everywhere + np.sum([each.own for each in others], axis=0) + np.zeros(placement.num_stages)
+    return parameters, parameters.scaled(memory.gradients), Held(tuple(of_stages.tolist()), room)
 
 
 def _entry(buffer: Buffer) -> int:

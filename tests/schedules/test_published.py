@@ -3,9 +3,9 @@
 import pytest
 
 from jpipe.schedules.orders import SCHEDULES
+from jpipe.schedules.schedule import Schedule
 
 PUBLISHED = {name: SCHEDULES[name] for name in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")}
-from jpipe.schedules.schedule import Schedule
 
 ORDERS = {
     "zb-h1": """
