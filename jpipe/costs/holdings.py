@@ -80,7 +80,7 @@ def holdings(plan: Plan) -> Holdings:
 
 
 def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
-    """What the layers of each virtual stage have in a collection, `[K*V]`."""
+    """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
     leaves_of = {
         users[0]: record.leaves
         for record, instances in zip(layout.storage.record_types, layout.users, strict=True)

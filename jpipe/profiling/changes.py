@@ -47,7 +47,8 @@ class MicrobatchSize:
 
 def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
     """The stages' times as measured, with recomputation apart from the rest of the backward."""
-    backward, again = np.asarray(measured.backward), measured.backward * recomputed(planner, times)
+    backward = np.asarray(measured.backward)
+    again = backward * recomputed(planner, times)
     return StageTimes(measured.forward, tuple((backward - again).tolist()), tuple(again.tolist()), measured.weight)
 
 

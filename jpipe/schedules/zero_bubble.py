@@ -51,11 +51,10 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
             f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
         )
     num_stages, width = schedule.num_stages, len(schedule.slots)
-    limits = list(most_waiting) if np.ndim(most_waiting) == 1 else [most_waiting] * num_stages
-    most = [limit if limit is None else integer_or_none(limit) for limit in limits]
-    are_counts = [
-        limit is None or (count is not None and count >= 0) for limit, count in zip(limits, most, strict=True)
-    ]
+    array = np.asarray(most_waiting, object)
+    limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages
+    most = [integer_or_none(limit) for limit in limits]
+    are_counts = [m is not None and m >= 0 for limit, m in zip(limits, most, strict=True) if limit is not None]
     if len(most) != num_stages or not all(are_counts):
         raise ValueError(
             f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "

@@ -7,7 +7,6 @@ a step compiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +22,7 @@ from jpipe.pictures.summary import summarize
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
 from jpipe.schedules.orders import has_its_name
+from jpipe.terminal.tables import Table
 from jpipe.types import Batch
 
 KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
@@ -66,8 +66,7 @@ class PipelineFacts:
     """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
 
     Attributes:
-      title: the pipeline in a line.
-      header, rows, notes: its stages as a table (`pictures.summary`).
+      table: its stages (`pictures.summary`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
       orders: by stage the actions of a schedule that isn't in `KNOWN`, else None.
       slots: of a tick.
@@ -90,10 +89,7 @@ class PipelineFacts:
       work: the most that a layer holds while it runs.
     """
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
+    table: Table
     schedule: str
     orders: list[list[str]] | None
     slots: tuple[str, ...]
@@ -141,16 +137,13 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
-    table, memory = summarize(title, planner), predict_memory(planner, batch)
+    memory = predict_memory(planner, batch)
     parameters, gradients, other = _variables(step, memory)
     boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
     is_known = schedule.name in KNOWN and has_its_name(schedule)
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return PipelineFacts(
-        title=title,
-        header=table.header,
-        rows=table.rows,
-        notes=table.notes,
+        table=summarize(title, planner),
         schedule=schedule.name,
         orders=None if is_known else [list(map(str, order)) for order in schedule.actions],
         slots=schedule.slots,
