@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, 2 for wrong arguments.
 
     Args:
-      arguments: in place of `sys.argv[1:]`.
+      arguments: the arguments; default: `sys.argv[1:]`.
     """
     parser = _parser()
     options = parser.parse_args(arguments)

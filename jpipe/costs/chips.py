@@ -16,7 +16,7 @@ BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
 BOTH = f"{CLOUD}; {PAPER}"
 NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
-MEGACORE = (("chip_config_name", "megacore"),)  # both cores are a device
+PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Chip:
     """The hardware of one device of JAX. On TPU v2 and v3 that is a core, half of a chip.
 
     Attributes:
-      name: such as "v5e".
+      name: its name, such as "v5e".
       flops: its peak in bfloat16, FLOP/s.
       memory: its bytes. Programs get a little less.
       memory_bandwidth: bytes/s.
@@ -76,9 +76,7 @@ CHIPS = {
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
-        Chip(
-            "v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, MEGACORE
-        ),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, PAIR),
         Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
@@ -106,7 +104,7 @@ class Topology:
     """A slice of chips, such as "v5e:2x4".
 
     Attributes:
-      chip: of which kind.
+      chip: the kind of its chips.
       shape: the chips along each dimension of their network.
     """
 

@@ -42,7 +42,7 @@ class Transfer:
       layer: the kind of layer and which ones, as "Block 1-8"; empty outside of layers.
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
       axes: the mesh axes along which devices take part.
-      devices: how many take part: all along these axes, or a part of them.
+      devices: the number of devices that take part: all along these axes, or a part of them.
       array: the part that a device puts in, as "bfloat16[1,2048,4096]".
       bytes: the bytes that a device sends in one turn of the loop.
       count: the number of such collectives in one turn.

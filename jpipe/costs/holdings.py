@@ -40,7 +40,7 @@ class Holdings:
       own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
         counts once, where it lies: with the first of them.
       room: by collection, what the arrays of a stage have room for, before mesh axes split them.
-      device: by collection, what each device holds at rest: its part of that.
+      device: by collection, what each device holds at rest: its part of the room.
       shared: the indices of the layers that share variables, those of each set in order.
     """
 

@@ -1,7 +1,8 @@
 """Computes the memory that a traced function needs while it runs, from the lives of its arrays; compiles nothing.
 
-Operations are taken as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
-elements, is an array only where something else reads it, such as, on CPU, a product; until then its operands live on.
+It counts operations as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
+elements, is an array only if another kind of operation reads it, such as a product on CPU. Until then its operands
+live on.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """The values that a compiler makes arrays of, and where these lie; by default as for CPU.
+    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
 
     Attributes:
-      into_products: it fuses elementwise operations into all products that read them, reads slices as they
+      into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
     """
@@ -86,7 +87,7 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
       closed: the function.
       copied: indices of operands that are slices of larger arrays: each operation that isn't fused reads a copy of its
         own, which is made at the start.
-      compiler: what is fused.
+      compiler: the compiler, which decides what is fused.
     """
     kept = [True] * len(closed.jaxpr.invars)
     jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr

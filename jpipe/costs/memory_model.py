@@ -44,7 +44,7 @@ def predict_memory(
       planner: the pipeline's; its mesh may be of devices that aren't there.
       batch: a batch `[B, ...]`, or its shapes.
       tx: the optimiser; default: one without state.
-      chip: of which kind the devices are (default: those of the mesh).
+      chip: the kind of the devices (default: that of the mesh).
 
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.

@@ -65,9 +65,9 @@ class _Kernels:
 
     Attributes:
       seconds: the sum so far.
-      roots: by value the arrays that it is computed from as it is read: itself alone, if it is one.
-      depth: by value how many reductions lie between it and the product or input that it comes from.
-      padding: by shape, of images of convolutions, what they grow by where they are padded.
+      roots: by value, the arrays that are read to compute it: itself alone, if it is an array.
+      depth: by value, the number of reductions between it and the product or input that it comes from.
+      padding: by the shape of a convolution's image, how many times as large it is when it is padded.
     """
 
     def __init__(self, closed: ClosedJaxpr, chip: Chip):

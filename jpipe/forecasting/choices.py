@@ -28,7 +28,7 @@ class Choice:
         has as many devices; else `setting.axes` says its sizes.
       cost: seconds of the step and bytes of a device, predicted.
       fits: whether these are no more than there are.
-      compiled: what the compiler says, if it was asked.
+      compiled: the forecast of the compiled step, if it was asked for.
     """
 
     setting: Setting

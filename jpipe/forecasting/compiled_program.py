@@ -21,7 +21,7 @@ class Operation:
 
     Attributes:
       name: the instruction's.
-      opcode: such as "fusion".
+      opcode: its kind, such as "fusion".
       type: the type of its result, with its layout.
       operands: the names of its operands.
       cycles: the compiler's estimate; 0 where it has none.
@@ -49,10 +49,10 @@ class Loop:
 
     Attributes:
       scope: the `op_name` of the `while`; empty for the program.
-      operations: of its body, in the order in which they are scheduled.
+      operations: the operations of its body, in the order in which they are scheduled.
       inner: the loops in its body.
       computations: the operations of all of the program's computations, by name.
-      trips: how often it turns, if its condition says so with a number; else None.
+      trips: the number of its turns, if its condition has it as a number; else None.
     """
 
     scope: str
@@ -89,7 +89,7 @@ class Permute:
     Attributes:
       operation: the start.
       loops: the loops in between.
-      cycles: of the operations in between, loops apart.
+      cycles: the cycles of the operations in between, without those of loops.
     """
 
     operation: Operation

@@ -44,16 +44,17 @@ class Forecast(Tabular):
     """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
 
     Attributes:
-      title: of which pipeline, where.
+      title: the pipeline and the hardware, in a line.
       fits: whether the compiler found room for the step.
       cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
         a device, and the schedule with the stages' cycles. No seconds where `cycles` is None.
-      flops: of a device in a step, the mean of all; what remat computes again included.
-      cycles: by kind of action, of one on the slowest stage; of all "ticks" beyond actions, of the "ends" where all
-        stages share them, and of the "update"; None where the compiler estimates none (CPU, GPU), or it doesn't fit.
+      flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
+      cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
+        "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
+        the step doesn't fit.
       collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
       message: the compiler's, if the step doesn't fit.
-      advice: what would help then.
+      advice: settings that would help if it doesn't fit.
     """
 
     title: str

@@ -63,7 +63,7 @@ def plan(
         pipe = jpipe.Pipeline(layers, loss_fn, **best.options)
 
     Args:
-      layers, loss_fn: as of `jpipe.Pipeline`.
+      layers, loss_fn: the arguments of `jpipe.Pipeline`.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       tx: any optax transformation.
       topology: a slice of TPUs, such as "v5e:4x4", or GPUs, such as "h100:8"; they need not be there.
@@ -71,14 +71,14 @@ def plan(
         are timed.
       memory: bytes that a device has for a step, such as 16e9; default: nine tenths of its memory.
       axes: name, or names, of the other mesh axes; default: those that the layers' metadata names, and one of examples.
-      compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
-        that turn out not to fit come last.
+      compiled: the number of choices that are compiled (`jpipe.forecast`), which says how far the predictions are off.
+        Choices that turn out not to fit come last.
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
       ValueError: an unknown topology, or one without the devices that `compiled` or `balance="time"` need; nothing
         fits, and the least memory that would do; no setting is possible, and why the first isn't.
-      TypeError, ImportError: as of `jpipe.Pipeline` and `jpipe.forecast`.
+      TypeError, ImportError: `jpipe.Pipeline` or `jpipe.forecast` raises it.
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
@@ -158,7 +158,7 @@ class Search:
       chip: one device.
       room: the bytes that a device has for a step.
       options: the user's arguments of the pipeline.
-      remarks: by setting the warnings that its planning gave.
+      remarks: by setting, the warnings that its planning gave.
     """
 
     make: Callable[..., Pipeline]

@@ -64,7 +64,7 @@ class Space:
     """All settings that are searched.
 
     Attributes:
-      num_devices: that the mesh has.
+      num_devices: the devices of the mesh.
       data_axes: names of axes that split examples.
       others: names of further axes, which split layers.
       batch_size: B.

@@ -18,10 +18,10 @@ class StepCycles:
     """Cycles of a step.
 
     Attributes:
-      actions: by kind, of one action of each virtual stage `[K*V]`.
-      ticks: of all ticks, beyond their actions.
-      ends: of the first and the last layer where all stages compute them together.
-      update: of what isn't in ticks: the optimiser's update above all.
+      actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
+      ticks: the cycles of all ticks, beyond their actions.
+      ends: the cycles of the first and the last layer where all stages compute them together.
+      update: the cycles outside of ticks: the optimiser's update above all.
       timeline: the schedule with these actions, in cycles.
     """
 

@@ -86,8 +86,8 @@ def compare(
       num_stages: K, for names.
       num_microbatches: M, for names.
       num_chunks: V, for the name "interleaved".
-      unit: of the times, such as "ms".
-      width: of the picture in inches; default: as its bars need. With 6 its texts can be read on a telephone.
+      unit: the unit of the times, such as "ms".
+      width: the picture's width in inches; default: as its bars need. With 6 its texts can be read on a telephone.
       memory: whether what stages hold is drawn.
       **times: `forward`, `backward`, `weight`, `recompute` and `lockstep` of `simulate`, for names and schedules.
 

@@ -89,8 +89,8 @@ def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
 
     Args:
       axes: where.
-      timeline: of a schedule that trains.
-      scale: how many micro-batches are as high as the line of a stage.
+      timeline: the timeline of a schedule that trains.
+      scale: the number of micro-batches that are as high as the line of a stage.
     """
     num_stages, num_chunks = timeline.schedule.num_stages, timeline.schedule.num_chunks
     for stage in range(num_stages):

@@ -49,6 +49,7 @@ def _names(stage: int, tracks: list[str]) -> list[Json]:
 
 
 def _slice(bar: Span, tracks: list[str], scale: float) -> Json:
+    """Makes the event of a bar, on its kind's track; times are scaled to microseconds."""
     return {
         "ph": "X",
         "name": str(bar.action),

@@ -1,7 +1,7 @@
 """Predicts what other settings would make of a step: another cut, other numbers of micro-batches, another remat.
 
-Each is predicted from what was measured: stages' times are shared among their layers as those take alone, and put
-together anew.
+Each prediction starts from the measured times of stages. These are shared among the stages' layers, in proportion to
+the times of the layers alone, and then put together anew.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
 
     Args:
       planner: knows K, V and where virtual stages are.
-      times: of the layers.
-      stages: what the stages take as they are cut.
+      times: the times of the layers.
+      stages: the times of the stages as they are cut.
     """
     schedule = planner.request.schedule
     seconds = [cost.total for cost in times.here]
@@ -115,8 +115,8 @@ def microbatch_sizes(
     Args:
       planner: the pipeline's.
       batch: a batch `[B, ...]`.
-      model: what the step takes.
-      times: of the layers, at the micro-batches at hand and at others.
+      model: the model of the step's time.
+      times: the times of the layers, at the micro-batches at hand and at others.
       others: schedules with other numbers of micro-batches; those count that layers were timed for.
     """
     variants = {model.schedule.num_microbatches: (model.schedule, model.stages)}

@@ -37,7 +37,7 @@ class Finding:
     """Something about a step that its owner should know.
 
     Attributes:
-      text: in words.
+      text: the finding in words.
       change: arguments of `Pipeline` that would change it; empty if there are none.
       promise: the predicted step with them over the measured one; None without a change.
     """
@@ -64,11 +64,11 @@ def find(
 
     Args:
       planner: the pipeline's.
-      model: what the step takes.
-      times: of the layers.
+      model: the model of the step's time.
+      times: the times of the layers.
       sizes: other numbers of micro-batches, and the one at hand.
-      noise: by how much the step differed from round to round, of itself.
-      processes: what each of several takes for the same layers.
+      noise: the difference of the step's time from round to round, relative to that time.
+      processes: the time of each of several processes for the same layers.
     """
     findings = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):

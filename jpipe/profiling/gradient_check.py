@@ -51,7 +51,7 @@ class CheckedLeaf:
 
     Attributes:
       layer: the index and the name of its layer, as "3 (Block)"; empty for the loss.
-      path: of the parameter in its layer, as "attention/key/bias".
+      path: the parameter's place in its layer, as "attention/key/bias".
       size: the largest of the plain model's numbers.
       off: the largest difference.
       rounding: the largest difference that is rounding.
@@ -79,7 +79,7 @@ class GradientCheck(Tabular):
     """Loss and gradients of a pipeline beside the plain model's; `print` it, or show it in a notebook.
 
     Attributes:
-      title: of which pipeline.
+      title: the pipeline in a line.
       loss: the loss.
       leaves: the gradient of each parameter, in the order of layers.
       narrowest: the narrowest type of the floating-point numbers that the plain model computes with.
@@ -109,7 +109,7 @@ class GradientCheck(Tabular):
         return f"{len(self.differing)} of {1 + len(self.leaves)} differ from the plain model's by more than rounding"
 
     def _table(self) -> Table:
-        """The loss and the leaves that are furthest off, of those that agree a few."""
+        """Shows the loss, all leaves that differ, and a few of those that agree, the furthest off first."""
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
         texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
@@ -126,7 +126,7 @@ class GradientCheck(Tabular):
 
 
 def _how_far(leaf: CheckedLeaf) -> float:
-    """The difference in units of rounding; what is equal is the nearest, what isn't a number the furthest."""
+    """The difference in units of rounding: 0 if there is none, infinity if it is no number."""
     if not leaf.rounding > 0 or np.isnan(leaf.off):
         return 0.0 if leaf.agrees else np.inf
     return leaf.off / leaf.rounding

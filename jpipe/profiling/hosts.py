@@ -26,9 +26,9 @@ class ProcessTime:
     Attributes:
       process: its index.
       host: the name of its machine.
-      stages: those that have devices of it.
-      seconds: of all layers, forward and backward, for one micro-batch, alone on one of its devices.
-      of_median: how many times as long that is as the median of the processes; of an even number the lower one.
+      stages: the stages that have devices of this process.
+      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
     """
 
     process: int
@@ -45,7 +45,7 @@ def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) ->
     """The time of each process; empty if there is one process.
 
     Args:
-      seconds: of each process, `[P]`.
+      seconds: the time of each process, `[P]`.
       hosts: the names of their machines, `[P]`.
       mesh: the pipeline's.
     """

@@ -27,9 +27,9 @@ class LayerTimes:
     On a mesh with data axes: for the examples that one device has of a micro-batch.
 
     Attributes:
-      here: as the pipeline runs them.
+      here: the layers as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
-      others: by number of micro-batches, what `here` would be with it.
+      others: by another number of micro-batches, what `here` would be with it.
       by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 

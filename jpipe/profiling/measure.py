@@ -36,7 +36,7 @@ SHORTEST = 1e-9
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, as measured.
+    """The measured seconds of a step and of its parts.
 
     Attributes:
       forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
@@ -115,7 +115,7 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
       pipe: the pipeline.
       program: its program for a batch.
       state: a state, which is copied: the caller's stays as it is.
-      rounds: how often each is run, besides once to warm up; the median counts.
+      rounds: the number of runs of each, besides one to warm up; the median counts.
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
     runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}

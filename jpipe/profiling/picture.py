@@ -36,7 +36,7 @@ def draw(
     Args:
       slices: seconds of the step by `SLICES`.
       stages: seconds of the stages.
-      timeline: as predicted from these.
+      timeline: the timeline that follows from these.
       path: where to save the picture; None draws into a new pyplot figure.
     """
     num_stages = len(stages.forward)

@@ -32,10 +32,10 @@ class StageTimes:
     """Seconds for one micro-batch, `[K]` each, by stage, all its chunks together.
 
     Attributes:
-      forward: of the forward.
-      backward: of the backward, but for what it computes anew.
-      recompute: of what the backward computes anew (remat).
-      weight: of the part of the backward that W takes, where it is split; else empty.
+      forward: the forward.
+      backward: the backward, without what it computes anew.
+      recompute: the part of the backward that computes the forward anew (remat).
+      weight: the part of the backward that W takes, where it is split; else empty.
     """
 
     forward: tuple[float, ...]
@@ -75,7 +75,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The time of a step by its parts; see the module.
+    """The time of a step by its parts, as the module's docstring puts them together.
 
     Attributes:
       schedule: the schedule it was measured under.

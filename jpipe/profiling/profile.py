@@ -47,11 +47,11 @@ class Profile:
       step: seconds of a training step, measured.
       predicted_step: seconds that it would take if stages took as long all together as each alone.
       cost: the measured step's seconds by what they go into, of a stage on average, and the bytes on a device.
-      contention: how many times as long stages take all together as alone.
+      contention: the stages' time when all run at once, over their time alone.
       noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
       sizes: the number of micro-batches at hand and others, and what a step takes with each.
       processes: what each of several processes takes for the same layers; empty if there is one.
-      findings: in words, those first that promise the most.
+      findings: the findings in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
       facts: the pipeline's numbers, with these times, for `view`.
     """
@@ -149,7 +149,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
       pipe: a pipeline.
       state: its training state.
       batch: a batch `[B, ...]`, as for training. It is brought to the devices once; the step doesn't count that.
-      rounds: how often everything is timed; medians count.
+      rounds: the number of times that everything is timed; medians count.
       other_sizes: whether layers are timed in micro-batches of other sizes too, as far as the model takes them.
 
     Raises:

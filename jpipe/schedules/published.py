@@ -1,8 +1,8 @@
 """The zero-bubble schedules of papers, action for action (`zb-h1`, `zb-v`, `dualpipe-v` and others).
 
-They are made for stages that are programs of their own, each going on as soon as it can, and for F, I and W that take
-the same time. In lockstep, where stages do different kinds in the one slot that there is, that slot takes as long as
-the longest of them.
+The papers made them for stages that are programs of their own, each of which goes on as soon as it can, and for F, I
+and W that take the same time. In lockstep there is one slot, in which stages do different kinds, and it takes as long
+as the longest of them.
 
 Here the letters F, I, W and B stand for actions of chunk 0, and f, i, w and b for those of chunk 1. "*" is the W that
 has waited longest since its I. "+" is the W of chunk 1 that has waited longest, or of chunk 0 if none of chunk 1 waits.
@@ -124,7 +124,7 @@ def _repeated(starts: list[tuple[int, int, int, int]], num_microbatches: int) ->
     """Each stage's letters in units of time. A micro-batch starts every six, and W are where nothing else is.
 
     Args:
-      starts: by stage when F, f, i and I of the first micro-batch run.
+      starts: by stage the times at which F, f, i and I of the first micro-batch run.
       num_microbatches: M.
     """
     orders = []

@@ -36,7 +36,7 @@ class Schedule(Orders):
       slots: the slots of a tick, each named by the kinds that it admits. `("F", "B")`: a forward, then a backward.
         `("FB",)`: either of them. `("F", "B", "W")`: where "B" is admitted, so is "I". `("F",)`: forward only.
       style: "loop": chunk v of stage k is virtual stage v*K + k. "v": chunk 1 of stage k is virtual stage 2K-1-k.
-      name: for pictures and messages; two schedules that differ in name alone are equal.
+      name: the name in pictures and messages; two schedules that differ in name alone are equal.
 
     Raises:
       TypeError: an action or the slots are of the wrong type.
@@ -80,8 +80,8 @@ class Schedule(Orders):
         Args:
           text: a row for each stage, cells of virtual stage, kind and micro-batch, as `5F0`; empty where it idles.
             Its actions "REDUCE_GRAD" are left out: jpipe reduces gradients at the end of a step.
-          slots: of a tick, which a CSV doesn't tell; None: one slot that admits all that there is.
-          name: for pictures and messages.
+          slots: the slots of a tick, which a CSV doesn't tell; None: one slot that admits all kinds that occur.
+          name: the name in pictures and messages.
 
         Raises:
           TypeError, ValueError: it isn't that, or can't be executed; the message names the row and the cell, or stage
@@ -149,7 +149,7 @@ class Schedule(Orders):
         """The grid: a line for each stage, a column for each slot in time, "." where the stage idles.
 
         Args:
-          width: of a terminal, in columns: ticks in the middle are left out until the others fit, or one at each end
+          width: the columns of a terminal: ticks in the middle are left out until the others fit, or one at each end
             remains. None for all.
 
         >>> print(Schedule([[f"F{m}" for m in range(100)]], slots=("F",)).grid(width=50))
@@ -256,10 +256,12 @@ def _check_complete(orders: Orders) -> None:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
     pairs = set(product(range(orders.num_microbatches), range(orders.num_chunks)))
     for stage, order in enumerate(orders.actions):
-        for action, count in Counter(order).most_common(1):
-            if count > 1:
-                raise ValueError(f"stage {stage} has {action} {count} times; keep one of them")
-        at = {kind: {action[1:] for action in order if action.kind == kind} for kind in ACTION_KINDS}
+        at: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ACTION_KINDS}
+        for kind, microbatch, chunk in order:
+            at[kind].add((microbatch, chunk))
+        if sum(map(len, at.values())) < len(order):
+            ((action, count),) = Counter(order).most_common(1)
+            raise ValueError(f"stage {stage} has {action} {count} times; keep one of them")
         in_parts = at["I"] | at["W"]
         if twice := in_parts & at["B"]:
             pair = min(twice)

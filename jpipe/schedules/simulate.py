@@ -29,7 +29,7 @@ Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
 class Span(NamedTuple):
     """One action in time: it runs on `stage` from `start` to `end`, in the unit of `simulate`'s times.
 
-    For the first `recompute` of it a backward computes its forward once more.
+    A backward computes its forward once more in the first `recompute` of this time.
     """
 
     stage: int
@@ -44,7 +44,7 @@ class Timeline:
     """A schedule in time. Times are in the unit of the `forward` and `backward` that `simulate` was called with.
 
     Attributes:
-      schedule: what was simulated.
+      schedule: the schedule that was simulated.
       spans: every action with its start and end, in slot order.
       makespan: the time from the first action's start to the last one's end.
       busy: K numbers, the time for which each stage works.
@@ -148,7 +148,7 @@ class Timeline:
         Args:
           path_or_ax: where to save the picture, or the axes to draw into, which get the bars alone; None draws into a
             new pyplot figure.
-          unit: of the times, such as "ms".
+          unit: the unit of the times, such as "ms".
 
         Returns:
           The axes with the bars; `.figure.axes[1]` are those with the memory.
@@ -167,7 +167,7 @@ class Timeline:
 
         Args:
           path: where to save it as JSON.
-          unit_in_seconds: how long one unit of the timeline is.
+          unit_in_seconds: the seconds of one unit of the timeline.
         """
         from jpipe.pictures.perfetto import chrome_trace
 
@@ -197,7 +197,7 @@ def simulate(
     Without transfer times GPipe takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
 
     Args:
-      schedule: what to simulate.
+      schedule: the schedule to simulate.
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
       backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
@@ -229,11 +229,12 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The times of a schedule's actions.
+    """The times of a schedule's actions, by kind and virtual stage.
 
     Attributes:
-      times: by kind, for each virtual stage, without what B and I compute anew; W may take nothing, and I as long as B.
-      anew: for each virtual stage, what they do, where no R does it for them.
+      times: by kind, the time on each virtual stage `[K*V]`, without what B and I compute anew. W may take no time, and
+        I as long as B.
+      anew: `[K*V]`, the time in which B and I compute the forward anew, where no R does it for them.
     """
 
     times: Mapping[str, Sequence[float]]
@@ -283,7 +284,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool 
 
 
 def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the slots."""
+    """Runs the slots one after the other, on all stages at once."""
     spans: list[Span] = []
     crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
@@ -301,7 +302,7 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
 
 
 def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the dependencies alone, in the order of the slots, in which an action comes after those it needs."""
+    """Starts each action once those that it needs have ended; slot order lists an action after those that it needs."""
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages
@@ -341,10 +342,10 @@ def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tupl
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
-      crossings: of the slot. All are carried out in every tick; one that were left out where no stage sends would have
-        to be left out here.
+      crossings: the slot's crossings. The executor carries out all of them in every tick. If it left out those by which
+        no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
-      hop: how long what was sent is under way.
+      hop: the time that a sent value is under way.
 
     Returns:
       That, and when each stage has what crosses to it beside its next slot, `[K]`.

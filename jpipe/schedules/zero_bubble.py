@@ -29,8 +29,8 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
 
     Args:
       schedule: one whose backwards are whole.
-      most_waiting: how many W may wait on a stage after a tick, one number or K of them; None: as many as come. With
-        `range(K)` less is kept for them, and the bubble is larger.
+      most_waiting: the most W that may wait on a stage after a tick, one number or K of them; None: as many as come.
+        With `range(K)` less is kept for them, and the bubble is larger.
 
     Raises:
       TypeError: `schedule` is no `Schedule`.
@@ -87,10 +87,10 @@ class _StageTick(NamedTuple):
     """A stage in one tick of the schedule to split.
 
     Attributes:
-      actions: what it does in each slot; None where it idles.
-      used: in how many slots any stage does something.
+      actions: its action in each slot; None where it idles.
+      used: the number of slots in which any stage does something.
       waiting: the W that wait on it, longest first. Both methods take from it and add to it.
-      limit: how many may.
+      limit: the most that may wait; None for any number.
     """
 
     actions: list[Action | None]

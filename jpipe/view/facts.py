@@ -52,7 +52,7 @@ class Rows:
 
     Attributes:
       kind: which rows (`ticks.ROWS`).
-      bytes: of an entry.
+      bytes: the bytes of an entry.
       strides: `[K]`, the entries of a row.
     """
 
@@ -68,16 +68,16 @@ class PipelineFacts:
     Attributes:
       table: its stages (`pictures.summary`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
-      orders: by stage the actions of a schedule that isn't in `KNOWN`, else None.
-      slots: of a tick.
+      orders: by stage, the actions of a schedule that isn't in `KNOWN`; else None.
+      slots: the slots of a tick.
       style: how its virtual stages are dealt out, "loop" or "v".
       num_stages, num_microbatches, num_chunks: K, M and V.
-      batch: examples of a batch.
-      shards: that each micro-batch is split into.
+      batch: the number of examples in a batch.
+      shards: the number of parts that each micro-batch is split into.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
-      unit: of the times.
-      times: what they are, in words.
+      unit: the unit of the times.
+      times: a sentence on where the times come from.
       forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
         0 if it isn't known apart.
       parameters, gradients: at rest; the sums of gradients while a step runs.
@@ -85,7 +85,7 @@ class PipelineFacts:
       optimizer: the optimiser's state, if there is one.
       residuals: the buffers of residuals.
       activation, cotangent: a row of what waits at a boundary.
-      passing: what is at boundaries besides: a stage's own, and what is on its way.
+      passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
     """
 
