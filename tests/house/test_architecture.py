@@ -40,7 +40,7 @@ _ALLOWED = {
     "model memory batches planning execution",
     "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
     "pictures": "terminal schedules planning costs",
-    "view": "schedules model memory planning costs pictures",
+    "view": "terminal schedules model memory planning costs pictures",
     "checkpoints": "terminal seam processes model memory batches training pipeline checks",
     "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
     "planning execution costs pictures view pipeline checks",
