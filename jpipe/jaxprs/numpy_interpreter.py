@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh
-from jpipe.seam.inside import called_by, carry_out
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
-from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
+from jpipe.seam.inside import carry_out
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import NUMPY, REDUCTIONS
 
 
 @contextmanager
@@ -38,29 +39,21 @@ def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
       closed: the jaxpr.
       arguments: its inputs, arrays or numbers.
     """
+    flat = flatten(closed)
+    values = flat.constants | dict(zip(flat.arguments, arguments, strict=True))
+    read = lambda numbers: [np.asarray(values[i], flat.avals[i].dtype) for i in numbers]
     with np.errstate(all="ignore"):
-        return _run(closed.jaxpr, [*closed.consts, *arguments])
-
-
-def _run(jaxpr: Jaxpr, inputs: Sequence[ArrayLike]) -> list[np.ndarray]:
-    """The outputs of a jaxpr for its constants and arguments."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], shapes_of([v])[0].dtype)
-    for equation in jaxpr.eqns:
-        results = _results(equation, list(map(read, equation.invars)))
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+        for equation, _, reads, makes in flat.equations:
+            values.update(zip(makes, _results(equation, read(reads)), strict=True))
+        return read(flat.results)
 
 
 def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
     """The results of an equation."""
     name, params = equation.primitive.name, equation.params
-    if name in CALLS:
-        called = called_by(equation)
-        return _run(called.jaxpr, [*called.consts, *operands])
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return _run(branch.jaxpr, [*branch.consts, *operands[1:]])
+        return interpret(branch, *operands[1:])
     if name in _PLAIN:
         return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.seam.inside import called_by, needed_part, replaced
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.seam.inside import needed_part, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import CALLS
 from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
@@ -31,21 +31,16 @@ def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
     """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
 
-    All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
+    It looks into calls. All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
     """
-    dependent = set(inputs)
-    depends = lambda v: not isinstance(v, Literal) and v in dependent
-    for equation in closed.jaxpr.eqns:
-        operands = list(map(depends, equation.invars))
-        if not any(operands):
-            continue
-        results = [True] * len(equation.outvars)
-        if equation.primitive.name in CALLS:  # a result may not depend on every operand
-            called = called_by(equation)
-            pairs = zip(called.jaxpr.invars, operands, strict=True)
-            results = depends_on(called, [v for v, is_dependent in pairs if is_dependent])
-        dependent.update(v for v, is_dependent in zip(equation.outvars, results, strict=True) if is_dependent)
-    return list(map(depends, closed.jaxpr.outvars))
+    flat, variables = flatten(closed), [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    # The constants of the jaxpr itself come first in `flat.constants`, before literals and those of jaxprs in it.
+    numbers = zip(variables, (*flat.arguments, *flat.constants), strict=False)
+    dependent = {number for variable, number in numbers if variable in inputs}
+    for _, _, reads, makes in flat.equations:
+        if not dependent.isdisjoint(reads):
+            dependent.update(makes)
+    return [number in dependent for number in flat.results]
 
 
 def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
@@ -60,7 +55,10 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without any `jax.lax.stop_gradient`, in the jaxprs inside of it too."""
-    change: Change = lambda equation: None if equation.primitive.name == "stop_gradient" else equation
+
+    def change(equation: JaxprEqn) -> JaxprEqn | None:
+        return None if equation.primitive.name == "stop_gradient" else equation
+
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 

@@ -66,6 +66,7 @@ class _UsersLayer:
 
 
 def _taken_apart(layer: object) -> _UsersLayer:
+    """Takes `Shared` and `Frozen` off a layer."""
     use = Use(layer, None) if isinstance(layer, Shared) else layer
     shared, method = (use.shared, use.method) if isinstance(use, Use) else (None, None)
     inner = layer if shared is None else shared.layer
@@ -150,15 +151,15 @@ def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
 
 
 def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
-    """The places where a linen module stands once more as one would tie it, and the index at which it stands first.
+    """Finds places where a linen module stands once more as one would tie it; returns place -> its first place.
 
     `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own. But
     `[embed, *blocks, embed]` isn't: `embed` stands nowhere twice in a row, and the layers between the two are in no
     other place.
     """
     repeats: dict[int, int] = {}
-    kinds: list[int] = []  # of each layer: the first one that is the same function
-    places_of: dict[int, list[int]] = {}
+    kinds: list[int] = []  # for each layer, the index of the first one that is the same function
+    places_of: dict[int, list[int]] = {}  # by the id of a module
     for index, place in enumerate(places):
         if isinstance(place.module, nn.Module) and place.shared is None:
             places_of.setdefault(id(place.module), []).append(index)
@@ -185,8 +186,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     if isinstance(layer, nnx.Module):
         return layer_of_module(layer, index, method)
     if isinstance(layer, Layer):
-        apply = _function_instead(method, layer.name, index)
-        return layer_of_functions(layer if apply is None else replace(layer, apply=apply))
+        return layer_of_functions(replace(layer, apply=_called_function(layer.apply, method, layer.name, index)))
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
         return layer_of_factory(layer, index, method)
@@ -199,7 +199,7 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
-        return layer_of_function(_function_instead(method, name, index) or layer, name)
+        return layer_of_function(_called_function(layer, method, name, index), name)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
@@ -217,11 +217,9 @@ def _check_no_method(layer: Callable, index: int) -> None:
         )
 
 
-def _function_instead(method: Method | None, name: str, index: int) -> Callable | None:
-    """The function through which functions are shared, checked; None if they are called as usual."""
+def _called_function(function: Callable, method: Method | None, name: str, index: int) -> Callable:
+    """The function that is called: a layer's own, or the one through which its parameters are shared."""
     if isinstance(method, str):
-        raise TypeError(
-            f"layers[{index}] uses {name} through {method!r}, but functions have no methods; pass a function "
-            "`apply(params, x)`"
-        )
-    return method
+        wrong = f"layers[{index}] uses {name} through {method!r}, but functions have no methods"
+        raise TypeError(f"{wrong}; pass a function `apply(params, x)`")
+    return method or function

@@ -46,20 +46,18 @@ _TWICE = {
 
 
 def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
+    """Checks the argument of one of the three functions, and notes it in a field of the marked layer."""
     marked = layer if isinstance(layer, Marked) else Marked(layer)
+    inner = marked.layer
+    name = getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__)
+    if function == "reads" and not callable(value):
+        raise TypeError(f"jpipe.reads({name}, {value!r}): pass a function of the batch")
+    if function != "reads" and not (isinstance(value, str) and value):
+        raise TypeError(f"jpipe.{function}({name}, {value!r}): the name has to be a non-empty string")
     if getattr(marked, field) is not None:
-        instead = _TWICE[function].format(value)
-        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); {instead}")
+        remedy = _TWICE[function].format(value)
+        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({name}); {remedy}")
     return replace(marked, **{field: value})
-
-
-def _check_name(function: str, layer: object, name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"jpipe.{function}({_name(layer)}, {name!r}): the name has to be a non-empty string")
-
-
-def _name(layer: object) -> str:
-    return getattr(layer, "name", None) or getattr(layer, "__name__", type(layer).__name__)
 
 
 def stash(layer: object, name: str) -> Marked:
@@ -69,13 +67,11 @@ def stash(layer: object, name: str) -> Marked:
       layer: any layer.
       name: different from that of other skips of the model.
     """
-    _check_name("stash", layer, name)
     return _mark(layer, "stash", "stashes", name)
 
 
 def pop(layer: object, name: str) -> Marked:
     """Calls the layer with `(x, kept)`: what the layer before it gives, and the skip called `name`."""
-    _check_name("pop", layer, name)
     return _mark(layer, "pop", "pops", name)
 
 
@@ -87,8 +83,6 @@ def reads(layer: object, read: Read) -> Marked:
       read: `batch -> any pytree of arrays`, called with the layer's own micro-batch on whatever stage it lies; nothing
         is sent through the boundaries, and nothing is differentiated with respect to it.
     """
-    if not callable(read):
-        raise TypeError(f"jpipe.reads({_name(layer)}, {read!r}): pass a function of the batch")
     return _mark(layer, "reads", "read", read)
 
 
@@ -103,9 +97,9 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
       ValueError: a stash without a later pop, a pop without an earlier stash, or a name used twice; layer and name
         are given.
     """
-    numbers: dict[str, int] = {}  # of the skips that are under way, by name
-    stashed: dict[str, int] = {}  # by name, the layer that stashes it
-    popped: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # by name, the number of each skip that is under way
+    stashed: dict[str, int] = {}  # by name, the index of the layer that stashes it
+    popped: dict[str, int] = {}  # by name, the index of the layer that pops it
     connected: list[AnyLayer] = []
     for index, (layer, mark) in enumerate(zip(layers, marks, strict=True)):
         where = f"layer {index} ({layer.name})"
@@ -125,9 +119,8 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
             pops = numbers.pop(mark.pops)
         if mark.stashes is not None:
             if mark.stashes in stashed:
-                raise ValueError(
-                    f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; use another name"
-                )
+                first = stashed[mark.stashes]
+                raise ValueError(f"{where} stashes {mark.stashes!r}, as layer {first} does; use another name")
             stashed[mark.stashes] = index
             stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
             numbers[mark.stashes] = stashes

@@ -41,9 +41,9 @@ def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:
     """
 
     def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        # Variables as for whole sequences: Flax makes a cache as long as the inputs of `init` are.
-        whole = lambda a: jnp.zeros((a.shape[0], length, *a.shape[2:]), a.dtype)
-        return layer.init(key, jax.tree.map(whole, inputs), batch)
+        # Flax makes a cache as long as the inputs of `init` are, so these are whole sequences, [size, length, ...].
+        sequences = jax.tree.map(lambda a: jnp.zeros((a.shape[0], length, *a.shape[2:]), a.dtype), inputs)
+        return layer.init(key, sequences, batch)
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         return layer.apply(variables, inputs, Context(None, False, context.batch))

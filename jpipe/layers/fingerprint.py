@@ -169,12 +169,12 @@ def _parts_of_function(function: FunctionType, kept: bool) -> Sequence[object] |
         enclosed = [variable.cell_contents for variable in function.__closure__ or ()]
     except ValueError:  # a variable isn't set yet
         return None
-    known = function.__globals__
+    variables = function.__globals__
     named: list[object] = []
     if kept and not _is_library(function.__module__):
-        named = [known[name] for name in _names(function.__code__) if name in known]
+        named = [variables[name] for name in _names(function.__code__) if name in variables]
     defaults = [function.__defaults__, function.__kwdefaults__]
-    return [function.__code__, _Whole(known), *defaults, enclosed, function.__dict__, named]
+    return [function.__code__, _Whole(variables), *defaults, enclosed, function.__dict__, named]
 
 
 def _names(code: CodeType) -> Iterator[str]:

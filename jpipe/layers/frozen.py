@@ -77,14 +77,14 @@ def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
             )
         params = variables.get("params", {})
         flags = is_frozen(params)
-        only = lambda wanted: jax.tree.map(lambda leaf, flag: leaf if flag == wanted else None, params, flags)
-        return variables | {"params": only(False), FROZEN: only(True)}
+        trained = jax.tree.map(lambda leaf, flag: None if flag else leaf, params, flags)
+        frozen = jax.tree.map(lambda leaf, flag: leaf if flag else None, params, flags)
+        return variables | {"params": trained, FROZEN: frozen}
 
     def new(variables: LayerVariables) -> LayerVariables:
-        """New variables apart, some parameter of which has to be frozen."""
-        params = variables.get("params", {})
-        if jax.tree.leaves(params) and not any(jax.tree.leaves(is_frozen(params))):
-            paths = parameter_paths(params)
+        """Takes new variables apart, after a check that some parameter is frozen."""
+        paths = parameter_paths(variables.get("params", {}))
+        if paths and not any(map(where, paths)):
             raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
         return apart(variables)
 

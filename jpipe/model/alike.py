@@ -44,9 +44,9 @@ class LayerTraces:
 
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
-      scalars: by mode, those of the trace.
-      results: by mode, the shapes of what it gives: (outputs, new variables by collection).
-      rest: all that has to be the same where layers differ in scalars alone.
+      scalars: by mode, the scalars of that trace.
+      results: by mode, the shapes of its results: (outputs, new variables by collection).
+      rest: everything besides scalars: layers that differ in scalars alone have the same.
     """
 
     jaxprs: Mapping[str, ClosedJaxpr]
@@ -94,10 +94,10 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
         every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
-        own = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
-        traced = trace_layer(LayerFunction(own, key_shape(), MODES["none"], batch))
+        alone = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
+        traced = trace_layer(LayerFunction(alone, key_shape(), MODES["none"], batch))
         computed += [whole(traced.forward), whole(traced.backward)]
-    structures = jax.tree.structure(variables), {mode: jax.tree.structure(own) for mode, own in results.items()}
+    structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
     return LayerTraces(jaxprs, scalars, results, (computed, structures, layer.partition_specs(variables)))
 
 
@@ -114,11 +114,11 @@ class Alike:
         self._traces: dict[int, LayerTraces | None] = {}
 
     def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
-        """The group with one more layer, which takes the same; None if that is another function.
+        """Adds a layer that takes the same to a group; returns None if it is another function.
 
         Args:
           group: the layers.
-          index: of the layer.
+          index: the index of the layer that is added.
           before: whether they are one group at the shapes of the first batch.
         """
         first, together = group.indices[0], (*group.indices, index)
@@ -127,21 +127,23 @@ class Alike:
             return replace(group, indices=together)
         if not may_differ_in_numbers(layer, other):
             return None
-        traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
+        traces = {i: layer_traces for i in together if (layer_traces := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
-        constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
-        if not before and not any(own.places for own in constants.values()):
+        constants = {
+            mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first)
+            for mode in traces[first].scalars
+        }
+        if not before and not any(of_mode.places for of_mode in constants.values()):
             return None  # at these shapes their numbers do nothing; at others they may
-        depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
+        depend = {mode: traces[first].dependent(mode, of_mode) for mode, of_mode in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or any(CACHE in depend.get(m, ()) for m in (INIT, DECODE)):
             return None
         return replace(group, indices=together, constants=constants)
 
     def _traced(self, group: LayerGroup, index: int) -> LayerTraces | None:
-        """A layer's traces; None if it can't be traced, which whoever runs it will be told."""
+        """Traces a layer; None if it raises an error, which it raises again where it is run."""
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.arrays.indexing import Index, take_row
-from jpipe.jaxprs.flat_jaxpr import without_calls
+from jpipe.jaxprs.flat_jaxpr import flatten, without_calls
 from jpipe.jaxprs.rewriting import depends_on, equations_in
-from jpipe.seam.inside import called_by
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, Literal, Var
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
 from jpipe.seam.primitives import CALLS, PLAIN_CALLS
 from jpipe.types import Leaf
 
@@ -68,8 +67,8 @@ class Constants:
                 "implementation, but under other keys the layer computes with other numbers; use keys of the default "
                 "implementation (jax.random.key without impl=)"
             )
-        known = dict(zip((at[place] for place in self.places), new, strict=True))
-        return ClosedJaxpr(flat.jaxpr, [known.get(i, constant) for i, constant in enumerate(flat.consts)])
+        by_index = dict(zip((at[place] for place in self.places), new, strict=True))
+        return ClosedJaxpr(flat.jaxpr, [by_index.get(i, constant) for i, constant in enumerate(flat.consts)])
 
 
 def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Constants:
@@ -79,9 +78,10 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Consta
       scalars: of each layer's trace, by its index in the model; of equal number and types.
       first: the index of the layer that stands for the group.
     """
-    columns = zip(*(map(_bits, own) for own in scalars.values()), strict=True)
+    columns = zip(*(map(_bits, numbers) for numbers in scalars.values()), strict=True)
     places = tuple(place for place, column in enumerate(columns) if len(set(column)) > 1)
-    return Constants(scalars[first], places, {i: [own[place] for place in places] for i, own in scalars.items()})
+    values = {i: [numbers[place] for place in places] for i, numbers in scalars.items()}
+    return Constants(scalars[first], places, values)
 
 
 def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -105,7 +105,7 @@ def skeleton(flat: ClosedJaxpr) -> object:
 
     The rules of custom derivatives aren't in it (`has_custom_derivatives`).
     """
-    return _told(flat.jaxpr, flat.consts, _scalar_places(flat))
+    return _described(flat, without=_scalar_places(flat))
 
 
 def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
@@ -128,30 +128,25 @@ def _bits(constant: Leaf | object) -> object:
 
 
 def whole(value: object) -> object:
-    """A trace, or a parameter of an equation, as what `same_value` compares: jaxprs with all of their numbers."""
+    """A trace, or an equation's parameter, in a form that `same_value` compares: jaxprs with all of their numbers."""
     if isinstance(value, ClosedJaxpr):
-        return _told(value.jaxpr, value.consts, ())
+        return _described(value)
     if isinstance(value, Jaxpr):
-        return _told(value, (), ())
+        return _described(ClosedJaxpr(value, ()))
     if isinstance(value, np.ndarray | jax.Array):
         return _bits(value)
     return list(map(whole, value)) if isinstance(value, tuple | list) else value
 
 
-def _told(jaxpr: Jaxpr, constants: Sequence[Leaf], without: Collection[int]) -> object:
-    """A jaxpr as nested lists, its variables by number; of the constants some are left out.
+def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
+    """A jaxpr as nested lists, without the constants at the indices `without`.
 
-    Of an equation that calls a jaxpr only that jaxpr counts: the other parameters are names and derivative rules.
+    Calls are replaced by what they call: their parameters are names and derivative rules.
     """
-    numbers: dict[Var, int] = {}
-
-    def values(variables: Sequence[Var | Literal]) -> list[object]:
-        number = lambda v: _bits(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))
-        return [(str(v.aval), number(v)) for v in variables]
-
-    known = [None if i in without else _bits(constant) for i, constant in enumerate(constants)]
-    told: list[object] = [values(jaxpr.constvars), known, values(jaxpr.invars)]
-    for e in jaxpr.eqns:
-        params = called_by(e) if e.primitive.name in CALLS else sorted(e.params.items())
-        told.append((e.primitive.name, values(e.invars), whole(params), values(e.outvars)))
-    return [*told, values(jaxpr.outvars)]
+    flat = flatten(closed)
+    constants = [None if i in without else _bits(constant) for i, constant in enumerate(flat.constants.values())]
+    equations = [
+        (equation.primitive.name, whole(sorted(equation.params.items())), reads, makes)
+        for equation, _, reads, makes in flat.equations
+    ]
+    return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

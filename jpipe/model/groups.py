@@ -148,12 +148,12 @@ class Model:
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The index of each layer's group, `[N]`."""
-        found = {i: g for g, group in enumerate(self.groups) for i in group.indices}
-        return tuple(found[i] for i in sorted(found))
+        pairs = sorted((i, g) for g, group in enumerate(self.groups) for i in group.indices)
+        return tuple(g for _, g in pairs)
 
     @property
     def num_layers(self) -> int:
-        """N."""
+        """The number N of layers."""
         return len(self.group_of)
 
     @property
@@ -163,8 +163,7 @@ class Model:
 
     def described(self) -> str:
         """How much there is to compile, in words."""
-        count = len(self.groups)
-        return f"{count} group{'s' * (count > 1)} of layers"
+        return f"{len(self.groups)} group{'s' * (len(self.groups) > 1)} of layers"
 
     def group_at(self, layer: int) -> LayerGroup:
         """A layer's group."""
@@ -214,7 +213,7 @@ def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
             g = model.group_of[i]
             indices.setdefault((g, seen[g]), []).append(i)
             seen[g] += 1
-    groups = tuple(replace(model.groups[g], indices=tuple(own)) for (g, _), own in indices.items())
+    groups = tuple(replace(model.groups[g], indices=tuple(layers)) for (g, _), layers in indices.items())
     return with_variable_sets(replace(model, groups=groups, traced_as=tuple(g for g, _ in indices)))
 
 
@@ -226,8 +225,7 @@ def same_shapes(a: PyTree, b: PyTree) -> bool:
 
 def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
-    dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    return same_shapes(a, b) and dtypes(a) == dtypes(b)
+    return jax.tree.flatten(strong(a)) == jax.tree.flatten(strong(b))
 
 
 def strong(shapes: Shapes) -> Shapes:

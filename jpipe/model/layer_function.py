@@ -255,16 +255,12 @@ def trace_call(
 def _check_outputs(outputs: Activation) -> None:
     """Checks that a layer gives a pytree of plain arrays, which a boundary can carry."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        place = jax.tree_util.keystr(path)
         if not isinstance(leaf, jax.Array | np.ndarray):
-            raise LayerError(
-                f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
-                "arrays on, so make it an array or leave it out"
-            )
+            raise LayerError(f"gives a {type(leaf).__name__} at outputs{place}; make it an array, or leave it out")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise LayerError(
-                f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
-                "jax.random.key_data(key)"
-            )
+            remedy = "a boundary carries plain arrays only, such as jax.random.key_data(key)"
+            raise LayerError(f"gives {leaf.dtype} at {place}; {remedy}")
 
 
 def trace_init(
@@ -297,8 +293,11 @@ def trace_group_init(
     jaxpr, made = trace_init(group.layer, key, group.takes, batch)
     constants = group.constants.get(INIT, Constants())
     if constants.places:
-        init = lambda key, *new: replay(constants.put_into(jaxpr, new), made)(key)
-        jaxpr, _ = trace(init, key, *constants.shapes)
+
+        def init(key: jax.Array, *scalars: jax.Array) -> LayerVariables:
+            return replay(constants.put_into(jaxpr, scalars), made)(key)
+
+        return trace(init, key, *constants.shapes)
     return jaxpr, made
 
 

@@ -29,7 +29,7 @@ from jpipe.model.running_averages import PathsAndLeaves, RunningAverages, find_r
 from jpipe.types import Leaf
 
 Flag = bool | jax.Array
-"""Known, or of a value that is traced."""
+"""Either known while tracing, or traced."""
 
 
 class MergeRule(NamedTuple):
@@ -78,7 +78,7 @@ class Merging:
     averages: RunningAverages
 
     def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Flag) -> list[Leaf]:
-        """Totals with one more micro-batch's new state.
+        """Adds one more micro-batch's new state to the totals.
 
         `spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
         the square of the average change over the rate, so that the variance of the means is counted.
@@ -95,7 +95,7 @@ class Merging:
         return [MERGE_RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
-        """The new state of the mini-batch, in the dtypes of the old one."""
+        """Computes the new state of the mini-batch, in the dtypes of the old one."""
         wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, wide, strict=True)
         merged = [MERGE_RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
@@ -113,19 +113,19 @@ def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
       ValueError: running averages move at a rate that depends on what the layer is called with.
     """
     group = function.group
-    found: list[str] = []
+    leaf_rules: list[str] = []
     pairs: list[tuple[int, int]] = []
     for name in group.state_names:
         paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
         rule = group.rules.get(name)
         if rule == "moments":
-            pairs += [(len(found) + i, len(found) + j) for i, j in mean_variance_pairs(paths_and_leaves)]
-        found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
-    means = [mean for mean, _ in pairs]
-    state_at = function.shardings(splits).state
+            first = len(leaf_rules)
+            pairs += [(first + i, first + j) for i, j in mean_variance_pairs(paths_and_leaves)]
+        leaf_rules += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
+    means, state_at = [mean for mean, _ in pairs], function.shardings(splits).state
     lying = tuple(state_at[i] for i in means)
     averages = RunningAverages(tuple(pairs), find_rates(function, means), lying, splits.axes)
-    return Merging(tuple(found), averages)
+    return Merging(tuple(leaf_rules), averages)
 
 
 def _rule_of(leaf: Leaf, rule: str | None) -> str:
@@ -167,11 +167,10 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
     Raises:
       ValueError: naming the first that isn't.
     """
-    known = sorted({name for group in groups for name in group.variables} - {"params"})
-    unknown = [name for name in rules if name not in known]
-    if unknown:
-        raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
+    collections = sorted({name for group in groups for name in group.variables} - {"params"})
     for name, rule in rules.items():
+        if name not in collections:
+            raise ValueError(f"merge has a rule for {name!r}, a collection that no layer has; they have {collections}")
         trees = [group.variables[name] for group in groups if name in group.variables]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
             raise ValueError(

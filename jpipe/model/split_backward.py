@@ -32,7 +32,7 @@ SLACK = 1.25
 
 @dataclass(frozen=True, eq=False)
 class SplitBackward:
-    """The two programs.
+    """The two programs of a split backward.
 
     Attributes:
       inputs: I: arguments of the backward -> its results in `early`, the stash.
@@ -60,7 +60,7 @@ class SplitBackward:
 
 
 def split_in_two(
-    backward: ClosedJaxpr, urgent: Collection[int], residuals: Collection[int], given: int
+    backward: ClosedJaxpr, urgent: Collection[int], residuals: Collection[int], num_leaves: int
 ) -> SplitBackward:
     """Deals out the equations of a backward.
 
@@ -69,7 +69,7 @@ def split_in_two(
       urgent: the indices of the results that another stage waits for. Where there are none (a first layer), all is
         early: then nothing would wait.
       residuals: the indices of the arguments that are residuals.
-      given: how many arguments there are before the cotangents.
+      num_leaves: how many arguments there are before the cotangents: the leaves of the vjp.
     """
     closed = without_calls(backward)
     jaxpr = closed.jaxpr
@@ -80,26 +80,27 @@ def split_in_two(
             deferred.update(equation.outvars)
     late = tuple(i for i, v in enumerate(jaxpr.outvars) if _has(deferred, [v]))
     early = tuple(i for i in range(len(jaxpr.outvars)) if i not in late)
-    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(jaxpr.invars[:given]) if i not in residuals)}
+    leaves = jaxpr.invars[:num_leaves]
+    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(leaves) if i not in residuals)}
     cut = _Cut(jaxpr.eqns, first, deferred, at_hand, {jaxpr.invars[i] for i in residuals})
     for i in late:
         cut.bring(jaxpr.outvars[i])
-    reads = tuple(i for i, v in enumerate(jaxpr.invars[:given]) if v in cut.found)
+    reads = tuple(i for i, v in enumerate(leaves) if v in cut.needed)
     later = [e for e in jaxpr.eqns if not cut.made_later.isdisjoint(e.outvars)]
     later = _made_once(later, cut.made_later - deferred)
     stash = [v for v in cut.stash if all(v not in e.outvars for e in later)]
-    chosen = lambda v: [jaxpr.outvars[i] for i in v]
+    results = lambda indices: [jaxpr.outvars[i] for i in indices]
 
     def part(equations: Sequence[JaxprEqn], **fields: list[Var | Literal]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
         needed = _needed_for(fields["outvars"], equations)
-        own = [e for e in equations if e.effects or _has(needed, e.outvars)]
-        found = ClosedJaxpr(replaced(jaxpr, eqns=own, **fields), closed.consts)
-        return needed_part(found, [True] * len(fields["outvars"]), keep=True)[0]
+        equations = [e for e in equations if e.effects or _has(needed, e.outvars)]
+        program = ClosedJaxpr(replaced(jaxpr, eqns=equations, **fields), closed.consts)
+        return needed_part(program, [True] * len(fields["outvars"]), keep=True)[0]
 
     return SplitBackward(
-        inputs=part(jaxpr.eqns, outvars=[*chosen(early), *stash]),
-        weights=part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=chosen(late)),
+        inputs=part(jaxpr.eqns, outvars=[*results(early), *stash]),
+        weights=part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=results(late)),
         early=early,
         late=late,
         reads=reads,
@@ -111,7 +112,7 @@ def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]
 
     If a product's operand is a cheap expression, a TPU's compiler may compute it once for each tile of the product.
     """
-    found: list[JaxprEqn] = []
+    ordered: list[JaxprEqn] = []
     made: dict[Var, Var] = {}
     for equation in equations:
         operands = equation.invars
@@ -119,11 +120,11 @@ def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]
             for v in operands:
                 if not isinstance(v, Literal) and v in again and v not in made:
                     (barrier,) = traced_apart(jax.lax.optimization_barrier, [v]).eqns
-                    found.append(replaced(barrier, invars=[v]))
+                    ordered.append(replaced(barrier, invars=[v]))
                     (made[v],) = barrier.outvars
             operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]
-        found.append(replaced(equation, invars=operands))
-    return found
+        ordered.append(replaced(equation, invars=operands))
+    return ordered
 
 
 def _is_heavy(equation: JaxprEqn) -> bool:
@@ -135,14 +136,14 @@ class _Cut:
     """The equations and values that W needs, found from its results backwards.
 
     Args:
-      equations: of the whole backward.
-      first: what results in I need.
-      deferred: what W makes, and what follows from it.
-      at_hand: what both have.
-      residuals: what both can have.
+      equations: the equations of the whole backward.
+      first: the values that results in I need.
+      deferred: the values that W makes, and those that follow from them.
+      at_hand: the values that both programs have.
+      residuals: the values that both programs may be given.
 
     Attributes:
-      found: all values that W needs.
+      needed: all values that W needs.
       made_later: those that its own equations make.
       stash: those that I has to hand over.
     """
@@ -152,16 +153,17 @@ class _Cut:
     ):
         self._maker = {v: equation for equation in equations for v in equation.outvars}
         self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
-        self.found: set[Var] = set()
+        self.needed: set[Var] = set()
         self.made_later: set[Var] = set()
         self.stash: list[Var] = []
 
     def bring(self, v: Var | Literal) -> None:
-        """Sees to it that W has a value."""
-        if isinstance(v, Literal) or v in self.found:
+        """Decides how W gets a value, and brings the values that this one needs."""
+        if isinstance(v, Literal) or v in self.needed:
             return
+        # It is asked before v counts as needed: a value that is needed already costs nothing more.
         is_made = v in self._deferred or self._is_made_again(v)
-        self.found.add(v)
+        self.needed.add(v)
         if is_made:
             self.made_later.add(v)
             for operand in self._maker[v].invars:
@@ -176,8 +178,8 @@ class _Cut:
             return False
         roots = self._roots(v)
         if roots is not None:
-            return _bytes(roots - self.found) <= SLACK * _bytes({v})
-        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.found - self._at_hand
+            return _bytes(roots - self.needed) <= SLACK * _bytes({v})
+        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.needed - self._at_hand
         return v not in self._first and _bytes(new) <= _bytes({v})
 
     def _roots(self, v: Var) -> set[Var] | None:

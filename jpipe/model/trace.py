@@ -165,8 +165,14 @@ def _trace_layer(
             lines.append(f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}")
         raise ValueError("\n  ".join(lines)) from shortened(error)
     needs_key = uses(jaxpr)[-1]
-    if dropouts and not needs_key and rules.get(CACHE) != CACHE:  # layers that decode are in evaluation mode
-        _warn_of_dropout(name, dropouts[0], variables)
+    decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
+    is_frozen = FROZEN in variables and not jax.tree.leaves(variables["params"])
+    if dropouts and not needs_key and not decodes and not is_frozen:
+        warn_once(
+            f"{name} holds a {dropouts[0]}, but draws no random numbers in training, so nothing is dropped. Most "
+            f"likely it isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where "
+            "dropout is meant to be off, give it the rate 0"
+        )
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
     # The second `try` asks the partitioner, whose errors need the layer's name alone: such as that a `jax.shard_map`
@@ -175,17 +181,6 @@ def _trace_layer(
         return replace(group, gives_at=_outputs_at(jaxpr, group, batch, splits))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def _warn_of_dropout(name: str, dropout: str, variables: dict[str, Shapes]) -> None:
-    """Warns of a layer that holds dropout and draws no random numbers in training, unless all of it is frozen."""
-    if FROZEN in variables and not jax.tree.leaves(variables["params"]):
-        return
-    warn_once(
-        f"{name} holds a {dropout}, but draws no random numbers in training, so nothing is dropped. Most likely it "
-        f"isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where dropout is meant to "
-        "be off, give it the rate 0"
-    )
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
@@ -230,10 +225,9 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
             "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
             "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
         )
-    numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]
     for name, new in updates.items():
         old = variables[name]
-        if not same_shapes(old, new) or numbers(old) != numbers(new):
+        if not same_shapes(old, new) or _categories(old) != _categories(new):
             raise LayerError(
                 f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
                 "structure, shapes and dtypes (cast what is stored)"
@@ -247,9 +241,12 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
         )
 
 
-def _category(dtype: jnp.dtype) -> object:
-    """The kind of a dtype: integer, floating-point, or the dtype itself."""
-    return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
+def _categories(tree: Shapes) -> list[object]:
+    """The kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    return [
+        next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes
+    ]
 
 
 def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:

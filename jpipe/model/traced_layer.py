@@ -295,29 +295,27 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     }
     leaves_at = [values_at[source.where][source.number] for source in layer.sources]
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
-    split = _split(layer, backward.jaxpr) if in_parts else None
-    parts = () if split is None else (split.inputs, split.weights)
-    as_computed = weight_products_as_they_lie if splits.on_cpu else _unchanged
+    programs, split = [backward.jaxpr], None
+    if in_parts:
+        # Other stages wait for all results of the backward but parameters' gradients.
+        urgent = range(len(layer.gradients.params), len(backward.jaxpr.jaxpr.outvars))
+        residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
+        split = split_in_two(backward.jaxpr, urgent, residuals, len(layer.sources))
+        programs += [split.inputs, split.weights]
+    backward_program, *split_programs = map(weight_products_as_they_lie, programs) if splits.on_cpu else programs
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
         backward_jaxpr=backward.jaxpr,
-        backward_program=as_computed(backward.jaxpr),
+        backward_program=backward_program,
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
         split=split,
-        split_programs=tuple(map(as_computed, parts)),
+        split_programs=tuple(split_programs),
         unsplit=remake.unsplit + backward.unsplit,
     )
-
-
-def _split(layer: TracedLayer, backward: ClosedJaxpr) -> SplitBackward:
-    """Splits a device's backward in two: other stages wait for all of its results but parameters' gradients."""
-    urgent = range(len(layer.gradients.params), len(backward.jaxpr.outvars))
-    residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    return split_in_two(backward, urgent, residuals, len(layer.sources))
 
 
 def _partition_forward(
@@ -333,10 +331,6 @@ def _partition_forward(
     local = jaxpr_per_device(jaxpr, axes, inputs_at, [*shardings.results(results), *leaves])
     shapes = jax.tree.unflatten(jax.tree.structure(results), shapes_of(local.jaxpr.jaxpr.outvars[:count]))
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)
-
-
-def _unchanged(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    return jaxpr
 
 
 def _replayed(jaxpr: ClosedJaxpr, *arguments: PyTree) -> list[Leaf]:

@@ -34,7 +34,6 @@ from jpipe.partitioner.shardings import (
     PARTIAL,
     REPLICATED,
     AxisSharding,
-    Shape,
     Shard,
     Sharding,
     is_possible,
@@ -78,28 +77,16 @@ def cheapest_plan(
 
     Arguments are those of `Chooser` and `Chooser.make_plan`. The plan speaks of its own axes.
     """
-    plans = [
-        _plan_along(parts, axes, Chooser(parts, handlers, prices, horizon), flat, arguments, wanted)
-        for parts in dict.fromkeys([axes, taken_apart(flat, axes)])
-        for prices, horizon in ROUNDS
-    ]
+    plans: list[DevicePlan] = []
+    for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
+        lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
+        plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
     return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 
-def _plan_along(
-    parts: Axes,
-    axes: Axes,
-    chooser: Chooser,
-    flat: FlatJaxpr,
-    arguments: Sequence[Sharding],
-    wanted: Sequence[Wanted],
-) -> DevicePlan:
-    """A plan along parts of axes, for arguments and wishes that speak of the axes."""
-
-    def of_parts(choose: Wanted) -> Wanted:
-        return lambda sharding: apart(choose(together(sharding, axes, parts)), axes, parts)
-
-    return chooser.make_plan(flat, [apart(s, axes, parts) for s in arguments], list(map(of_parts, wanted)))
+def _along_parts(wish: Wanted, axes: Axes, parts: Axes) -> Wanted:
+    """The wish along parts of axes that says the same as one along the axes."""
+    return lambda sharding: apart(wish(together(sharding, axes, parts)), axes, parts)
 
 
 class Chooser:
@@ -111,7 +98,8 @@ class Chooser:
         others there are rules.
       prices: the worth of each quantity, as `PRICES`.
       horizon: for how many equations an alternative is followed.
-      flat: a loop's body or a branch -> it without calls.
+      flat: a loop's body or a branch -> its flat jaxpr.
+      cost_of_conversion: shape, bytes of an element, how an array lies, how it is to lie -> the cost of the conversion.
       way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
         want operands otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
@@ -121,6 +109,7 @@ class Chooser:
         self.axes, self.handlers, self.prices, self.horizon = axes, handlers, prices, horizon
         # Each level of nested loops asks several times for what is in it.
         self.flat = cache(partial(flatten, is_body=True))
+        self.cost_of_conversion = cache(partial(cost_of_conversion, axes))
         self.way, self.results_at = cache(self._way), cache(self._results_at)
 
     def make_plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
@@ -177,7 +166,6 @@ class _Draft:
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
-        self._costs: dict[tuple[Shape, int, Sharding, Sharding], Cost] = {}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
         """The plan with the way of each equation that `choose` gives for its number, asked in order.
@@ -305,10 +293,11 @@ class _Draft:
         """Converts values to the wanted shardings, each from the form from which it is cheapest."""
         conversions, cost = [], NOTHING
         for value, sharding in zip(values, wanted, strict=True):
-            old = forms[value]
+            old, aval = forms[value], self.flat.avals[value]
             if sharding in old:
                 continue
-            costs = [self._cost_of(Conversion(value, form, sharding)) for form in old]
+            size = itemsize(aval.dtype)
+            costs = [self.chooser.cost_of_conversion(aval.shape, size, form, sharding) for form in old]
             cheapest = min(range(len(old)), key=lambda i: price(self.chooser.prices, costs[i]))
             conversions.append(Conversion(value, old[cheapest], sharding))
             cost = cost + costs[cheapest]
@@ -317,12 +306,3 @@ class _Draft:
             is_sum = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
             forms[value] = (sharding, *old) if is_sum else (*old, sharding)
         return conversions, cost
-
-    def _cost_of(self, conversion: Conversion) -> Cost:
-        """The cost of what a device sends in a conversion."""
-        value, now, wanted = conversion
-        aval = self.flat.avals[value]
-        key = aval.shape, itemsize(aval.dtype), now, wanted
-        if key not in self._costs:
-            self._costs[key] = cost_of_conversion(self.axes, *key)
-        return self._costs[key]

@@ -20,7 +20,7 @@ from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
 from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
-from jpipe.seam.inside import called_by
+from jpipe.seam.inside import axes_of, called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
@@ -145,8 +145,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
-        names = equation.params["axis_name"]
-        names = names if isinstance(names, tuple) else (names,)
+        names = axes_of(equation)
         others(names)
         if any(alike.get(name, 1) > 1 for name in names):
             raise _tells_devices_apart(equation, names, alike)

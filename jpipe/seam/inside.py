@@ -81,6 +81,12 @@ def called_by(equation: JaxprEqn) -> ClosedJaxpr:
     return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
 
 
+def axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The axes that an operation over devices names, of a mesh or of `jax.vmap` (numbers); `axes` or `axis_name`."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """(how many operands of a `scan` are constants, how many are its carry).
 
