@@ -87,9 +87,8 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
             return equation
         if equation.primitive.name in OVER_DEVICES or equation.params.get("axis_index_groups"):
             raise ValueError(
-                f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees the whole micro-batch and "
-                "all of its weights, so that only sums, means and the like over a whole axis have a meaning there; for "
-                "a program of single devices, use jax.shard_map in the layer"
+                f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees whole arrays, so that only "
+                "sums, means and the like over a whole axis have a meaning there; use jax.shard_map in the layer"
             )
         rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
         return replaced(equation, params=equation.params | {"axes": rest}) if rest else None

@@ -33,9 +33,8 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        raise TypeError(
-            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
-        )
+        remedy = "pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
@@ -105,10 +104,9 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
             if at != index and looks_tied and not is_one_shared:
                 holder = first.module if is_module(first) else place.module
                 kind = type(part if isinstance(part, nn.Module) else holder).__name__
-                raise ValueError(
-                    f"layers[{index}] ({type(place.module).__name__}) is or holds the same {type(part).__name__} "
-                    f"object as layers[{at}]; {how_to_share(kind)}; or make two modules"
-                )
+                same = f"is or holds the same {type(part).__name__} object as layers[{at}]"
+                remedy = f"{how_to_share(kind)}; or make two modules"
+                raise ValueError(f"layers[{index}] ({type(place.module).__name__}) {same}; {remedy}")
 
 
 def _parts(layer: object) -> list[object]:
@@ -143,11 +141,9 @@ def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
         for kind, name in layer.variable_types.items():
             other = types.setdefault(name, kind)
             if other is not kind:
-                raise ValueError(
-                    f"layers[{index}] ({layer.name}) has variables of the type {kind.__module__}.{kind.__qualname__}, "
-                    f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
-                    "one of the two types another name"
-                )
+                first, second = (f"{one.__module__}.{one.__qualname__}" for one in (other, kind))
+                fault = f"layers[{index}] ({layer.name}) has variables of the type {second}, and their collection would"
+                raise ValueError(f"{fault} be {name!r}, as that of {first}; give one of the two types another name")
 
 
 def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
@@ -177,10 +173,8 @@ def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict
 def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
-        raise TypeError(
-            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
-            "jpipe.stash(jpipe.Shared(layer), 'name')"
-        )
+        remedy = "mark its uses instead, as in jpipe.stash(jpipe.Shared(layer), 'name')"
+        raise TypeError(f"layers[{index}] shares a layer with connections; {remedy}")
     if isinstance(layer, nn.Module):
         return linen_layer(layer, index, method)
     if isinstance(layer, nnx.Module):
@@ -192,10 +186,9 @@ def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
         return layer_of_factory(layer, index, method)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
-        raise TypeError(
-            f"layers[{index}] is the class {function.__name__}, which makes layers and is none; call it, as in "
-            f"{function.__name__}(...), or for a class of nnx pass `lambda rngs: {function.__name__}(..., rngs=rngs)`"
-        )
+        kind = function.__name__
+        remedy = f"call it, as in {kind}(...), or for a class of nnx pass `lambda rngs: {kind}(..., rngs=rngs)`"
+        raise TypeError(f"layers[{index}] is the class {kind}, which makes layers and is none; {remedy}")
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
@@ -211,10 +204,8 @@ def _check_no_method(layer: Callable, index: int) -> None:
     module = layer.__self__ if ismethod(layer) else None
     if isinstance(module, nnx.Module) or (isinstance(module, nn.Module) and module.scope is None):
         kind = type(module).__name__
-        raise TypeError(
-            f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters; "
-            f"{how_to_share(kind, layer.__name__)}"
-        )
+        fault = f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters"
+        raise TypeError(f"{fault}; {how_to_share(kind, layer.__name__)}")
 
 
 def _called_function(function: Callable, method: Method | None, name: str, index: int) -> Callable:

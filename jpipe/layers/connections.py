@@ -218,10 +218,9 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
     try:
         side = read(batch)
     except Exception as error:
-        raise LayerError(
-            f"can't read its side input from the batch {describe(batch)}: its function raised "
-            f"{type(error).__name__}: {error}; pass the whole batch, to apply too where a layer reads it"
-        ) from error
+        fault = f"can't read its side input from the batch {describe(batch)}: its function raised"
+        remedy = "pass the whole batch, to apply too where a layer reads it"
+        raise LayerError(f"{fault} {type(error).__name__}: {error}; {remedy}") from error
     if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
         raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
     return side

@@ -55,9 +55,8 @@ def check_method(module: type, name: str, method: Method | None, index: int) -> 
       ValueError: the module's class has no such method.
     """
     if isinstance(method, str) and not callable(getattr(module, method, None)):
-        raise ValueError(
-            f"layers[{index}] uses {name} through {method!r}, which it doesn't have; name one of its methods"
-        )
+        fault = f"layers[{index}] uses {name} through {method!r}, which it doesn't have"
+        raise ValueError(f"{fault}; name one of its methods")
 
 
 def dropout_in_words(part: object) -> list[str]:

@@ -94,10 +94,8 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
     with no_mesh():
         closed, (graphdef, template) = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
     if any(isinstance(value, Tracer) for value in values_within(graphdef)):
-        raise TypeError(
-            f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
-            "make the array an attribute of the module, or make it in __call__"
-        )
+        fault = f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function"
+        raise TypeError(f"{fault}; make the array an attribute of the module, or make it in __call__")
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
     # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.

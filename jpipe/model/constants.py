@@ -62,11 +62,8 @@ class Constants:
         flat = without_plain_calls(closed)
         at = _scalar_places(flat)
         if list(map(_bits, scalars_of(flat))) != list(map(_bits, self.scalars)):
-            raise ValueError(
-                "layers that differ in numbers alone are one function, found with random keys of JAX's default "
-                "implementation, but under other keys the layer computes with other numbers; use keys of the default "
-                "implementation (jax.random.key without impl=)"
-            )
+            fault = "layers that differ in numbers alone are one function, but under other keys the layer computes with"
+            raise ValueError(f"{fault} other numbers; use keys of JAX's default implementation, without impl=")
         by_index = dict(zip((at[place] for place in self.places), new, strict=True))
         return ClosedJaxpr(flat.jaxpr, [by_index.get(i, constant) for i, constant in enumerate(flat.consts)])
 

@@ -99,10 +99,9 @@ class TracedLoss:
                 raise ValueError("it returns other terms or metrics than with one")
             return sums
         except Exception as error:
-            raise ValueError(
-                f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}. It was called with "
-                "key=None, as in evaluation, where nothing is drawn; let it do without a key there, and return as much"
-            ) from error
+            fault = f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}"
+            remedy = "It was called with key=None, as in evaluation; let it do without a key there, and return as much"
+            raise ValueError(f"{fault}. {remedy}") from error
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the loss of the whole batch, its terms and metrics by name), from the sums over all micro-batches."""
@@ -118,10 +117,7 @@ class TracedLoss:
         """
         if self.weights is not None:
             return
-        metric = (
-            "If the second value is a metric, such as an accuracy, return the loss alone, or "
-            "(loss, 1.0, {'accuracy': accuracy}). "
-        )
+        metric = "If the second value is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy}). "
         warn_user(
             f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs or on its "
             f"key. {metric * self.is_pair}Such a weight isn't known before the backward. So jpipe divides gradients at "
@@ -159,9 +155,9 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     except Exception as error:
         bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
         hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
+        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs"
         raise ValueError(
-            f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
-            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
+            f"{fault} {describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
         ) from error
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
@@ -200,11 +196,11 @@ def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> Close
         if any(used and not is_known for used, is_known in zip(uses(sums, are_weights([t])), of_batch, strict=True)):
             if len(names) == 1:
                 return None
-            raise ValueError(
-                f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs. The weights of "
-                "several terms have to follow from the batch alone, since the gradients of each are divided by its own "
-                "before they are added up; compute it from the batch, or return one pair (loss_sum, weight_sum)"
+            fault = f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs"
+            remedy = (
+                "compute the weights of several terms from the batch alone, or return one pair (loss_sum, weight_sum)"
             )
+            raise ValueError(f"{fault}; {remedy}")
     return needed_part(sums, are_weights(range(len(names))), keep=of_batch)[0]
 
 
@@ -243,15 +239,12 @@ def _check_metrics(returned: Shapes, terms: dict[str, PyTree], metrics: PyTree) 
         of them.
     """
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"loss_fn returned {describe(returned)}; its last part, metrics, has to be a dict with names as keys"
-        )
+        remedy = "its last part, metrics, has to be a dict with names as keys"
+        raise ValueError(f"loss_fn returned {describe(returned)}; {remedy}")
     for name, value in metrics.items():
         if name in OWN_METRICS or name in terms:
             other = "a term of the loss" if name in terms else "one of jpipe's own"
             raise ValueError(f"loss_fn returned a metric called {name!r}, as {other} is; use another name")
         if not _are_scalars(value):
-            raise ValueError(
-                f"loss_fn returned {describe(value)} as the metric {name!r}; it has to be a scalar (the mean of the "
-                "micro-batch) or a pair of scalars (sum, weight)"
-            )
+            remedy = "it has to be a scalar (the mean of the micro-batch) or a pair of scalars (sum, weight)"
+            raise ValueError(f"loss_fn returned {describe(value)} as the metric {name!r}; {remedy}")

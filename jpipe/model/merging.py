@@ -154,10 +154,8 @@ def check_rules(rules: object) -> dict[str, str]:
         if rule not in CHOICES:
             raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
         if DEFAULT_RULES.get(name) == KEEP != rule:
-            raise ValueError(
-                f"merge[{name!r}]={rule!r}: {name!r} is the collection of what jpipe.freeze freezes, which is kept; "
-                "leave it out, or give a collection of your own another name"
-            )
+            remedy = "leave it out, or give a collection of your own another name"
+            raise ValueError(f"merge[{name!r}]={rule!r}: jpipe.freeze keeps that collection as it is; {remedy}")
     return dict(rules)
 
 
@@ -173,10 +171,8 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
             raise ValueError(f"merge has a rule for {name!r}, a collection that no layer has; they have {collections}")
         trees = [group.variables[name] for group in groups if name in group.variables]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
-            raise ValueError(
-                f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none: "
-                f"{describe(trees[0])}; use another rule, or leave it out"
-            )
+            fault = f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none"
+            raise ValueError(f"{fault}: {describe(trees[0])}; use another rule, or leave it out")
 
 
 def _applies(rule: str, paths_and_leaves: PathsAndLeaves) -> bool:

@@ -59,9 +59,7 @@ def as_key(key: Leaf) -> Key:
     default = jax.random.key(0)
     expected = jax.random.key_data(default).shape
     if key.shape != expected:
-        raise TypeError(
-            f"key is a raw key of shape {key.shape}, but those of JAX's default implementation "
-            f"({jax.random.key_impl(default)!r}) have {expected}; pass a key with a type, as "
-            "jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
-        )
+        fault = f"key is a raw key of shape {key.shape}, but those of {jax.random.key_impl(default)!r} have {expected}"
+        remedy = "pass a key with a type, as jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
+        raise TypeError(f"{fault}; {remedy}")
     return jax.random.wrap_key_data(key)

@@ -69,10 +69,8 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
         answer = error
     name = getattr(policy, "__qualname__", repr(policy))
     if callable(answer) or isinstance(answer, TypeError):
-        raise TypeError(
-            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}; if it "
-            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
-        )
+        fault = f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}"
+        raise TypeError(f"{fault}; if it makes policies, call it, as in jax.checkpoint_policies.{name}(...)")
     if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
         operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
         raise ValueError(

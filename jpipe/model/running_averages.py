@@ -113,8 +113,7 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     if any(used):
         raise ValueError(
             f"layer {function.group.indices[0]} ({function.group.layer.name}) keeps a running mean and variance that "
-            "move at a rate which depends on what it is called with (a count, a parameter, its inputs), so that their "
-            "values over the mini-batch can't be told from those over micro-batches; pass "
+            "move at a rate which depends on its arguments (a count, a parameter, its inputs); pass "
             'merge={"batch_stats": "mean"} (by the name of the collection) for the mean of the micro-batches\' values, '
             "or let them move at a fixed rate"
         )

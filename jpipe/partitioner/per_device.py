@@ -87,10 +87,9 @@ def per_device(
         wanted = _of_each(out_specs, results, axes)
         for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(results), wanted, strict=True):
             if not is_possible(leaf.shape, sharding, axes):
-                raise ValueError(
-                    f"out_specs ask for the result{jax.tree_util.keystr(path)} of shape {leaf.shape} to be split by "
-                    f"{to_spec(sharding, axes, leaf.ndim)}, which doesn't divide it; change the spec or the shape"
-                )
+                spec, result = to_spec(sharding, axes, leaf.ndim), f"result{jax.tree_util.keystr(path)}"
+                fault = f"out_specs ask for the {result} of shape {leaf.shape} to be split by {spec}"
+                raise ValueError(f"{fault}, which doesn't divide it; change the spec or the shape")
         program = jaxpr_per_device(jaxpr, axes, shardings, list(map(always, wanted)))
         return replay(program.jaxpr, results)(*parts)
 
@@ -105,10 +104,8 @@ def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
 def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
     missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
     if missing:
-        raise ValueError(
-            f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual; call it inside "
-            f"of jax.shard_map over the mesh {dict(mesh.shape)}"
-        )
+        fault = f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual"
+        raise ValueError(f"{fault}; call it inside of jax.shard_map over the mesh {dict(mesh.shape)}")
 
 
 class PerDeviceJaxpr(NamedTuple):

@@ -1,4 +1,4 @@
-"""The table `RULES` of what each operation does to shards, and the rules of operations on dimensions.
+"""The table `RULES` of how each operation may be carried out on shards, and most of its rules.
 
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
@@ -6,8 +6,9 @@ device does instead of the plain operation (`wrap`). It returns None if the oper
 operation without a rule always does. Rules are asked while a plan is made (`jpipe.partitioner.by_rule`), for one axis
 after the other. `part_params` is asked later, when a device's operation is traced.
 
-Rules of elementwise operations, products and look-ups have files of their own; here are those of operations on
-dimensions, most of which leave some dimensions alone and may be carried out on shards of these.
+Rules of look-ups have a file of their own (`jpipe.partitioner.lookups`). Of the others, elementwise operations keep
+shards, and linear ones leave partial sums partial. Products keep shards, and a split sum gives partial sums. Most other
+operations leave some dimensions alone, and may be carried out on shards of these.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import look_up_entries, write_entries
-from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule import (
     Labels,
     Operation,
@@ -38,8 +37,121 @@ from jpipe.partitioner.rule import (
     where_equal,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 from jpipe.seam.primitives import ELEMENTWISE
+
+# --- elementwise operations ---
+
+
+def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """The result lies as the largest operand that is a shard; operands that are broadcast to it are replicated.
+
+    Without a shard, a result that is linear in partial operands is partial. Those have to be as large as the result: a
+    sum is best taken before it is broadcast.
+    """
+    shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
+    labels = [where_equal(s, shape) if len(s) == len(shape) else [None] * len(s) for s in shapes]
+    largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
+    split = by_labels(labels, [range(len(shape))], shardings, largest_first)
+    partial = [s == PARTIAL for s in shardings]
+    linear = _LINEAR.get(equation.primitive.name)
+    partial_shapes = {s for s, is_partial in zip(shapes, partial, strict=True) if is_partial}
+    return linear(equation, partial, axis) if linear and not split and partial_shapes == {shape} else split
+
+
+def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
+    """A sum of all operands, or a linear function of one: operands that aren't partial are made so."""
+    return RuleResult([PARTIAL] * len(partial), [PARTIAL])
+
+
+def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """The rule of casts: sums stay partial in a cast of floating-point numbers to a type as wide in range as float32.
+
+    Over data axes they do in a cast to narrower types too.
+
+    A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
+    of them. Otherwise the sum is taken first: what is cast is often used besides, as by a norm and the residual
+    connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
+    """
+    old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
+    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    as_large = floats and jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    widens = floats and jnp.finfo(new).bits >= jnp.finfo(old).bits
+    return _sum(equation, partial, axis) if as_large and (axis.is_data or (axis.sums_late and widens)) else None
+
+
+def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A product of one partial sum with what all devices have; the product of two sums isn't the sum of products."""
+    operands = [PARTIAL if is_partial else REPLICATED for is_partial in partial]
+    return RuleResult(operands, [PARTIAL]) if sum(partial) == 1 else None
+
+
+def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A quotient of floating-point numbers by a constant other than zero; integer division rounds."""
+    divisor = equation.invars[1]
+    not_zero = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
+    floats = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
+    return RuleResult([PARTIAL, REPLICATED], [PARTIAL]) if floats and not_zero and not partial[1] else None
+
+
+def _choice(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """A choice among partial sums by a condition that all devices have."""
+    return None if partial[0] else RuleResult([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
+
+
+_LINEAR: dict[str, Callable[[JaxprEqn, Sequence[bool], Axis], RuleResult | None]] = {
+    **dict.fromkeys(("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj", "name", "stop_gradient"), _sum),
+    "convert_element_type": _cast,
+    "mul": _product,
+    "div": _quotient,
+    "select_n": _choice,
+}
+"""Operation -> (equation, which operands are partial, axis) -> how it is carried out on partial sums."""
+
+
+# --- products and convolutions ---
+
+
+def dot_general(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """A product of two arrays; its result has the dimensions (batch, free of the left, free of the right).
+
+    The left operand's dimensions are labelled (0, dim), the right one's (1, dim), or as those on the left that they are
+    paired with.
+    """
+    contracting, batch = equation.params["dimension_numbers"]
+    left, right = ([(i, dim) for dim in range(len(operand_shape(equation, i)))] for i in (0, 1))
+    for pairs in (contracting, batch):
+        for on_left, on_right in zip(*pairs, strict=True):
+            right[on_right] = left[on_left]
+    shared = [label for label in left if label in right]
+    batched = [left[dim] for dim in batch[0]]
+    return _of_larger(equation, left, right, batched + [x for x in left + right if x not in shared], shardings)
+
+
+def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """A convolution of images with a kernel.
+
+    Examples and output features stay split; input features are summed over, which gives partial sums. Pixels are never
+    split. The dimension numbers are (examples, features, ...) of the images and of the result, and (output features,
+    input features, ...) of the kernel.
+    """
+    p, ndim = equation.params, len(operand_shape(equation))
+    one_group, one_batch = p["feature_group_count"] == 1, p["batch_group_count"] == 1
+    examples, taken = "examples" if one_batch else None, "taken" if one_group else None
+    features = "features" if one_group and one_batch else None
+    images, kernel, result = p["dimension_numbers"]
+    labels = lambda dims, first, second: [{dims[0]: first, dims[1]: second}.get(dim) for dim in range(ndim)]
+    left, right = labels(images, examples, taken), labels(kernel, features, taken)
+    return _of_larger(equation, left, right, labels(result, examples, features), shardings)
+
+
+def _of_larger(
+    equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
+) -> RuleResult | None:
+    """The result that keeps the larger of two operands as it lies, or the only one that can be kept."""
+    order = (0, 1) if operand_size(equation, 0) >= operand_size(equation, 1) else (1, 0)
+    return by_labels([left, right], [result], shardings, order)
+
 
 # --- rules from the dimensions that an operation leaves alone ---
 

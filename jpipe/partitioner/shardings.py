@@ -200,10 +200,8 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
         while names:
             first = joint[names[0]]
             if names[: len(first)] != first:
-                raise ValueError(
-                    f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly; "
-                    "name all of them, in this order"
-                )
+                fault = f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly"
+                raise ValueError(f"{fault}; name all of them, in this order")
             for i in (i for i, axis in enumerate(axes) if axis.names == first):  # all of its parts
                 sharding[i] = Shard(dim, outer)
                 outer *= axes[i].size

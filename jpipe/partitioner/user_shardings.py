@@ -102,10 +102,8 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     """
     manual = set(axis.names) & set(names)
     if manual and manual != set(axis.names):
-        raise ValueError(
-            f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names} that arrays are "
-            "split over jointly; make it manual over all of them"
-        )
+        fault = f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names}"
+        raise ValueError(f"{fault} that arrays are split over jointly; make it manual over all of them")
     return bool(manual)
 
 
@@ -168,19 +166,15 @@ def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collec
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
     """
     if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in split_over]:
-        raise ValueError(
-            f"jax.shard_map holds a collective over {outside}, along which devices do other work and would never come "
-            f"to it; name axes of {sorted(split_over)} there"
-        )
+        fault = f"jax.shard_map holds a collective over {outside}, along which devices do other work"
+        raise ValueError(f"{fault} and would never come to it; name axes of {sorted(split_over)} there")
     return tuple(name for name in names if name not in alike)
 
 
 def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mapping[str, int]) -> ValueError:
     other = [name for name in names if alike.get(name, 1) > 1]
-    return ValueError(
-        f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices "
-        "have the same here; name the axes that it is about: jax.shard_map(..., axis_names={...})"
-    )
+    fault = f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices"
+    return ValueError(f"{fault} have the same; name the axes that it is about: jax.shard_map(..., axis_names={{...}})")
 
 
 def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
