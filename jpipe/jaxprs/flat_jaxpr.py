@@ -123,14 +123,8 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
         replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
         for equation, callers, reads, makes in flat.equations
     ]
-    jaxpr = replaced(
-        closed.jaxpr,
-        invars=chosen(flat.arguments),
-        constvars=chosen(flat.constants),
-        eqns=equations,
-        outvars=chosen(flat.results),
-    )
-    return ClosedJaxpr(jaxpr, list(flat.constants.values()))
+    ends = {"invars": chosen(flat.arguments), "constvars": chosen(flat.constants), "outvars": chosen(flat.results)}
+    return ClosedJaxpr(replaced(closed.jaxpr, eqns=equations, **ends), list(flat.constants.values()))
 
 
 def aval_of(variable: Var | Literal) -> ShapedArray:

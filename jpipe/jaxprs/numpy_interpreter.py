@@ -74,10 +74,7 @@ _PLAIN: dict[str, Callable[..., np.ndarray]] = {
     **{name: getattr(np, numpy) for name, numpy in NUMPY.items()},
     "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "one_minus_square": lambda x: 1 - x * x,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
 """A function of the operands for each primitive; which dtype it gives doesn't matter."""

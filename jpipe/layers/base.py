@@ -53,6 +53,10 @@ class Context(NamedTuple):
     batch: Batch = None
 
 
+Apply = Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]]
+"""(variables, inputs, context) -> (outputs, new values of all collections but the parameters)."""
+
+
 def unchanged(variables: LayerVariables) -> Item:
     """The variables themselves, for layers whose library has them by collection too."""
     return variables
@@ -100,7 +104,7 @@ class AnyLayer:
     name: str
     made_of: Sequence[object]
     init: Callable[[jax.Array, Inputs, Batch], LayerVariables]
-    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]]
+    apply: Apply
     bind: Callable[[Item], Callable[..., Activation]]
     to_item: Callable[[LayerVariables], Item] = unchanged
     from_item: Callable[[Item], LayerVariables] = unchanged
@@ -115,10 +119,7 @@ class AnyLayer:
     variable_types: Mapping[type, str] = field(default_factory=dict)
 
 
-def bind_by_call(
-    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]],
-    from_item: Callable[[Item], LayerVariables],
-) -> Callable[[Item], Callable[..., Activation]]:
+def bind_by_call(apply: Apply, from_item: Callable[[Item], LayerVariables]) -> Callable[[Item], Callable]:
     """An `AnyLayer.bind` that calls `apply` in evaluation mode, for layers whose library has no modules to bind."""
     return lambda item: lambda *inputs: apply(from_item(item), inputs, Context(None, train=False))[0]
 

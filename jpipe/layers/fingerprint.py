@@ -54,9 +54,7 @@ def differ_in_numbers(a: object, b: object) -> bool:
     return _same(a, b, lambda value: isinstance(value, kinds) and not isinstance(value, bool))
 
 
-def _same(
-    a: object, b: object, ignored: Callable[[object], bool], pending: frozenset[tuple[int, int]] = frozenset()
-) -> bool:
+def _same(a: object, b: object, ignored: Callable[[object], bool], pending: frozenset = frozenset()) -> bool:
     """Whether two values are the same, part by part.
 
     Args:

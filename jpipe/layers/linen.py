@@ -60,7 +60,7 @@ def _adapted(calls: _LinenCalls) -> AnyLayer:
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
-        from_item=_from_item,
+        from_item=lambda item: _unboxed(as_collections(item)),  # values from elsewhere may lack boxes of metadata
         partition_specs=_partition_specs,
         decode=decode if can_decode else None,
         keeps_cache=can_decode,
@@ -130,9 +130,7 @@ class _LinenCalls:
         """
         called_dropouts: list[str] = []
 
-        def note(
-            called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext
-        ) -> object:
+        def note(called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext):
             called_dropouts.extend(dropout_in_words(where.module))
             return called(*args, **kwargs)
 
@@ -154,11 +152,6 @@ def _like(old: PyTree, new: PyTree, collection: str) -> PyTree:
     if len(leaves) != structure.num_leaves:
         raise LayerError(f"changes the structure of its collection {collection!r} in training, as {SOWN}")
     return jax.tree.unflatten(structure, leaves)
-
-
-def _from_item(item: Item) -> LayerVariables:
-    """The variables without metadata boxes, which values from elsewhere may lack."""
-    return _unboxed(as_collections(item))
 
 
 def _is_box(x: object) -> bool:

@@ -8,7 +8,7 @@ are the same but for scalars, the layers are one function, and the scalars its `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,25 +16,19 @@ from functools import partial
 import jax
 import numpy as np
 
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.rewriting import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import (
-    Constants,
-    differing,
-    has_custom_derivatives,
-    outputs_that_depend,
-    scalars_of,
-    skeleton,
-    whole,
-    without_plain_calls,
-)
+from jpipe.model.constants import Constants, bits, differing, scalar_places, scalars_of, without_plain_calls
 from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
+from jpipe.seam.primitives import CALLS, PLAIN_CALLS
 from jpipe.types import Shapes
 
 
@@ -151,3 +145,49 @@ class Alike:
             with suppress(Exception):
                 self._traces[index] = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
         return self._traces[index]
+
+
+# --- comparing traces ---
+
+
+def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
+    """For each output of a trace, whether it depends on the scalars in these places."""
+    at = scalar_places(flat)
+    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
+
+
+def skeleton(flat: ClosedJaxpr) -> object:
+    """A trace without the scalars that can be taken out, to be compared by `same_value`.
+
+    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
+    """
+    return _described(flat, without=scalar_places(flat))
+
+
+def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
+    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
+
+
+def whole(value: object) -> object:
+    """A trace, or an equation's parameter, in a form that `same_value` compares: jaxprs with all of their numbers."""
+    if isinstance(value, ClosedJaxpr):
+        return _described(value)
+    if isinstance(value, Jaxpr):
+        return _described(ClosedJaxpr(value, ()))
+    if isinstance(value, np.ndarray | jax.Array):
+        return bits(value)
+    return list(map(whole, value)) if isinstance(value, tuple | list) else value
+
+
+def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
+    """A jaxpr as nested lists, without the constants at the indices `without`.
+
+    Calls are replaced by what they call: their parameters are names and derivative rules.
+    """
+    flat = flatten(closed)
+    constants = [None if i in without else bits(constant) for i, constant in enumerate(flat.constants.values())]
+    equations = [
+        (e.primitive.name, whole(sorted(e.params.items())), reads, makes) for e, _, reads, makes in flat.equations
+    ]
+    return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

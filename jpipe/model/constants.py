@@ -9,7 +9,7 @@ arguments: so all of them are one program. Only literals outside of loops, branc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.arrays.indexing import Index, take_row
-from jpipe.jaxprs.flat_jaxpr import flatten, without_calls
-from jpipe.jaxprs.rewriting import depends_on, equations_in
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS
+from jpipe.jaxprs.flat_jaxpr import without_calls
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import PLAIN_CALLS
 from jpipe.types import Leaf
 
 
@@ -60,8 +59,8 @@ class Constants:
           ValueError: it isn't the trace that layers were compared by.
         """
         flat = without_plain_calls(closed)
-        at = _scalar_places(flat)
-        if list(map(_bits, scalars_of(flat))) != list(map(_bits, self.scalars)):
+        at = scalar_places(flat)
+        if list(map(bits, scalars_of(flat))) != list(map(bits, self.scalars)):
             fault = "layers that differ in numbers alone are one function, but under other keys the layer computes with"
             raise ValueError(f"{fault} other numbers; use keys of JAX's default implementation, without impl=")
         by_index = dict(zip((at[place] for place in self.places), new, strict=True))
@@ -75,7 +74,7 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Consta
       scalars: of each layer's trace, by its index in the model; of equal number and types.
       first: the index of the layer that stands for the group.
     """
-    columns = zip(*(map(_bits, numbers) for numbers in scalars.values()), strict=True)
+    columns = zip(*(map(bits, numbers) for numbers in scalars.values()), strict=True)
     places = tuple(place for place, column in enumerate(columns) if len(set(column)) > 1)
     values = {i: [numbers[place] for place in places] for i, numbers in scalars.items()}
     return Constants(scalars[first], places, values)
@@ -88,62 +87,18 @@ def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
     """The scalars of a trace that can be taken out, floating-point numbers and integers."""
-    return [np.asarray(flat.consts[i]) for i in _scalar_places(flat)]
+    return [np.asarray(flat.consts[i]) for i in scalar_places(flat)]
 
 
-def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
-    """For each output of a trace, whether it depends on the scalars in these places."""
-    at = _scalar_places(flat)
-    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
-
-
-def skeleton(flat: ClosedJaxpr) -> object:
-    """A trace without the scalars that can be taken out, to be compared by `same_value`.
-
-    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
-    """
-    return _described(flat, without=_scalar_places(flat))
-
-
-def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
-    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
-
-
-def _scalar_places(flat: ClosedJaxpr) -> list[int]:
+def scalar_places(flat: ClosedJaxpr) -> list[int]:
     """The indices of scalars among the constants of a jaxpr."""
     is_number = lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
 
 
-def _bits(constant: Leaf | object) -> object:
+def bits(constant: Leaf | object) -> object:
     """Type and bits of a constant; random keys are known by what they are as objects."""
     if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.extended):
         return constant
     array = np.asarray(constant)
     return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
-
-
-def whole(value: object) -> object:
-    """A trace, or an equation's parameter, in a form that `same_value` compares: jaxprs with all of their numbers."""
-    if isinstance(value, ClosedJaxpr):
-        return _described(value)
-    if isinstance(value, Jaxpr):
-        return _described(ClosedJaxpr(value, ()))
-    if isinstance(value, np.ndarray | jax.Array):
-        return _bits(value)
-    return list(map(whole, value)) if isinstance(value, tuple | list) else value
-
-
-def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
-    """A jaxpr as nested lists, without the constants at the indices `without`.
-
-    Calls are replaced by what they call: their parameters are names and derivative rules.
-    """
-    flat = flatten(closed)
-    constants = [None if i in without else _bits(constant) for i, constant in enumerate(flat.constants.values())]
-    equations = [
-        (equation.primitive.name, whole(sorted(equation.params.items())), reads, makes)
-        for equation, _, reads, makes in flat.equations
-    ]
-    return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.constants import Constants
-from jpipe.partitioner.shardings import Axis, Sharding, names_in, part_structs
+from jpipe.partitioner.shardings import Axis, Sharding, named, part_structs
 from jpipe.types import PyTree, Shapes
 
 KEEP, GRADIENT = "keep", "gradient"
@@ -101,8 +101,7 @@ class LayerGroup:
     @property
     def asked_axes(self) -> set[str]:
         """The mesh axes that the layers' metadata names for parameters, under Flax's logical axis rules of now."""
-        specs = self.layer.partition_specs(self.variables).get("params", [])
-        return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
+        return named(self.layer.partition_specs(self.variables).get("params", []))
 
     def leaves(self, names: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the leaves of some collections, in order."""

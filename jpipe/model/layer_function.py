@@ -33,6 +33,9 @@ from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, rep
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
+TracedInit = tuple[ClosedJaxpr, dict[str, Shapes]]
+"""(a jaxpr that gives a layer's variables, their shapes by collection)."""
+
 
 class Arguments(NamedTuple):
     """The arguments of a layer besides its activation, in forward and backward alike.
@@ -195,10 +198,8 @@ class LayerFunction:
         group, size = self.group, jax.tree.leaves(self.batch)[0].shape[0]
         if group.rules.get(CACHE) != CACHE or CACHE not in group.variables:
             return []
-        return [
-            splits.of_examples(size) if leaf.shape[:1] == (size,) else replicated(splits.axes)
-            for leaf in group.leaves([CACHE])
-        ]
+        whole, split = replicated(splits.axes), splits.of_examples(size)
+        return [split if leaf.shape[:1] == (size,) else whole for leaf in group.leaves([CACHE])]
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,7 @@ def _check_outputs(outputs: Activation) -> None:
             raise LayerError(f"gives {leaf.dtype} at {place}; {remedy}")
 
 
-def trace_init(
-    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
-) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
     """Traces a layer's initialisation: (jaxpr: random key -> its variables, their shapes).
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
@@ -286,9 +285,7 @@ def trace_init(
         return trace(init, key)
 
 
-def trace_group_init(
-    group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes
-) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
     """Traces the initialisation of a group's layers: (jaxpr: random key, constants -> variables, their shapes)."""
     jaxpr, made = trace_init(group.layer, key, group.takes, batch)
     constants = group.constants.get(INIT, Constants())

@@ -155,10 +155,9 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     except Exception as error:
         bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
         hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
-        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs"
-        raise ValueError(
-            f"{fault} {describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
-        ) from error
+        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
+        called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
+        raise ValueError(f"{fault}; it was called with {called}") from error
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
     _check_metrics(returned, terms, metrics)
@@ -197,9 +196,7 @@ def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> Close
             if len(names) == 1:
                 return None
             fault = f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs"
-            remedy = (
-                "compute the weights of several terms from the batch alone, or return one pair (loss_sum, weight_sum)"
-            )
+            remedy = "compute it from the batch alone, or return one pair (loss_sum, weight_sum)"
             raise ValueError(f"{fault}; {remedy}")
     return needed_part(sums, are_weights(range(len(names))), keep=of_batch)[0]
 

@@ -98,13 +98,9 @@ def split_in_two(
         program = ClosedJaxpr(replaced(jaxpr, eqns=equations, **fields), closed.consts)
         return needed_part(program, [True] * len(fields["outvars"]), keep=True)[0]
 
-    return SplitBackward(
-        inputs=part(jaxpr.eqns, outvars=[*results(early), *stash]),
-        weights=part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=results(late)),
-        early=early,
-        late=late,
-        reads=reads,
-    )
+    inputs = part(jaxpr.eqns, outvars=[*results(early), *stash])
+    weights = part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=results(late))
+    return SplitBackward(inputs, weights, early, late, reads)
 
 
 def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:

@@ -231,10 +231,8 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
 
 def _categories(tree: Shapes) -> list[object]:
     """The kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    return [
-        next((kind for kind in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes
-    ]
+    kinds, dtypes = (jnp.integer, jnp.inexact), [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    return [next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes]
 
 
 def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:

@@ -257,12 +257,8 @@ class DeviceLayer:
 
     def _vjp_leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
         """Collects the leaves of the vjp from the three places where the backward finds them."""
-        values = {
-            "argument": jax.tree.leaves(arguments),
-            "remade": _replayed(self.remake, arguments.variables),
-            "residual": residuals,
-        }
-        return [values[source.where][source.number] for source in self.sources]
+        remade = _replayed(self.remake, arguments.variables)
+        return _from_sources(self.sources, jax.tree.leaves(arguments), remade, residuals)
 
     def _gradients(self, values: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
         """The `Gradients` whose leaves at these indices are the values; the others are None."""
@@ -288,12 +284,8 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
     remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
-    values_at = {
-        "argument": shardings.arguments,
-        "remade": remake.shardings,
-        "residual": _chosen(forward.results_at, forward.residual_indices),
-    }
-    leaves_at = [values_at[source.where][source.number] for source in layer.sources]
+    residuals_at = _chosen(forward.results_at, forward.residual_indices)
+    leaves_at = _from_sources(layer.sources, shardings.arguments, remake.shardings, residuals_at)
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
     programs, split = [backward.jaxpr], None
     if in_parts:
@@ -336,6 +328,14 @@ def _partition_forward(
 def _replayed(jaxpr: ClosedJaxpr, *arguments: PyTree) -> list[Leaf]:
     """The results of a jaxpr for these arguments, in a flat list."""
     return replay(jaxpr, [0] * len(jaxpr.out_avals))(*arguments)
+
+
+def _from_sources(
+    sources: Sequence[Source], arguments: Sequence[T], remade: Sequence[T], residuals: Sequence[T]
+) -> list[T]:
+    """For each leaf of the vjp the item of its source: its value, or how it lies."""
+    places = {"argument": arguments, "remade": remade, "residual": residuals}
+    return [places[where][number] for where, number in sources]
 
 
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:

@@ -30,15 +30,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
 from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    AxisSharding,
-    Shard,
-    Sharding,
-    is_possible,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -287,12 +279,10 @@ class _Draft:
         forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
         return conversions, cost + way.cost
 
-    def _convert(
-        self, values: Sequence[int], wanted: Sequence[Sharding], forms: Forms
-    ) -> tuple[list[Conversion], Cost]:
-        """Converts values to the wanted shardings, each from the form from which it is cheapest."""
+    def _convert(self, values: Sequence[int], to: Sequence[Sharding], forms: Forms) -> tuple[list[Conversion], Cost]:
+        """Converts values to shardings, each from the form from which it is cheapest."""
         conversions, cost = [], NOTHING
-        for value, sharding in zip(values, wanted, strict=True):
+        for value, sharding in zip(values, to, strict=True):
             old, aval = forms[value], self.flat.avals[value]
             if sharding in old:
                 continue

@@ -88,9 +88,7 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
     return look_up_own
 
 
-def write_entries(
-    equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, *, adds: bool
-) -> RuleResult | None:
+def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, adds: bool) -> RuleResult | None:
     """The rule of writes at indices, or of additions; operands: target, indices, updates.
 
     It goes by split updates if there are any, else by windows that are as large as the target. Where the split

@@ -20,16 +20,7 @@ from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import replay
 from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.shardings import (
-    Axis,
-    Sharding,
-    is_possible,
-    names_in,
-    of_spec,
-    part_structs,
-    to_spec,
-    whole_shape,
-)
+from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
 from jpipe.partitioner.sub_axes import together
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes, Unsplit
@@ -70,8 +61,7 @@ def per_device(
       ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
         call outside of such a `jax.shard_map`.
     """
-    names = {name for spec in jax.tree.leaves((in_specs, out_specs)) for entry in spec for name in names_in(entry)}
-    for name in sorted({*names, *data_axes} - {*mesh.axis_names}):
+    for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
     axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
 

@@ -32,13 +32,17 @@ from jpipe.partitioner.rule import (
     by_labels,
     on_partial,
     operand_shape,
-    operand_size,
     result_shape,
-    where_equal,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
 from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 from jpipe.seam.primitives import ELEMENTWISE
+
+
+def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
+    """Each dimension's own number where both agree on it, as in their sizes."""
+    return [dim if a == b else None for dim, (a, b) in enumerate(zip(first, second, strict=True))]
+
 
 # --- elementwise operations ---
 
@@ -50,7 +54,7 @@ def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
     sum is best taken before it is broadcast.
     """
     shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
-    labels = [where_equal(s, shape) if len(s) == len(shape) else [None] * len(s) for s in shapes]
+    labels = [_where_equal(s, shape) if len(s) == len(shape) else [None] * len(s) for s in shapes]
     largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
     split = by_labels(labels, [range(len(shape))], shardings, largest_first)
     partial = [s == PARTIAL for s in shardings]
@@ -149,7 +153,8 @@ def _of_larger(
     equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
 ) -> RuleResult | None:
     """The result that keeps the larger of two operands as it lies, or the only one that can be kept."""
-    order = (0, 1) if operand_size(equation, 0) >= operand_size(equation, 1) else (1, 0)
+    sizes = [math.prod(operand_shape(equation, i)) for i in (0, 1)]
+    order = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
     return by_labels([left, right], [result], shardings, order)
 
 
@@ -200,17 +205,15 @@ def _without(name: str, *, summed: bool = False) -> LabelsOf:
     """
 
     def labels(equation: JaxprEqn) -> Labels:
-        count, removed = itertools.count(), _named(equation, name)
-        return [
-            (~dim if summed else None) if dim in removed else next(count) for dim in range(len(operand_shape(equation)))
-        ]
+        kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
+        return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
 
     return labels
 
 
 def _as_large(equation: JaxprEqn) -> Labels:
     """Labels for a slice: the dimensions whose elements it takes all."""
-    return where_equal(operand_shape(equation), result_shape(equation))
+    return _where_equal(operand_shape(equation), result_shape(equation))
 
 
 _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
@@ -220,12 +223,12 @@ def _outside_window(equation: JaxprEqn) -> Labels:
     """Labels for an operation on windows: the dimensions along which a window has one element and moves by one."""
     p, ndim = equation.params, len(operand_shape(equation))
     sizes = zip(*[p.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, p["padding"]), strict=True)
-    return where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
+    return _where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
 def _not_repeated(equation: JaxprEqn) -> Labels:
     """Labels for `jnp.tile`: the dimensions that it repeats once."""
-    return where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
+    return _where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
 
 
 def _if_as_wide(equation: JaxprEqn) -> Labels:
@@ -240,7 +243,7 @@ def _if_as_wide(equation: JaxprEqn) -> Labels:
 
 def broadcast_in_dim(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The rule of `broadcast_in_dim`: dimensions keep their shards; one that grows has one element, and isn't split."""
-    grows = operand_size(equation) < math.prod(result_shape(equation))  # a sum is best taken before that
+    grows = math.prod(operand_shape(equation)) < math.prod(result_shape(equation))  # a sum is best taken before that
     rule = _keeping(lambda equation: equation.params["broadcast_dimensions"], linear=not grows)
     return rule(equation, shardings, axis)
 
@@ -347,7 +350,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("slice", "dynamic_slice"), _keeping(_as_large, linear=True)),
     "dynamic_update_slice": _keeping(
-        lambda e: where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
+        lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
     ),
     "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
     "sort": _keeping(_other_than("dimension"), alike=None),

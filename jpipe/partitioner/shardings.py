@@ -14,7 +14,7 @@ the same three.) Of x = [[1, 2], [3, 4]] two devices have
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -214,6 +214,11 @@ def names_in(entry: object) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (str(entry),)
+
+
+def named(specs: Iterable[PartitionSpec]) -> set[str]:
+    """The mesh axes that PartitionSpecs name."""
+    return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
 
 
 def to_spec(sharding: Sharding, axes: Sequence[Axis], ndim: int) -> PartitionSpec:

@@ -18,7 +18,7 @@ from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, named, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
 from jpipe.seam.inside import axes_of, called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -116,35 +116,37 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
       split_over: the mesh axes that arrays are split over.
     """
 
-    others = partial(_unlike, alike=alike, split_over=split_over)
+    unlike = partial(_unlike, alike=alike, split_over=split_over)
 
     def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
     def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A user's own sum over devices, whatever it says of varying types."""
-        p, names = equation.params, equation.params["axes"]
-        others(names)
-        count = math.prod(alike[name] for name in names if name in alike)
-        if count > 1 and p.get("axis_index_groups"):
+        names, groups = axes_of(equation), equation.params.get("axis_index_groups")
+        over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
+        if count > 1 and groups:
             raise _tells_devices_apart(equation, names, alike)
-        options = {"axis_index_groups": p.get("axis_index_groups")}
-        add = lambda x: lax.psum(x, others(names), **options) if others(names) else x
-        return run_on_each(lying, lambda x: add(x) * jnp.asarray(count, x.dtype) if count > 1 else add(x))
+
+        def add(x: jax.Array) -> jax.Array:
+            total = lax.psum(x, over, axis_index_groups=groups) if over else x
+            return total * jnp.asarray(count, x.dtype) if count > 1 else total
+
+        return run_on_each(lying, add)
 
     def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """A maximum or a minimum over devices."""
-        names = equation.params["axes"]
-        others(names)
+        names = axes_of(equation)
+        over = unlike(names)
         if not {*names} & alike.keys():
             return way_by_rule(equation, lying, chooser.axes)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(list(map(summed, lying)), lambda x: compare(x, others(names)) if others(names) else x)
+        return run_on_each(list(map(summed, lying)), lambda x: compare(x, over) if over else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
         names = axes_of(equation)
-        others(names)
+        unlike(names)
         if any(alike.get(name, 1) > 1 for name in names):
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
@@ -231,8 +233,8 @@ def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
         p, name = equation.params, equation.primitive.name
         specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
         if name == "sharding_constraint":
-            specs = (getattr(p["sharding"], "spec", None) or (),)
-        names.update(axis for spec in specs for entry in spec for axis in names_in(entry))
+            specs = (getattr(p["sharding"], "spec", None) or PartitionSpec(),)
+        names.update(named(specs))
     return frozenset(names)
 
 

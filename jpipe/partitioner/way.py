@@ -27,16 +27,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
 from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    AxisSharding,
-    Shard,
-    Sharding,
-    by_mesh_axis,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
@@ -94,15 +85,15 @@ class PlannedEquation(NamedTuple):
         has_rule = self.flat.equation.primitive.name in RULES
         lying = (*self.way.operands, *self.way.results)
 
-        def was_gathered(now: AxisSharding, wanted: AxisSharding) -> bool:
-            was_apart = isinstance(now, Shard) or (now == PARTIAL and not has_rule)
-            return was_apart and wanted == REPLICATED
+        def was_gathered(i: int) -> bool:
+            along_axis = [(now[i], wanted[i]) for _, now, wanted in self.conversions]
+            gathered = [now for now, wanted in along_axis if wanted == REPLICATED]
+            return any(isinstance(now, Shard) or (now == PARTIAL and not has_rule) for now in gathered)
 
         return tuple(
             name
             for parts in by_mesh_axis(axes)
-            if all(sharding[i] == REPLICATED for sharding in lying for i in parts)
-            and any(was_gathered(now[i], wanted[i]) for _, now, wanted in self.conversions for i in parts)
+            if all(sharding[i] == REPLICATED for sharding in lying for i in parts) and any(map(was_gathered, parts))
             for name in axes[parts[0]].names
         )
 

@@ -184,9 +184,7 @@ _LIBRARIES = tuple(str(folder) + os.sep for folder in _FOLDERS)
 """The files of a traceback that aren't the user's: the folders of JAX, of Flax and of this package."""
 
 
-def carry_out(
-    equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping[str, object] | None = None
-) -> list[jax.Array]:
+def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | None = None) -> list[jax.Array]:
     """The results of an equation for operands that may have other shapes than when it was traced, under another mesh.
 
     Makes a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came

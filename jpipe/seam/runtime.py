@@ -106,10 +106,8 @@ def lacks_an_argument(error: Exception) -> bool:
     Reads its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error
     of a layer that takes more than the one before it gives lacks a hint.
     """
-    return _says(
-        error,
-        {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"},
-    )
+    words = {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"}
+    return _says(error, words)
 
 
 def lacks_rngs(error: Exception) -> bool:
