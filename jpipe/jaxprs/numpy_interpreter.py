@@ -21,7 +21,7 @@ from jpipe.seam.primitives import NUMPY, REDUCTIONS
 
 @contextmanager
 def on_this_host() -> Iterator[None]:
-    """A context in which operations run at once on one device of this process, of the CPU if there is one."""
+    """Has operations run at once on one device of this process, of the CPU if there is one."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # there are accelerators only
@@ -31,7 +31,7 @@ def on_this_host() -> Iterator[None]:
 
 
 def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
-    """The outputs of a jaxpr without random numbers or side effects.
+    """Computes the outputs of a jaxpr without random numbers or side effects.
 
     Operations that aren't known here are left to JAX, one by one.
 
@@ -49,7 +49,7 @@ def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
 
 
 def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
-    """The results of an equation."""
+    """Computes the results of an equation."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]

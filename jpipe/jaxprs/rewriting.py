@@ -21,7 +21,7 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 
 
 def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Equations, and those of the jaxprs that they hold."""
+    """Yields equations, and those of the jaxprs that they hold."""
     for equation in equations:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -29,7 +29,7 @@ def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
-    """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
+    """Finds which outputs of a jaxpr depend on any of `inputs`, which the jaxpr takes or has as constants.
 
     It looks into calls. All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
     """
@@ -44,7 +44,7 @@ def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
 
 
 def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """For each input of a jaxpr, whether any of the wanted outputs needs it; it looks into loops.
+    """Finds which inputs of a jaxpr any of the wanted outputs needs; it looks into loops.
 
     Args:
       closed: the jaxpr.
@@ -54,7 +54,7 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
 
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without any `jax.lax.stop_gradient`, in the jaxprs inside of it too."""
+    """Takes out any `jax.lax.stop_gradient`, in the jaxprs inside too."""
 
     def change(equation: JaxprEqn) -> JaxprEqn | None:
         return None if equation.primitive.name == "stop_gradient" else equation
@@ -63,7 +63,7 @@ def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without equations that give nothing (`jax.debug.print`, `jax.debug.callback`), also in jaxprs inside.
+    """Takes out equations that give nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside too.
 
     Dead code elimination keeps those, and with them whatever they show.
     """
@@ -75,7 +75,7 @@ def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
+    """Takes out each `reduce_precision` to full precision, which `jax.checkpoint` puts on values that it saves.
 
     Those of narrow numbers stay: a compiler may compute with wider ones in between, and forward and backward are to see
     the same. Those of others are copies that nobody needs.
@@ -92,7 +92,7 @@ def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
-    """The jaxpr with `change` made to its equations, and to those of the jaxprs inside of it.
+    """Makes `change` to the equations of a jaxpr, and to those of the jaxprs inside of it.
 
     What is in a `shard_map` stays: there an array is one device's part.
     """
@@ -117,7 +117,7 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
 
 
 def changed_inside(value: PyTree, change: Callable[[Jaxpr], Jaxpr]) -> PyTree:
-    """An equation's parameter, changed if it is a jaxpr (of `jit`, a loop) or several (branches)."""
+    """Changes an equation's parameter if it is a jaxpr (of `jit`, a loop) or several (branches)."""
     if isinstance(value, Jaxpr):
         return change(value)
     if isinstance(value, ClosedJaxpr):

@@ -76,7 +76,7 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
-    """The jaxpr without its reductions over the mesh axes called `names`."""
+    """Takes out reductions over the mesh axes called `names`."""
 
     def without(equation: JaxprEqn) -> JaxprEqn | None:
         if equation.primitive.name not in SUMS_OVER_DEVICES | OVER_DEVICES:
@@ -97,7 +97,7 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
 
 
 def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
-    """The function that a jaxpr was traced from.
+    """Makes the function again that a jaxpr was traced from.
 
     Args:
       closed: the jaxpr, which takes and gives leaves.
@@ -117,5 +117,5 @@ def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
 
 
 def no_mesh() -> AbstractContextManager[object]:
-    """A context in which there is no mesh."""
+    """Sets a context without a mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

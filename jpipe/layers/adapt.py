@@ -110,7 +110,7 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
 
 
 def _parts(layer: object) -> list[object]:
-    """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
+    """Lists the objects that a layer's parameters hang on: an nnx module's Variables, a linen module and its fields'.
 
     A function's are itself and those of the modules that it names; an nnx module without Variables has none. Anything
     else is its own only part.
@@ -209,7 +209,7 @@ def _check_no_method(layer: Callable, index: int) -> None:
 
 
 def _called_function(function: Callable, method: Method | None, name: str, index: int) -> Callable:
-    """The function that is called: a layer's own, or the one through which its parameters are shared."""
+    """Picks the function that is called: a layer's own, or the one through which its parameters are shared."""
     if isinstance(method, str):
         wrong = f"layers[{index}] uses {name} through {method!r}, but functions have no methods"
         raise TypeError(f"{wrong}; pass a function `apply(params, x)`")

@@ -87,7 +87,7 @@ def reads(layer: object, read: Read) -> Marked:
 
 
 def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLayer, ...]:
-    """The adapted layers, with connections around each that has some or that skips pass.
+    """Puts connections around each adapted layer that has some, or that skips pass.
 
     Args:
       layers: the adapted layers.
@@ -158,7 +158,7 @@ class Connections(NamedTuple):
     read: Read | None = None
 
     def split(self, arriving: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
-        """(the positional inputs of the layer itself, the skips that pass it)."""
+        """Splits the inputs: (the positional inputs of the layer itself, the skips that pass it)."""
         inputs, skips = arriving, dict[int, Activation]()
         if self.passing:
             ((x, skips_here),) = arriving
@@ -171,7 +171,7 @@ class Connections(NamedTuple):
 
     @contextmanager
     def called_with(self, inputs: Inputs) -> Iterator[None]:
-        """The context in which the layer is called: errors describe its inputs, unless they are a layer's outputs."""
+        """Lets errors describe the layer's inputs, unless these are just the outputs of the layer before."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
             yield
@@ -183,7 +183,7 @@ class Connections(NamedTuple):
 
 
 def _around(layer: AnyLayer, connections: Connections) -> AnyLayer:
-    """A layer with connections. Where skips are under way it takes and gives `WithSkips`."""
+    """Puts connections around a layer. Where skips are under way it takes and gives `WithSkips`."""
 
     def init(key: jax.Array, arriving: Inputs, batch: Batch) -> LayerVariables:
         inputs, _ = connections.split(arriving, batch)
@@ -227,11 +227,11 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
 
 
 def no_batch(batch: Batch) -> None:
-    """The side input of a layer where there is no batch, as it decodes: it is called with None instead."""
+    """Reads None: the side input of a layer as it decodes, where there is no batch."""
 
 
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:
-    """The layers, the first of which reads its inputs from the micro-batch, on whatever stage: nothing is sent to it.
+    """Lets the first layer read its inputs from the micro-batch, on whatever stage it lies: nothing is sent to it.
 
     Args:
       layers: the layers as `connect` gives them.

@@ -18,7 +18,7 @@ CACHE = "cache"
 
 
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
-    """The layer in decode mode, with caches for sequences of a length. Other layers are called as in evaluation.
+    """Puts a layer in decode mode, with caches for sequences of a length. One without is called as in evaluation.
 
     A side input is None, since there is no batch.
 
@@ -33,7 +33,7 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
 
 
 def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:
-    """The layer as it is called when tokens come a few at a time: always in evaluation mode.
+    """Makes the layer that takes a few tokens at a time: it is always in evaluation mode.
 
     Args:
       layer: its decode mode, or a layer without one.

@@ -147,7 +147,7 @@ def _is_turned_off(module: nn.Module) -> bool:
 
 
 def _like(old: PyTree, new: PyTree, collection: str) -> PyTree:
-    """The leaves of `new` in the structure of `old`, with its metadata boxes."""
+    """Puts the leaves of `new` into the structure of `old`, with its metadata boxes."""
     leaves, structure = jax.tree.leaves(new), jax.tree.structure(old)
     if len(leaves) != structure.num_leaves:
         raise LayerError(f"changes the structure of its collection {collection!r} in training, as {SOWN}")
@@ -159,7 +159,7 @@ def _is_box(x: object) -> bool:
 
 
 def _unboxed(variables: LayerVariables) -> LayerVariables:
-    """The variables without metadata boxes."""
+    """Takes the variables out of their metadata boxes."""
 
     def unbox(x: Leaf | meta.AxisMetadata) -> Leaf:
         # Not meta.unbox: inside shard_map its sharding constraint could name an axis that is manual there.
@@ -171,7 +171,7 @@ def _unboxed(variables: LayerVariables) -> LayerVariables:
 
 
 def _partition_specs(variables: LayerVariables) -> Specs:
-    """The axes that `nn.with_partitioning` names, or rules for the names of `nn.with_logical_partitioning`.
+    """Reads the axes that `nn.with_partitioning` names, or rules for the names of `nn.with_logical_partitioning`.
 
     The rules are a box's own, or those in context; a logical name without a rule splits nothing.
     """
@@ -179,7 +179,7 @@ def _partition_specs(variables: LayerVariables) -> Specs:
 
 
 def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
-    """The mesh axes that a variable's metadata box names; none for a variable without a box."""
+    """Reads the mesh axes that a variable's metadata box names; none for a variable without a box."""
     if not isinstance(x, nn.LogicallyPartitioned):
         return nn.get_partition_spec(x) or PartitionSpec()
     try:

@@ -2,8 +2,8 @@
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
-evaluated, and with custom derivatives forward and backward too, where alone the rules of these show. Where the traces
-are the same but for scalars, the layers are one function, and the scalars its `Constants`.
+evaluated. A layer with custom derivatives is also traced forward and backward, because its rules show only there. Where
+the traces are the same but for scalars, the layers are one function, and the scalars are its `Constants`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerTraces:
     rest: object
 
     def dependent(self, mode: str, constants: Constants) -> set[str]:
-        """The collections whose new values depend on constants."""
+        """Finds the collections whose new values depend on constants."""
         outputs, new = self.results[mode]
         names = [name for name in sorted(new) for _ in jax.tree.leaves(new[name])]
         depend = outputs_that_depend(self.jaxprs[mode], constants.places)[len(jax.tree.leaves(outputs)) :]
@@ -157,7 +157,7 @@ def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool
 
 
 def skeleton(flat: ClosedJaxpr) -> object:
-    """A trace without the scalars that can be taken out, to be compared by `same_value`.
+    """Describes a trace without the scalars that can be taken out, to be compared by `same_value`.
 
     The rules of custom derivatives aren't in it (`has_custom_derivatives`).
     """
@@ -170,7 +170,7 @@ def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
 
 
 def whole(value: object) -> object:
-    """A trace, or an equation's parameter, in a form that `same_value` compares: jaxprs with all of their numbers."""
+    """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
     if isinstance(value, ClosedJaxpr):
         return _described(value)
     if isinstance(value, Jaxpr):
@@ -181,7 +181,7 @@ def whole(value: object) -> object:
 
 
 def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
-    """A jaxpr as nested lists, without the constants at the indices `without`.
+    """Describes a jaxpr by nested lists, without the constants at the indices `without`.
 
     Calls are replaced by what they call: their parameters are names and derivative rules.
     """

@@ -29,8 +29,8 @@ class Constants:
 
     Attributes:
       scalars: all scalars of the trace of the layer that stands for the group, in the order of `scalars_of`.
-      places: the indices among them of those that differ.
-      values: for each layer, by its index in the model, what it has in these places.
+      places: the indices of the scalars that differ.
+      values: by a layer's index in the model, its scalars in these places.
     """
 
     scalars: Sequence[np.ndarray] = ()
@@ -39,11 +39,11 @@ class Constants:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the numbers that differ."""
+        """The shapes of the numbers that differ, all of them scalars."""
         return [jax.ShapeDtypeStruct((), self.scalars[place].dtype) for place in self.places]
 
     def of(self, layer: Index) -> list[Leaf]:
-        """The scalars that a layer, given by its index in the model, has in the places."""
+        """Returns the scalars that a layer, given by its index in the model, has in the places."""
         if not self.places:
             return []
         if isinstance(layer, int):
@@ -53,7 +53,7 @@ class Constants:
         return [take_row(jnp.asarray(np.stack(column)), layer) for column in zip(*rows, strict=True)]
 
     def put_into(self, closed: ClosedJaxpr, new: Sequence[Leaf]) -> ClosedJaxpr:
-        """A trace of the layer that stands for the group, with other scalars in the places.
+        """Puts other scalars into the places of a trace of the layer that stands for the group.
 
         Raises:
           ValueError: it isn't the trace that layers were compared by.
@@ -68,7 +68,7 @@ class Constants:
 
 
 def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Constants:
-    """The constants of a group.
+    """Compares the scalars of layers, and returns the constants of their group.
 
     Args:
       scalars: of each layer's trace, by its index in the model; of equal number and types.
@@ -81,23 +81,23 @@ def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Consta
 
 
 def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A trace whose literals are constants, in plain calls too (`jit`): what the functions below take."""
+    """Makes constants of a trace's literals, in plain calls too (`jit`); the functions below take such a trace."""
     return without_calls(closed, PLAIN_CALLS)
 
 
 def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
-    """The scalars of a trace that can be taken out, floating-point numbers and integers."""
+    """Lists the scalars of a trace that can be taken out: floating-point numbers and integers."""
     return [np.asarray(flat.consts[i]) for i in scalar_places(flat)]
 
 
 def scalar_places(flat: ClosedJaxpr) -> list[int]:
-    """The indices of scalars among the constants of a jaxpr."""
+    """Lists the indices of scalars among the constants of a jaxpr."""
     is_number = lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
 
 
 def bits(constant: Leaf | object) -> object:
-    """Type and bits of a constant; random keys are known by what they are as objects."""
+    """Returns the type and the bits of a constant; random keys are compared as objects."""
     if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.extended):
         return constant
     array = np.asarray(constant)

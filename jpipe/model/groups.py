@@ -29,7 +29,7 @@ DEFAULT_RULES: Mapping[str, str] = {"batch_stats": "moments", "frozen": KEEP, "_
 
 
 def role_of(collection: str, rules: Mapping[str, str]) -> str:
-    """The role of a collection: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
+    """Returns a collection's role: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
 
     Args:
       collection: its name.
@@ -95,16 +95,16 @@ class LayerGroup:
 
     @property
     def names(self) -> list[str]:
-        """All collections in the order in which a layer is called with them: parameters, state, what is only read."""
+        """All collections, in the order in which a layer is called with them: parameters, state, those only read."""
         return ["params"] * ("params" in self.variables) + self.state_names + self.fixed_names
 
     @property
     def asked_axes(self) -> set[str]:
-        """The mesh axes that the layers' metadata names for parameters, under Flax's logical axis rules of now."""
+        """The mesh axes that the layers' metadata names for parameters, by the logical axis rules in context now."""
         return named(self.layer.partition_specs(self.variables).get("params", []))
 
     def leaves(self, names: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves of some collections, in order."""
+        """Lists the shapes of the leaves of some collections, in order."""
         return [leaf for name in names for leaf in jax.tree.leaves(self.variables[name])]
 
 
@@ -161,15 +161,15 @@ class Model:
         return len(self.groups) - 1
 
     def described(self) -> str:
-        """How much there is to compile, in words."""
+        """Says in words how much there is to compile."""
         return f"{len(self.groups)} group{'s' * (len(self.groups) > 1)} of layers"
 
     def group_at(self, layer: int) -> LayerGroup:
-        """A layer's group."""
+        """Returns the group of a layer."""
         return self.groups[self.group_of[layer]]
 
     def called_with(self, layer: int) -> Shapes:
-        """The shapes of what a layer is called with, of the first one's inputs too."""
+        """Returns the shapes that a layer is called with; for the first one the shapes of the model's inputs."""
         return self.inputs if layer == 0 else self.group_at(layer).takes
 
     @property
@@ -179,7 +179,7 @@ class Model:
 
 
 def with_variable_sets(model: Model) -> Model:
-    """A model with its sets of variables, of which each group knows its own."""
+    """Collects the sets of variables of a model, and notes in each group the index of its own."""
     sets: list[VariableSet] = []
     set_of: dict[int, int] = {}  # by the identity of a group, or of what its layers share
     groups = []
@@ -197,7 +197,7 @@ def with_variable_sets(model: Model) -> Model:
 
 
 def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
-    """The same model with at most one layer of each group on a virtual stage, so that no loop over layers is left.
+    """Makes groups with at most one layer on each virtual stage, so that no loop over layers is left.
 
     The first, second, ... layer of a group on each virtual stage form groups of their own.
 
@@ -228,5 +228,5 @@ def same_type(a: PyTree, b: PyTree) -> bool:
 
 
 def strong(shapes: Shapes) -> Shapes:
-    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    """Drops weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)

@@ -5,8 +5,8 @@ flat lists of leaves. It stands for all layers of a group: what differs between 
 is in the arguments. Arrays are whole here. It is one layer that is differentiated: never the loop over layers, never a
 collective. `LayerShardings` says how each of these arrays lies on the devices of a stage.
 
-Forward and backward are called with the same `Arguments`. So between the two nothing has to be stored but what depends
-on the layer's activation (`jpipe.model.traced_layer`).
+Forward and backward are called with the same `Arguments`. So between the two only values that depend on the layer's
+activation have to be stored (`jpipe.model.traced_layer`).
 """
 
 from __future__ import annotations
@@ -152,21 +152,22 @@ class LayerFunction:
         """Casts outputs to the dtypes that the layer was traced with; other shapes are an error."""
         gives = self.group.gives
         if not same_shapes(outputs, gives):
-            raise ValueError(
-                f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "
-                f"{'training' if self.train else 'evaluation'}, not {describe(gives)} as it was traced; give the "
-                "same structure and shapes in both modes"
+            fault = f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in"
+            mode, remedy = (
+                "training" if self.train else "evaluation",
+                "give the same structure and shapes in both modes",
             )
+            raise ValueError(f"{fault} {mode}, not {describe(gives)} as it was traced; {remedy}")
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
-        """The outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
+        """Picks the outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
         if self.loss is not None:
             return outputs[: 2 * len(self.loss.terms) : 2]
         return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
-        """How all that the layer works on lies, where the mesh axes of `splits` split arrays."""
+        """Decides how all arrays that the layer works on lie, where the mesh axes of `splits` split them."""
         group, axes, whole = self.group, splits.axes, replicated(splits.axes)
         by_name = {name: list(map(splits.at_work, group.specs[name])) for name in group.names}
         if caches := self.caches_at(splits):
@@ -191,7 +192,7 @@ class LayerFunction:
         )
 
     def caches_at(self, splits: Splits) -> list[Sharding]:
-        """How the leaves of a decoding layer's cache lie: split over examples where they are `[b, ...]`.
+        """Decides how the leaves of a decoding layer's cache lie: split over examples where they are `[b, ...]`.
 
         Empty for other layers.
         """
@@ -204,7 +205,7 @@ class LayerFunction:
 
 @dataclass(frozen=True)
 class LayerShardings:
-    """How all that a layer works on lies on the devices of its stage, leaf by leaf.
+    """How all arrays that a layer works on lie on the devices of its stage, leaf by leaf.
 
     Attributes:
       variables: its variables at work (`Arguments.variables`).
@@ -230,7 +231,7 @@ class LayerShardings:
     gradients: list[Wanted]
 
     def results(self, results: Results) -> list[Wanted]:
-        """How each leaf of `results` has to lie."""
+        """Says how each leaf of `results` has to lie."""
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
             return [*[self.sums] * len(results.outputs), *map(always, state)]
@@ -299,7 +300,7 @@ def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes
 
 
 def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
-    """Activations' shardings, with an entry for each of a layer's axes.
+    """Extends activations' shardings to an entry for each of a layer's axes.
 
     Along `stage`, where all stages compute the layer together, activations are whole. Costs ask for one device, without
     axes, of a model that was traced for more.
@@ -308,17 +309,17 @@ def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
 
 
 def _of_floats(tree: Shapes, shardings: list[Sharding]) -> list[Sharding]:
-    """The shardings of the floating-point leaves of a tree, from those of all its leaves."""
+    """Picks the shardings of the floating-point leaves of a tree from those of all its leaves."""
     return [at for leaf, at in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(leaf)]
 
 
 def _added_up_over_stages(sharding: Sharding) -> Sharding:
-    """The sharding of a sum that is whole along `stage`, the last axis."""
+    """Makes a sum whole along `stage`, the last axis."""
     return (*sharding[:-1], REPLICATED)
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
-    """How a parameter's gradient has to lie: as the parameter, but partial where the sum can wait for the step's end.
+    """Decides how a parameter's gradient lies: as the parameter, but partial where the sum can wait for the step's end.
 
     Those are axes that don't split the parameter: the data axes always, and others if the gradient isn't whole on each
     device anyway. Along `stage` the sum can't wait, because only one stage holds the parameter.

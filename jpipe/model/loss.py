@@ -1,4 +1,4 @@
-"""Traces the loss function, and makes its result sums over examples that can be added up and divided once."""
+"""Traces the loss function, and turns its result into sums over examples, which are added up and divided once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def loss_sums(returned: PyTree) -> list[jax.Array]:
-    """The sums over examples in a loss function's result: of each term a sum and its weight, and so of each metric.
+    """Lists the sums over examples in a loss function's result: for each term, then each metric, a sum and its weight.
 
     A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
     narrow loss.
@@ -56,7 +56,7 @@ def loss_sums(returned: PyTree) -> list[jax.Array]:
 
 
 def _as_pair(value: PyTree, weight: object) -> tuple:
-    """A term or a metric as a pair: itself if it is a tuple, else with this weight."""
+    """Makes a pair of a term or a metric: itself if it is a tuple, else with this weight."""
     return value if isinstance(value, tuple) else (value, weight)
 
 
@@ -86,7 +86,7 @@ class TracedLoss:
     constrained: frozenset[str]
 
     def sums(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
-        """The sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
+        """Computes the sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
 
         Raises:
           ValueError: the loss can't be computed without a key.
@@ -104,14 +104,14 @@ class TracedLoss:
             raise ValueError(f"{fault}. {remedy}") from error
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the loss of the whole batch, its terms and metrics by name), from the sums over all micro-batches."""
+        """Divides the sums over all micro-batches: (the loss of the whole batch, its terms and metrics by name)."""
         quotients = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
         named = dict(zip((*self.terms, *self.metrics), quotients, strict=True))
         named.pop(ONLY, None)
         return sum(quotients[1 : len(self.terms)], quotients[0]), named
 
     def warn_of_late_weight(self) -> None:
-        """Warns of a weight that is known only after the forward, since the backward can't start from 1 / weight then.
+        """Warns of a weight that is known only after the forward: the backward can't start from 1 / weight then.
 
         A pair is most likely (loss, metric), and would be read as (loss_sum, weight_sum).
         """
@@ -127,7 +127,7 @@ class TracedLoss:
 
 
 def loss_name(function: LossFn) -> str:
-    """The name of a user's function, for messages."""
+    """Returns the name of a user's function, for messages."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, "__qualname__", type(inner).__name__)
 
@@ -176,7 +176,7 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
 
 
 def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> ClosedJaxpr | None:
-    """Micro-batch -> the weights of the terms; None if the only term has one that depends on more than the batch.
+    """Traces micro-batch -> the terms' weights; None if the only term's weight depends on more than the batch.
 
     Args:
       sums: leaves of the outputs, of the micro-batch, random key -> `loss_sums`.

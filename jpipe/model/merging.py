@@ -6,9 +6,10 @@ collection: the *mean* of floating-point values, their *sum* (of the changes), t
 micro-batch's new state is that of all its examples already, on whatever devices they are. The default is "moments"
 for "batch_stats", and for others the mean of floating-point leaves and the last value of the rest.
 
-Two rules are for collections that a forward only reads. *Keep* is that nothing becomes of them: weights that aren't
-trained. *Gradient* is that their gradients are their new values, of several micro-batches the largest, as of Flax's
-fp8 operations, which keep the largest amplitudes that they saw in "_overwrite_with_gradient".
+Two rules are for collections that a forward only reads. *Keep* leaves them as they are: weights that aren't trained.
+*Gradient* makes their gradients their new values, and takes the largest of several micro-batches. It is for Flax's fp8
+operations: their gradients in "_overwrite_with_gradient" are the largest amplitudes that they saw, and the largest of
+the mini-batch is the maximum over micro-batches.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Merging:
 
 
 def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
-    """How the state of a layer is merged.
+    """Decides how the state of a layer is merged.
 
     Args:
       function: the layer in training.
@@ -129,7 +130,7 @@ def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
 
 
 def _rule_of(leaf: Leaf, rule: str | None) -> str:
-    """The rule of a leaf in a collection: only numbers can be added up, and only floating-point ones averaged."""
+    """Returns the rule of a leaf: only numbers can be added up, and only floating-point ones averaged."""
     if leaf.dtype == jnp.bool_:
         return "last"
     if rule in ("last", "sum"):
@@ -138,7 +139,7 @@ def _rule_of(leaf: Leaf, rule: str | None) -> str:
 
 
 def check_rules(rules: object) -> dict[str, str]:
-    """The user's rules by collection.
+    """Checks the user's rules by collection.
 
     Raises:
       TypeError: no mapping of strings.

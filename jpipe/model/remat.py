@@ -57,7 +57,7 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
 
 
 def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
-    """The answer of a policy about an operation.
+    """Asks a policy about an operation.
 
     Raises:
       TypeError: it fails, or answers with another policy.
@@ -91,7 +91,7 @@ MODES = {
 
 
 def as_remat(remat: str | Policy) -> Remat:
-    """The mode of a name, or of a `jax.checkpoint` policy.
+    """Finds the mode of a name, or makes one of a `jax.checkpoint` policy.
 
     Raises:
       ValueError: an unknown name (the known ones are listed), or a policy that offloads products.

@@ -8,9 +8,9 @@ equation is in both. For y = gelu(x @ w + b) @ v:
     I   dg = dy @ v.T, dh = dg * gelu'(h), db = sum(dh), dx = dh @ w.T
     W   dv = gelu(h).T @ dy, dw = x.T @ dh
 
-What W needs of the layer's residuals waits for it a little longer (`kept`: x and h), what it needs of I is stored a
-second time, between I and W (the *stash*: dy and dh). The results of elementwise operations, such as
-gelu(h), are made again, which takes less time than to write them down and read them back.
+The residuals that W needs wait for it a little longer (`kept`: x and h). The values of I that it needs are stored
+between I and W (the *stash*: dy and dh). The results of elementwise operations, such as gelu(h), are made again, which
+takes less time than to write them down and read them back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_o
 from jpipe.seam.primitives import CHEAP, FREE, is_by_element
 
 SLACK = 1.25
-"""How many times its own bytes the residuals may have of which a value is made again, not stashed."""
+"""A value is made again, not stashed, if its residuals have at most so many times its own bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def split_in_two(
 
 
 def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:
-    """Equations that have the values in `again` made before products read them, not within these.
+    """Has the values in `again` made before products read them, not within these.
 
     If a product's operand is a cheap expression, a TPU's compiler may compute it once for each tile of the product.
     """
@@ -129,7 +129,7 @@ def _is_heavy(equation: JaxprEqn) -> bool:
 
 
 class _Cut:
-    """The equations and values that W needs, found from its results backwards.
+    """Finds the equations and values that W needs, from its results backwards.
 
     Args:
       equations: the equations of the whole backward.
@@ -168,7 +168,7 @@ class _Cut:
             self.stash.append(v)
 
     def _is_made_again(self, v: Var) -> bool:
-        """Whether W makes a value itself that could be made in I: cheaply, of what takes about as many bytes."""
+        """Whether W makes a value itself that I could make: cheaply, from values of about as many bytes."""
         equation = self._maker.get(v)
         if equation is None or equation.primitive.name not in CHEAP:
             return False
@@ -179,7 +179,7 @@ class _Cut:
         return v not in self._first and _bytes(new) <= _bytes({v})
 
     def _roots(self, v: Var) -> set[Var] | None:
-        """The residuals of which alone a value follows by cheap operations; None if it needs anything else."""
+        """Finds the residuals from which a value follows by cheap operations; None if it needs anything else."""
         if v in self._at_hand or v in self._residuals:
             return {v} & self._residuals
         equation = self._maker.get(v)
@@ -190,7 +190,7 @@ class _Cut:
 
 
 def _needed_for(results: Sequence[Var | Literal], equations: Sequence[JaxprEqn]) -> set[Var]:
-    """All values that some results follow from, and what equations with an effect do."""
+    """Collects all values that some results, and equations with an effect, follow from."""
     needed = {v for v in results if not isinstance(v, Literal)}
     for equation in reversed(equations):
         if equation.effects or _has(needed, equation.outvars):

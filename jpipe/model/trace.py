@@ -180,7 +180,7 @@ def _trace_layer(
 
 
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
-    """How a layer's outputs lie in training: as the rules alone say, with partial sums added up."""
+    """Decides how a layer's outputs lie in training: as the rules alone say, with partial sums added up."""
     weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     arguments_at = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
@@ -190,7 +190,7 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
 
 @cache
 def _io_effects() -> frozenset[object]:
-    """The effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
+    """Collects the effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
 
     def run() -> None:
         for ordered in (False, True):
@@ -230,7 +230,7 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
 
 
 def _categories(tree: Shapes) -> list[object]:
-    """The kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
+    """Names the kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
     kinds, dtypes = (jnp.integer, jnp.inexact), [leaf.dtype for leaf in jax.tree.leaves(tree)]
     return [next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes]
 
@@ -253,7 +253,7 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
 
 
 def _fault(error: Exception) -> str:
-    """The words for an error that a layer raised."""
+    """Says in words which error a layer raised, and the likely remedy."""
     fault = f"raised {raised(error)}"
     if is_of_a_constraint(error):
         return (

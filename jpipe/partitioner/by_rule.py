@@ -23,7 +23,7 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:
-    """The way of an equation by its operation's rule.
+    """Makes the way of an equation by its operation's rule.
 
     Args:
       equation: of whole arrays.
@@ -53,7 +53,7 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
 
 
 def _apply_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, is_last: bool) -> list[RuleResult]:
-    """How an equation is carried out along each axis; where there is no way, operands are whole."""
+    """Asks the rule about each axis; along those where there is no way, operands are whole."""
     rule = RULES.get(equation.primitive.name)
     whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
     along_axes: list[RuleResult] = []

@@ -22,7 +22,7 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
-    """The first sharding, but along the axes where it is replicated the other, if an array of the shape can lie so."""
+    """Joins two shardings: the first, and the other where that is replicated, if an array of the shape can lie so."""
     both = tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
     return both if is_possible(shape, both, axes) else now
 
@@ -35,7 +35,7 @@ def _loop_shardings(
     slices: Sequence[Sharding],
     fixed: Collection[int],
 ) -> tuple[list[Sharding], list[Sharding]]:
-    """How a loop's carry lies before and after every iteration, and how all results of its body lie by themselves.
+    """Finds how a loop's carry lies before and after every iteration, and how all results of its body lie.
 
     They are found by trying: whatever an iteration leaves split, or partial, has to lie so from the start. For the body
     (a, b, c) -> (b, c, c @ w) with w split along its second dimension, and all replicated before the loop:
@@ -70,7 +70,7 @@ def _loop_shardings(
 
 
 def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """A loop over the first dimension, which is gathered; other dimensions stay split.
+    """Carries out a loop over the first dimension, which is gathered; other dimensions stay split.
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
     """
@@ -98,18 +98,18 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
 
 def _of_slice(stacked: Sharding) -> Sharding:
-    """The sharding of the slices `[...]` of an array `[length, ...]` whose first dimension is gathered."""
+    """Makes the sharding of slices `[...]` of an array `[length, ...]` whose first dimension is gathered."""
     without_first = lambda s: Shard(s.dim - 1, s.outer) if s.dim else REPLICATED
     return tuple(without_first(s) if isinstance(s, Shard) else s for s in stacked)
 
 
 def _of_stacked(slices: Sharding) -> Sharding:
-    """The sharding of slices stacked along a new first dimension: the reverse of `_of_slice`."""
+    """Makes the sharding of slices stacked along a new first dimension: the reverse of `_of_slice`."""
     return tuple(Shard(s.dim + 1, s.outer) if isinstance(s, Shard) else s for s in slices)
 
 
 def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """A loop whose condition looks at replicated values alone.
+    """Carries out a loop whose condition looks at replicated values alone.
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
@@ -172,7 +172,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
 
 def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax.Array:
-    """A decision, such as whether a loop goes on, that is the same on all devices along the axes.
+    """Makes a decision, such as whether a loop goes on, the same on all devices along the axes.
 
     Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
     bit; then one device would wait in a collective for others that never come.

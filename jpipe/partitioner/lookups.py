@@ -49,7 +49,7 @@ def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis:
 
 
 def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
-    """A look-up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
+    """Looks up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
 
     With a table of 8 entries on two devices, 4 each:
 
@@ -121,7 +121,7 @@ def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: A
 
 
 def dims_of_entries(equation: JaxprEqn) -> list[int]:
-    """The dimensions of a target of additions along which each index chooses one entry, and may choose none."""
+    """Lists the dimensions of a target of additions along which each index chooses one entry, and may choose none."""
     d = equation.params["dimension_numbers"]
     if equation.params["mode"] == lax.GatherScatterMode.CLIP:
         return []
@@ -129,7 +129,7 @@ def dims_of_entries(equation: JaxprEqn) -> list[int]:
 
 
 def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
-    """Additions to a device's own part of a target that is split along `dim`, which indices choose from.
+    """Adds to a device's own part of a target that is split along `dim`, which indices choose from.
 
     Seen from its part, the entries of others lie outside, before it or behind it, where nothing is added. The axis
     splits the whole target into runs of one length.

@@ -2,9 +2,9 @@
 
 A function is traced once, on whole arrays. Its equations are then carried out one by one on the parts of arrays that a
 device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and values are converted to
-that. Only where arrays lie is decided so, never what is computed: what a function does across examples stays exact. And
-no compiler adds collectives: those that there are join devices along the given axes alone, so that they may stand in a
-loop or a branch that devices along other axes don't run.
+that. This decides only where arrays lie, never what is computed: a sum over examples stays exact. The compiler adds no
+collectives. All collectives join devices along the given axes alone, so that they may stand in a loop or a branch that
+devices along other axes don't run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def per_device(
     *,
     data_axes: Sequence[str] = (),
 ) -> Callable[..., PyTree]:
-    """The function of one device's parts that does what `function` does on whole arrays; for use in `jax.shard_map`.
+    """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
         specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data")}
         on_parts = per_device(lambda x, w: jax.nn.softmax(x @ w), mesh, **specs)
@@ -66,7 +66,7 @@ def per_device(
     axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
-        """A device's parts of the arguments -> its parts of the results."""
+        """Takes a device's parts of the arguments, and gives its parts of the results."""
         _check_manual(mesh, axes)
         leaves, shardings = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
         shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, shardings, strict=True)]
@@ -87,7 +87,7 @@ def per_device(
 
 
 def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
-    """The shardings of a pytree's leaves."""
+    """Lists the shardings of a pytree's leaves."""
     return [of_spec(spec, axes) for spec in jax.tree.leaves(jax.tree.broadcast(specs, tree))]
 
 
@@ -136,10 +136,10 @@ def jaxpr_per_device(
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
-    """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
+    """Says how the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; traces nothing."""
     return Chooser(axes, HANDLERS).results_at(flatten(jaxpr), tuple(shardings))
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
-    """The context of a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
+    """Sets a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
     return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))

@@ -61,7 +61,7 @@ def by_labels(
     shardings: Sequence[AxisSharding],
     order: Sequence[int] | None = None,
 ) -> RuleResult | None:
-    """The result that keeps an operand as it lies: the first that is a shard of a dimension with a label.
+    """Keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
     Where others have that label, they are split too. Operands without it are replicated; results without it, in which
     it was summed over, are partial.
@@ -88,7 +88,7 @@ def by_labels(
 
 
 def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int | None = None) -> RuleResult | None:
-    """The answer of a linear operation, which may be done before its operands are summed; None if none is partial.
+    """Answers for a linear operation, which may be done before its operands are summed; None if none is partial.
 
     The first `count` operands (default: all) are summed over devices later: if one is partial, all have to be.
     """
@@ -99,10 +99,10 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
 
 
 def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
-    """The whole shape of an operand."""
+    """Returns the whole shape of an operand."""
     return aval_of(equation.invars[operand]).shape
 
 
 def result_shape(equation: JaxprEqn) -> Shape:
-    """The whole shape of the first result."""
+    """Returns the whole shape of the first result."""
     return aval_of(equation.outvars[0]).shape

@@ -40,7 +40,7 @@ from jpipe.seam.primitives import ELEMENTWISE
 
 
 def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
-    """Each dimension's own number where both agree on it, as in their sizes."""
+    """Labels each dimension where both agree on it, as in their sizes, by its own number."""
     return [dim if a == b else None for dim, (a, b) in enumerate(zip(first, second, strict=True))]
 
 
@@ -48,7 +48,7 @@ def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
 
 
 def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """The result lies as the largest operand that is a shard; operands that are broadcast to it are replicated.
+    """Lets the result lie as the largest operand that is a shard; operands that are broadcast to it are replicated.
 
     Without a shard, a result that is linear in partial operands is partial. Those have to be as large as the result: a
     sum is best taken before it is broadcast.
@@ -64,7 +64,7 @@ def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
 
 
 def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
-    """A sum of all operands, or a linear function of one: operands that aren't partial are made so."""
+    """Answers for a sum of operands, or a linear function of one: operands that aren't partial are made so."""
     return RuleResult([PARTIAL] * len(partial), [PARTIAL])
 
 
@@ -73,8 +73,8 @@ def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult
 
     Over data axes they do in a cast to narrower types too.
 
-    A gradient of narrow parameters is rounded on each device, as it is for each micro-batch, rather than summed at each
-    of them. Otherwise the sum is taken first: what is cast is often used besides, as by a norm and the residual
+    So a gradient of narrow parameters is rounded on each device, as it is for each micro-batch, and summed once a step.
+    In other casts the sum is taken first. Its value is often used without the cast too, as by a norm and the residual
     connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
     """
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
@@ -85,13 +85,13 @@ def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult
 
 
 def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A product of one partial sum with what all devices have; the product of two sums isn't the sum of products."""
+    """Answers for a product of one partial sum and a whole array: the product of two sums isn't the sum of products."""
     operands = [PARTIAL if is_partial else REPLICATED for is_partial in partial]
     return RuleResult(operands, [PARTIAL]) if sum(partial) == 1 else None
 
 
 def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A quotient of floating-point numbers by a constant other than zero; integer division rounds."""
+    """Answers for a quotient of floating-point numbers by a constant other than zero; integer division rounds."""
     divisor = equation.invars[1]
     not_zero = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
     floats = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
@@ -99,7 +99,7 @@ def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleRe
 
 
 def _choice(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
-    """A choice among partial sums by a condition that all devices have."""
+    """Answers for a choice among partial sums by a condition that all devices have."""
     return None if partial[0] else RuleResult([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
 
 
@@ -117,7 +117,7 @@ _LINEAR: dict[str, Callable[[JaxprEqn, Sequence[bool], Axis], RuleResult | None]
 
 
 def dot_general(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """A product of two arrays; its result has the dimensions (batch, free of the left, free of the right).
+    """Answers for a product of two arrays; its result has the dimensions (batch, free of the left, free of the right).
 
     The left operand's dimensions are labelled (0, dim), the right one's (1, dim), or as those on the left that they are
     paired with.
@@ -133,7 +133,7 @@ def dot_general(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axi
 
 
 def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
-    """A convolution of images with a kernel.
+    """Answers for a convolution of images with a kernel.
 
     Examples and output features stay split; input features are summed over, which gives partial sums. Pixels are never
     split. The dimension numbers are (examples, features, ...) of the images and of the result, and (output features,
@@ -152,7 +152,7 @@ def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], 
 def _of_larger(
     equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
 ) -> RuleResult | None:
-    """The result that keeps the larger of two operands as it lies, or the only one that can be kept."""
+    """Keeps the larger of two operands as it lies, or the only one that can be kept."""
     sizes = [math.prod(operand_shape(equation, i)) for i in (0, 1)]
     order = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
     return by_labels([left, right], [result], shardings, order)
@@ -183,13 +183,13 @@ def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1
 
 
 def _named(equation: JaxprEqn, name: str) -> set[int]:
-    """The dimensions of the first operand that a parameter of an equation names."""
+    """Reads the dimensions of the first operand that a parameter of an equation names."""
     ndim, named = len(operand_shape(equation)), equation.params[name]
     return {dim % ndim for dim in (named if isinstance(named, tuple | list) else (named,))}
 
 
 def _other_than(name: str) -> LabelsOf:
-    """Labels for an operation that leaves all dimensions alone but those that a parameter names."""
+    """Makes the labels of an operation that leaves all dimensions alone but those that a parameter names."""
 
     def labels(equation: JaxprEqn) -> Labels:
         named = _named(equation, name)
@@ -199,7 +199,7 @@ def _other_than(name: str) -> LabelsOf:
 
 
 def _without(name: str, *, summed: bool = False) -> LabelsOf:
-    """Labels for an operation that removes the dimensions that a parameter names.
+    """Makes the labels of an operation that removes the dimensions that a parameter names.
 
     If it sums over them (`summed`), they have labels of their own (~0, ~1, ...): a split one gives partial sums.
     """
@@ -212,7 +212,7 @@ def _without(name: str, *, summed: bool = False) -> LabelsOf:
 
 
 def _as_large(equation: JaxprEqn) -> Labels:
-    """Labels for a slice: the dimensions whose elements it takes all."""
+    """Labels the dimensions of which a slice takes all elements."""
     return _where_equal(operand_shape(equation), result_shape(equation))
 
 
@@ -220,19 +220,19 @@ _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilat
 
 
 def _outside_window(equation: JaxprEqn) -> Labels:
-    """Labels for an operation on windows: the dimensions along which a window has one element and moves by one."""
+    """Labels the dimensions along which a window has one element and moves by one."""
     p, ndim = equation.params, len(operand_shape(equation))
     sizes = zip(*[p.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, p["padding"]), strict=True)
     return _where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
 def _not_repeated(equation: JaxprEqn) -> Labels:
-    """Labels for `jnp.tile`: the dimensions that it repeats once."""
+    """Labels the dimensions that `jnp.tile` repeats once."""
     return _where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
 
 
 def _if_as_wide(equation: JaxprEqn) -> Labels:
-    """Labels for a cast of bits: all dimensions, if the numbers have the same width."""
+    """Labels all dimensions of a cast of bits, if the numbers have the same width."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     ndim = len(operand_shape(equation))
     return range(ndim) if old.itemsize == new.itemsize else [None] * ndim
@@ -285,7 +285,7 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
 
 
 def _of_all_devices(x: jax.Array, axis: Axis) -> jax.Array:
-    """The arrays of all devices along an axis, `[axis.size, ...]`."""
+    """Gathers the arrays of all devices along an axis, `[axis.size, ...]`."""
     return lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
 
 
@@ -381,7 +381,7 @@ _RESULT_SHAPE = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "dynamic_s
 
 
 def part_params(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, object]:
-    """The parameters of an equation as a device needs them for its parts of the operands.
+    """Makes the parameters that an equation has on a device, for its parts of the operands.
 
     Args:
       equation: of whole arrays.

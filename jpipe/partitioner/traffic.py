@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
 
 def sent_in(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
-    """The collectives of a jaxpr, and of those within it, in order.
+    """Lists the collectives of a jaxpr, and of those within it, in order.
 
     Args:
       jaxpr: a program that all devices run.

@@ -26,7 +26,7 @@ from jpipe.seam.primitives import OVER_DEVICES
 
 
 def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """`jax.lax.with_sharding_constraint`, as far as it doesn't concern the data axes: along these nothing changes."""
+    """Carries out a sharding constraint along all axes but the data axes, along which nothing changes."""
     (now,), axes = lying, chooser.axes
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
@@ -45,12 +45,12 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
 
 
 def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """Each result is an operand, and lies as it."""
+    """Gives the operands as they lie."""
     return Way(tuple(lying), tuple(lying), lambda *parts: parts)
 
 
 def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """`jax.shard_map`: a user's function of single devices, whose operands lie as its specs say.
+    """Carries out `jax.shard_map`, a user's function of single devices, whose operands lie as its specs say.
 
     Over the axes that it is manual over, its jaxpr runs as it is. Along the others it sees whole arrays, and is carried
     out as the rest is, by a chooser for these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
@@ -85,7 +85,7 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
 
 
 def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
-    """The sharding that a user's spec means, along the axes `inside` as `lying` if that splits other dimensions."""
+    """Reads a user's spec; along the axes `inside` the array lies as `lying`, if that splits other dimensions."""
     by_spec = of_spec(spec, axes)
     dims = {s.dim for s in by_spec if isinstance(s, Shard)}
     if any(isinstance(s, Shard) and s.dim in dims for s in lying):
@@ -108,7 +108,7 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
 
 
 def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) -> dict[str, Handler]:
-    """Within `shard_map`, the handlers of collectives: they reach only devices along axes that arrays are split over.
+    """Makes the handlers of collectives within `shard_map`: they reach only devices along axes that split arrays.
 
     Args:
       alike: the other mesh axes that the function is manual over, along which all devices have the same, and how many
@@ -122,7 +122,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
     def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """A user's own sum over devices, whatever it says of varying types."""
+        """Carries out a user's own sum over devices, whatever it says of varying types."""
         names, groups = axes_of(equation), equation.params.get("axis_index_groups")
         over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
         if count > 1 and groups:
@@ -135,7 +135,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
         return run_on_each(lying, add)
 
     def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """A maximum or a minimum over devices."""
+        """Carries out a maximum or a minimum over devices."""
         names = axes_of(equation)
         over = unlike(names)
         if not {*names} & alike.keys():
@@ -162,7 +162,7 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
 
 def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collection[str]) -> tuple[str, ...]:
-    """The axes of a collective along which devices have different values.
+    """Picks the axes of a collective along which devices have different values.
 
     Raises:
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
@@ -180,7 +180,7 @@ def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mappin
 
 
 def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
-    """A user's own permutation, by gathers: as a permutation it would be one collective of all devices of the mesh."""
+    """Permutes by gathers: as a permutation it would be one collective of all devices of the mesh."""
     axes, sources = equation.params["axis_name"], {target: source for source, target in equation.params["perm"]}
     size, device = lax.axis_size(axes), lax.axis_index(axes)
     stays = jnp.asarray([sources.get(i) == i for i in range(size)])
@@ -195,7 +195,7 @@ def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
 
 
 def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[list[list[int]]]:
-    """Groups of devices, one set of groups after the other, so that each is with its source in one of them.
+    """Groups devices, in one set of groups after the other, so that each is with its source in one of them.
 
     In pairs, if that is less: of a ring 0 -> 1 -> 2 -> 3 -> 0 first (0, 1), (2, 3), then (1, 2), (3, 0). That sends an
     array twice, among all devices it would be sent three times. An odd number of devices can't be paired, as groups
@@ -227,7 +227,7 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
 
 
 def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
-    """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
+    """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
     names: set[str] = set()
     for equation in equations_in(jaxpr.eqns):
         p, name = equation.params, equation.primitive.name

@@ -78,7 +78,7 @@ class PlannedEquation(NamedTuple):
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
-        """The mesh axes along which all devices do the same, though an operand was split and had to be gathered.
+        """Lists the mesh axes along which all devices do the same, though an operand was split and had to be gathered.
 
         An operation without a rule counts also where an operand was a sum over devices.
         """
@@ -152,7 +152,7 @@ class DevicePlan:
         return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
-        """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""
+        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
         # By a value's number and a sharding, the device's part of it; each form of a value is converted once.
         at_hand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))
