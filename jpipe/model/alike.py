@@ -187,7 +187,5 @@ def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
     """
     flat = flatten(closed)
     constants = [None if i in without else bits(constant) for i, constant in enumerate(flat.constants.values())]
-    equations = [
-        (e.primitive.name, whole(sorted(e.params.items())), reads, makes) for e, _, reads, makes in flat.equations
-    ]
+    equations = [(e.primitive.name, whole(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
     return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

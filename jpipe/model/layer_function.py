@@ -153,11 +153,8 @@ class LayerFunction:
         gives = self.group.gives
         if not same_shapes(outputs, gives):
             fault = f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in"
-            mode, remedy = (
-                "training" if self.train else "evaluation",
-                "give the same structure and shapes in both modes",
-            )
-            raise ValueError(f"{fault} {mode}, not {describe(gives)} as it was traced; {remedy}")
+            mode = "training" if self.train else "evaluation"
+            raise ValueError(f"{fault} {mode}, not {describe(gives)} as it was traced; give the same in both modes")
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
@@ -177,7 +174,6 @@ class LayerFunction:
         fixed = [at for name in group.fixed_names for at in by_name[name]]
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = (_with_stage(at, splits) for at in (group.takes_at, group.gives_at))
-        has_loss = self.loss is not None
         input_gradients = [*(fixed[i] for i in self.overwritten), *_of_floats(group.takes, takes_at)]
         return LayerShardings(
             variables=variables,
@@ -185,7 +181,7 @@ class LayerFunction:
             state=[at for name in group.state_names for at in by_name[name]],
             arguments=[*variables, *[whole] * self.train, *batch],
             activation=takes_at,
-            outputs=None if has_loss else gives_at,
+            outputs=gives_at if self.loss is None else None,
             sums=_added_up_over_stages if splits.over_stages else as_it_lies,
             cotangents=[whole] * len(self.loss.terms) if self.loss is not None else _of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(at, axes) for at in by_name.get("params", ())), *map(always, input_gradients)],

@@ -74,8 +74,8 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
     """
-    p = equation.params
-    (num_consts, num_carry), body = scan_counts(equation), chooser.flat(p["jaxpr"])
+    params = equation.params
+    (num_consts, num_carry), body = scan_counts(equation), chooser.flat(params["jaxpr"])
     first_slice = num_consts + num_carry
     shardings = list(map(summed, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
@@ -88,12 +88,12 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
             made = plan.run(*parts[:num_consts], *state, *xs)
             return made[:num_carry], made[num_carry:]
 
-        options = {name: p[name] for name in ("length", "reverse", "unroll")}
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(iteration, list(parts[num_consts:first_slice]), list(parts[first_slice:]), **options)
         return [*state, *ys]
 
     operands = (*consts, *carry, *map(_of_stacked, slices))
-    times = float(p["length"])
+    times = float(params["length"])
     return Way(operands, (*carry, *map(_of_stacked, of_each)), run, times * plan.cost, ((plan, times),))
 
 
@@ -113,14 +113,14 @@ def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> W
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
-    p, whole = equation.params, replicated(chooser.axes)
-    num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
-    fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
+    params, whole = equation.params, replicated(chooser.axes)
+    num_tested, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    many = params["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
+    fixed = [i for i, is_looked_at in enumerate(uses(params["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
     shardings = list(map(summed, lying))
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
-    body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
+    body, cond = chooser.flat(params["body_jaxpr"]), chooser.flat(params["cond_jaxpr"])
     carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
     test = chooser.make_plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
     plan = chooser.make_plan(body, [*consts, *carry], list(map(always, carry)))
@@ -161,8 +161,9 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
         if platforms := equation.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`: names, or None
-            of_platforms = {name: p.run for names, p in zip(platforms, plans, strict=True) for name in names or ()}
-            default = next((p.run for names, p in zip(platforms, plans, strict=True) if names is None), None)
+            named_plans = list(zip(platforms, plans, strict=True))
+            of_platforms = {name: plan.run for names, plan in named_plans for name in names or ()}
+            default = next((plan.run for names, plan in named_plans if names is None), None)
             return lax.platform_dependent(*parts, default=default, **of_platforms)
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)

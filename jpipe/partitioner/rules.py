@@ -139,11 +139,11 @@ def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], 
     split. The dimension numbers are (examples, features, ...) of the images and of the result, and (output features,
     input features, ...) of the kernel.
     """
-    p, ndim = equation.params, len(operand_shape(equation))
-    one_group, one_batch = p["feature_group_count"] == 1, p["batch_group_count"] == 1
+    params, ndim = equation.params, len(operand_shape(equation))
+    one_group, one_batch = params["feature_group_count"] == 1, params["batch_group_count"] == 1
     examples, taken = "examples" if one_batch else None, "taken" if one_group else None
     features = "features" if one_group and one_batch else None
-    images, kernel, result = p["dimension_numbers"]
+    images, kernel, result = params["dimension_numbers"]
     labels = lambda dims, first, second: [{dims[0]: first, dims[1]: second}.get(dim) for dim in range(ndim)]
     left, right = labels(images, examples, taken), labels(kernel, features, taken)
     return _of_larger(equation, left, right, labels(result, examples, features), shardings)
@@ -221,8 +221,8 @@ _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilat
 
 def _outside_window(equation: JaxprEqn) -> Labels:
     """Labels the dimensions along which a window has one element and moves by one."""
-    p, ndim = equation.params, len(operand_shape(equation))
-    sizes = zip(*[p.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, p["padding"]), strict=True)
+    params, ndim = equation.params, len(operand_shape(equation))
+    sizes = zip(*[params.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, params["padding"]), strict=True)
     return _where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 

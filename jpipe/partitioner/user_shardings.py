@@ -68,18 +68,18 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     Raises:
       ValueError: it names an axis of those where a device would see which of several it is.
     """
-    p, axes = equation.params, chooser.axes
+    params, axes = equation.params, chooser.axes
     split_over = {name for axis in axes for name in axis.names}
-    alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in split_over}
-    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
+    alike = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"] if name not in split_over}
+    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, params["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     operands = [pick(summed(sharding)) for sharding in lying]
-    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], operands, strict=True)]
+    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["in_specs"], operands, strict=True)]
     handlers = {**chooser.handlers, **_of_single_devices(alike, split_over)}
     inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     by_rules = inner.results_at(body, tuple(arguments))
-    results = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], by_rules, strict=True)]
+    results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]
     plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in results])
     return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
@@ -230,10 +230,10 @@ def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
     """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
     names: set[str] = set()
     for equation in equations_in(jaxpr.eqns):
-        p, name = equation.params, equation.primitive.name
-        specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
+        params, name = equation.params, equation.primitive.name
+        specs = (*params["in_specs"], *params["out_specs"]) if name == "shard_map" else ()
         if name == "sharding_constraint":
-            specs = (getattr(p["sharding"], "spec", None) or PartitionSpec(),)
+            specs = (getattr(params["sharding"], "spec", None) or PartitionSpec(),)
         names.update(named(specs))
     return frozenset(names)
 

@@ -32,7 +32,9 @@ def shared_store() -> Any:
 
         return global_state.client
     except (ImportError, AttributeError):
-        fault = "this version of JAX hides the store that processes share, so that nobody checks that all want the same"
+        fault = (
+            "this version of JAX hides the store of processes, so that nobody checks whether all of them want the same"
+        )
         warn_once(f"{fault}; where they don't, they wait for one another for ever")
         return None
 
