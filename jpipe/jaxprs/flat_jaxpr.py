@@ -1,6 +1,6 @@
 """Flattens a jaxpr to one list of equations: calls are replaced by what they call, and values have numbers.
 
-So what is known of a value, such as how it lies, is known wherever it is read.
+So a fact about a value, such as how it lies on devices, holds wherever the value is read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FlatJaxpr:
 
 
 def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: bool = False) -> FlatJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places.
+    """Puts the equations of the jaxprs that a jaxpr calls in their callers' places.
 
     Args:
       closed: the jaxpr.
@@ -81,7 +81,7 @@ def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: boo
         return len(avals) - 1
 
     def visit(closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
-        """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
+        """Appends the equations of a jaxpr, given the numbers of its inputs; returns the numbers of its results."""
         jaxpr = closed.jaxpr
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -111,7 +111,7 @@ def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: boo
 
 
 def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> ClosedJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places, and without literals.
+    """Puts the equations of the jaxprs that a jaxpr calls in their callers' places, and takes out literals.
 
     Each literal is a constant of its own. The arguments are those of `flatten`.
     """
@@ -123,22 +123,16 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
         replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
         for equation, callers, reads, makes in flat.equations
     ]
-    jaxpr = replaced(
-        closed.jaxpr,
-        invars=chosen(flat.arguments),
-        constvars=chosen(flat.constants),
-        eqns=equations,
-        outvars=chosen(flat.results),
-    )
-    return ClosedJaxpr(jaxpr, list(flat.constants.values()))
+    ends = {"invars": chosen(flat.arguments), "constvars": chosen(flat.constants), "outvars": chosen(flat.results)}
+    return ClosedJaxpr(replaced(closed.jaxpr, eqns=equations, **ends), list(flat.constants.values()))
 
 
 def aval_of(variable: Var | Literal) -> ShapedArray:
-    """The whole shape and the dtype of an operand or a result."""
+    """Returns the whole shape and the dtype of an operand or a result."""
     return cast(ShapedArray, variable.aval)
 
 
 def _without_mesh(constant: Leaf) -> Leaf:
-    """A constant without the mesh that it was made under, whose axes were of other types."""
+    """Takes a constant off the mesh that it was made under, whose axes were of other types."""
     plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
     return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant
