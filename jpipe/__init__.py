@@ -8,7 +8,7 @@ from jpipe.layers.connections import pop, reads, stash
 from jpipe.layers.frozen import freeze
 from jpipe.layers.plain import Layer
 from jpipe.layers.shared import Shared
-from jpipe.mesh.device_order import make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.pictures.figures import compare
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition, partition

@@ -3,6 +3,7 @@
 Warnings are errors by pyproject.toml.
 """
 
+import gc
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ _FLAGS = {
     "xla_force_host_platform_device_count": "8",
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
-    "xla_cpu_parallel_codegen_split_count": "1",  # the workers have all cores busy
 }
-if version("jaxlib").startswith("0.10."):
-    # The older way to write machine code for a fusion: it takes half the time. The newest JAX has lost it.
-    _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
+# The older way to write machine code for fusions takes half the time. The newest JAX has lost it, and the TPU's
+# compiler ends the process for a flag that it doesn't know: so it is taken back as soon as JAX has read it.
+_READ_ONCE = {"xla_cpu_use_fusion_emitters": "false"} if version("jaxlib").startswith("0.10.") else {}
 # Read when the first backend starts, so they are set before jax is imported.
 _SET = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([_SET, *[f"--{name}={value}" for name, value in _FLAGS.items() if name not in _SET]])
+_LASTING = " ".join([_SET, *[f"--{name}={value}" for name, value in _FLAGS.items() if name not in _SET]])
+os.environ["XLA_FLAGS"] = " ".join([_LASTING, *[f"--{name}={value}" for name, value in _READ_ONCE.items()]])
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -34,6 +35,10 @@ from jax.sharding import AxisType, Mesh
 import whole_grids
 
 jax.config.update("jax_platforms", "cpu")
+jax.devices()
+os.environ["XLA_FLAGS"] = _LASTING
+# Traces are many small objects that live long; to look through all of them took a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Compilation makes the first example slow, and a run has to be repeatable.

@@ -1,6 +1,6 @@
 """Reads and writes slices and rows of arrays, and reads tables, at indices that are Python integers or traced.
 
-Indices are never negative here, and JAX needn't ask whether they are: that is half of a small jaxpr.
+Indices are never negative here, and JAX is told so: to handle negative ones would be half of a small jaxpr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Index = int | jax.Array
-"""One index, known (a Python integer) or traced."""
+"""One index, a Python integer or traced."""
 
 
 def look_up(table: Sequence[int], index: Index) -> Index:

@@ -1,15 +1,15 @@
-"""Loops in place of `lax.cond`: control flow that never copies what it passes on.
+"""Loops in place of `lax.cond`: control flow that never copies the values that it passes on.
 
 A `lax.cond` or `lax.switch` copies the buffers that a branch hands through (accumulators, residuals), a loop updates
 them in place. So whatever a stage may or may not do here is a loop with as many trips as it has layers to run, none
 if it has none. Bounds that are Python integers are resolved while tracing.
 
-A compiler may move what doesn't change from trip to trip out of a loop, and then computes it for zero trips too. So a
-loop here *ties* what its body works on to the trip, before the body gets it:
+A compiler may move a computation that is the same in all trips out of a loop, and then does it for zero trips too. So
+a loop here *ties* the values that its body works on to the trip, before the body gets them:
 
     while i < stop:
-        given, i = tie(given, i)                        # as if each depended on the other
-        values, i = tie(reads(i, given, carry), i)      # only if there is a `reads`
+        fixed, i = tie(fixed, i)                        # as if each depended on the other
+        values, i = tie(reads(i, fixed, carry), i)      # only if there is a `reads`
         carry = body(i, values, carry)
         i += 1                                          # of the tied i, or the compiler would drop the tie as unused
 """
@@ -26,35 +26,35 @@ from jpipe.arrays.indexing import Index
 from jpipe.types import PyTree
 
 Carry = TypeVar("Carry")
-Given = TypeVar("Given")
+Fixed = TypeVar("Fixed")
 
 
 def each(
     start: Index,
     stop: Index,
-    given: Given,
+    fixed: Fixed,
     body: Callable[[Index, Any, Carry], Carry],
     carry: Carry,
     *,
-    reads: Callable[[Index, Given, Carry], PyTree] | None = None,
+    reads: Callable[[Index, Fixed, Carry], PyTree] | None = None,
     reverse: bool = False,
 ) -> Carry:
     """The carry after `body(i, values, carry)` for i from `start` to `stop`, which is left out, or backwards.
 
     Args:
       start, stop: Python or traced integers.
-      given: a pytree of what is the same in all trips; () for nothing.
+      fixed: a pytree of values that are the same in all trips; () for none.
       body: the work of a trip. It has to take all arrays from `values` and the carry: arrays from around the loop
         aren't tied.
       carry: a pytree of arrays.
-      reads: `(i, given, carry) -> values`, any pytree, where `given` is tied already; without it `values` are `given`.
-        For what may be the same in all trips although it is read at `given` or out of the carry: a slice of all of an
-        array is that array, whatever its index, and a part of the carry may be one that the body never changes.
+      reads: `(i, fixed, carry) -> values`, any pytree, where `fixed` is tied already; without it `values` are `fixed`.
+        It is for values that may be the same in all trips although they are read at an index or out of the carry: a
+        slice of a whole array is that array, at any index, and the body may never change a part of the carry.
       reverse: from the last trip to the first.
     """
 
     def trip(i: Index, carry: Carry) -> tuple[Index, Carry]:
-        values, tied = _tie(given, i)
+        values, tied = _tie(fixed, i)
         if reads is not None:
             values, tied = _tie(reads(i, values, carry), tied)
         return tied, body(i, values, carry)
@@ -76,16 +76,16 @@ def each(
 
 def when(
     condition: bool | jax.Array,
-    given: Given,
+    fixed: Fixed,
     body: Callable[[Any, Carry], Carry],
     carry: Carry,
     *,
-    reads: Callable[[Given, Carry], PyTree] | None = None,
+    reads: Callable[[Fixed, Carry], PyTree] | None = None,
 ) -> Carry:
     """The carry after `body(values, carry)` if `condition` holds, else `carry`; as `each`, with one trip or none."""
     trips = int(condition) if isinstance(condition, bool) else jnp.asarray(condition, jnp.int32)
-    reads_in_trip = None if reads is None else lambda _, given, carry: reads(given, carry)
-    return each(0, trips, given, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
+    reads_in_trip = None if reads is None else lambda _, fixed, carry: reads(fixed, carry)
+    return each(0, trips, fixed, lambda _, values, carry: body(values, carry), carry, reads=reads_in_trip)
 
 
 def of_trip(array: jax.Array, trip: Index) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Compares pytrees with what they should be: an error names the first leaf that differs."""
+"""Names the leaves of pytrees, and compares pytrees with expected ones; errors name the first leaf that differs."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.types import PyTree
+from jpipe.types import Leaf, PyTree
 
 
-def check_same_structure(what: str, given: PyTree, expected: PyTree) -> None:
+def named_leaves(what: str, tree: PyTree) -> list[tuple[str, Leaf]]:
+    """The leaves of a pytree, each with its name as a user would write it.
+
+    >>> named_leaves("batch", {"inputs": 0, "targets": 1})
+    [("batch['inputs']", 0), ("batch['targets']", 1)]
+    """
+    return [(what + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def check_same_structure(what: str, tree: PyTree, expected: PyTree) -> None:
     """Compares two pytrees' structures.
 
     Raises:
       ValueError: naming the first leaf that one has and the other lacks.
     """
-    if jax.tree.structure(given) == jax.tree.structure(expected):
+    if jax.tree.structure(tree) == jax.tree.structure(expected):
         return
-    now, then = _names(what, given), _names(what, expected)
+    now, then = ([name for name, _ in named_leaves(what, one)] for one in (tree, expected))
     missing, extra = [name for name in then if name not in now], [name for name in now if name not in then]
     lacks = [f"it lacks {_listed(missing)}"] if missing else []
     has = [f"it has {_listed(extra)} besides"] if extra else []
     raise ValueError(
         f"the {what} has another structure than at init: {' and '.join(lacks + has) or 'its containers differ'}; "
-        f"expected {outline(what, expected)}, got {outline(what, given)}"
+        f"expected {outline(what, expected)}, got {outline(what, tree)}"
     )
 
 
 def outline(what: str, tree: PyTree) -> str:
-    """The leaves of a pytree as a user would write them, and what holds them.
+    """The names of a pytree's leaves as a user would write them, and of the container that holds them.
 
     >>> outline("batch", {"inputs": 0, "targets": 0}), outline("batch", (0, 0)), outline("batch", 0)
     ("batch['inputs'], batch['targets'] in a dict", 'batch[0], batch[1] in a tuple', 'a bare array')
     """
-    names = _names(what, tree)
+    names = [name for name, _ in named_leaves(what, tree)]
     return "a bare array" if names == [what] else f"{_listed(names)} in a {type(tree).__name__}"
 
 
-def _names(what: str, tree: PyTree) -> list[str]:
-    return [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -53,9 +59,8 @@ def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
     Raises:
       ValueError: naming the first leaf that differs.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, leaf), want in zip(leaves, jax.tree.leaves(expected), strict=True):
-        name, shape, dtype = f"{what}{jax.tree_util.keystr(path)}", np.shape(leaf), jnp.result_type(leaf)
+    for (name, leaf), want in zip(named_leaves(what, tree), jax.tree.leaves(expected), strict=True):
+        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if shape != want.shape:
             raise ValueError(f"{name} has the shape {shape}, not {want.shape} as at init")
         if dtype != want.dtype:
@@ -63,5 +68,5 @@ def check_same_shapes(what: str, tree: PyTree, expected: PyTree) -> None:
 
 
 def bytes_of(tree: PyTree) -> int:
-    """Bytes of a pytree's arrays, or of arrays of such shapes."""
+    """The bytes of a pytree's arrays, or of arrays of such shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,1 +1,1 @@
-"""Cuts batches into micro-batches, places their rows on devices, and joins what comes out of them."""
+"""Cuts batches into micro-batches, places their rows on devices, and joins their outputs."""

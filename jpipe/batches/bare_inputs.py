@@ -1,4 +1,4 @@
-"""Reads a model's inputs from a batch, and tells a batch from the bare inputs, of which `apply` takes either."""
+"""Reads a model's inputs from a batch, and tells whether `apply` was given a batch or the bare inputs."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def is_bare(
     """Whether `apply` was given the bare inputs rather than a batch that holds them.
 
     Args:
-      batch: what it was given.
-      expected: the batch seen at init.
-      inputs: what was read from it.
+      batch: the argument of `apply`.
+      expected: the batch seen at init, as shapes.
+      inputs: the inputs that were read from it, as shapes.
       read_inputs: `batch -> inputs`.
-      said: what the caller says; None to tell by the structure, and by the shapes behind the batch dimension.
+      said: the caller's word; None to tell by the structure, and by the shapes behind the batch dimension.
 
     Raises:
       ValueError: it is neither, or may be both; the structures or shapes are shown.
     """
-    structure, wanted = jax.tree.structure(batch), jax.tree.structure(inputs)
-    like_batch, like_inputs = structure == jax.tree.structure(expected), structure == wanted
+    structure, of_inputs = jax.tree.structure(batch), jax.tree.structure(inputs)
+    like_batch, like_inputs = structure == jax.tree.structure(expected), structure == of_inputs
     if said and not like_inputs:
         raise ValueError(
             f"bare=True, but the batch is {outline('batch', batch)}, and not the model's inputs, "
@@ -72,8 +72,8 @@ def is_bare(
         return fits_inputs
     if like_batch or like_inputs:
         return not like_batch
-    with suppress(Exception):  # a batch without what only the loss needs
-        if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == wanted:
+    with suppress(Exception):  # a batch that lacks arrays that only the loss reads
+        if jax.tree.structure(jax.eval_shape(read_inputs, batch)) == of_inputs:
             return False
     raise ValueError(
         f"the batch is {outline('batch', batch)}: neither a training batch, {outline('batch', expected)}, nor the bare "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.arrays.trees import check_same_structure
+from jpipe.arrays.trees import check_same_structure, named_leaves
 from jpipe.types import Batch, Shapes, Structure
 
 REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it out of the batch"
@@ -16,18 +16,14 @@ REPEATED = "repeat it for each example, np.full(batch_size, value), or leave it 
 
 
 def batch_size(batch: Batch) -> int:
-    """B, of a pytree of arrays `[B, ...]`.
+    """B, the examples of a batch, a pytree of arrays `[B, ...]`.
 
     Raises:
       TypeError: a leaf is no array of numbers.
       ValueError: there are no leaves, one is a scalar, or they differ in batch size.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ValueError("the batch holds no arrays")
     sizes: dict[int, str] = {}
-    for path, leaf in leaves:
-        name = "batch" + jax.tree_util.keystr(path)
+    for name, leaf in named_leaves("batch", batch):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             instead = f"; {REPEATED}" if isinstance(leaf, int | float) else ""
             raise TypeError(
@@ -39,6 +35,8 @@ def batch_size(batch: Batch) -> int:
                 f"{name} is a scalar; every array of a batch needs the batch size as its first dimension: {REPEATED}"
             )
         sizes.setdefault(leaf.shape[0], name)
+    if not sizes:
+        raise ValueError("the batch holds no arrays")
     if len(sizes) > 1:
         parts = ", ".join(f"{name} has {size}" for size, name in sizes.items())
         raise ValueError(f"the arrays of the batch differ in batch size: {parts}; make their first dimensions equal")
@@ -50,11 +48,11 @@ def batch_size(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The shapes of one of the equal micro-batches that a batch is cut into: what a model is traced at.
+    """The shapes of one of the equal micro-batches that a batch is cut into; a model is traced at them.
 
     Attributes:
-      structure: of the batch.
-      leaves: its arrays `[b, ...]`.
+      structure: the batch's pytree structure.
+      leaves: the shapes `[b, ...]` of the arrays of a micro-batch.
       count: M, how many there are.
       bare: whether they are the model's inputs alone.
     """
@@ -124,6 +122,7 @@ def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
+    """Checks that a batch's array holds numbers, and no random keys."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"{name} holds random keys ({dtype}), which a batch can't; pass jax.random.key_data(keys), and call "
@@ -146,7 +145,7 @@ def check_like(batch: Batch, expected: Shapes) -> None:
 
 
 def check_no_example(batch: Batch, expected: Shapes) -> None:
-    """Checks that a batch isn't a single example of what was seen at init.
+    """Checks that a batch isn't a single example of the batch that was seen at init.
 
     Args:
       batch: pytree of arrays.
@@ -157,17 +156,16 @@ def check_no_example(batch: Batch, expected: Shapes) -> None:
     """
     if jax.tree.structure(batch) != jax.tree.structure(expected):
         return
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    for (path, leaf), want in zip(leaves, jax.tree.leaves(expected), strict=True):
+    for (name, leaf), want in zip(named_leaves("batch", batch), jax.tree.leaves(expected), strict=True):
         if np.shape(leaf) and np.shape(leaf) == want.shape[1:]:
-            name = "batch" + jax.tree_util.keystr(path)
             raise ValueError(
                 f"{name} has the shape {leaf.shape}, that of one example at init; the first dimension of every array "
-                f"is the batch: stack examples, as many as num_microbatches divides"
+                "is the batch: stack examples, as many as num_microbatches divides"
             )
 
 
 def _alternatives(size: int) -> str:
+    """The divisors of a batch size, in words."""
     divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
     return " or ".join(filter(None, [", ".join(divisors[:-1]), *divisors[-1:]]))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jpipe.arrays.trees import named_leaves
 from jpipe.mesh.splits import Splits
 from jpipe.model.groups import LayerGroup
 from jpipe.partitioner.shardings import Shard
@@ -30,40 +29,37 @@ def output_axes(outputs: Shapes, doubled: LayerGroup | None, size: int) -> tuple
     leaf without a batch axis may begin with an axis of 1, and then gives one row for each micro-batch.
 
     Args:
-      outputs: of a micro-batch of b examples.
-      doubled: the last layer for one of 2b, `in_halves`; None if the model takes no other size than b. Then the batch
-        axis is the only one of length b.
+      outputs: those of a micro-batch of b examples, as shapes.
+      doubled: the last layer for a micro-batch of 2b, `in_halves`; None if the model takes no other size than b. Then
+        the batch axis is the only one of length b.
       size: b.
 
     Raises:
       ValueError: a leaf has no batch axis, or several, or one in which examples lie apart; path, shape and remedy are
         named.
     """
-    leaves, axes = jax.tree_util.tree_leaves_with_path(outputs), []
+    leaves, axes = named_leaves("outputs", outputs), []
     as_if = [[2 * n if n == size else n for n in leaf.shape] for _, leaf in leaves]
     shapes = as_if if doubled is None else [leaf.shape for leaf in jax.tree.leaves(doubled.gives)]
-    lying = [()] * len(leaves) if doubled is None else doubled.gives_at
-    for (path, leaf), twice, at in zip(leaves, shapes, lying, strict=True):
-        found = [d for d, (n, new) in enumerate(zip(leaf.shape, twice, strict=True)) if n != new]
-        fault = _fault(leaf.shape, twice, found)
-        if not fault and leaf.shape[found[0]] != size and tuple(at) != (Shard(found[0], 1),):
-            fault = f"examples are mixed with something else in axis {found[0]}"
-        if fault and not (not found and leaf.shape[:1] == (1,)):
+    shardings = [()] * len(leaves) if doubled is None else doubled.gives_at
+    for (name, leaf), twice, sharding in zip(leaves, shapes, shardings, strict=True):
+        growing = [d for d, (n, new) in enumerate(zip(leaf.shape, twice, strict=True)) if n != new]
+        fault = ""
+        if not growing or any(twice[d] != 2 * leaf.shape[d] for d in growing):
+            fault = "no axis is the batch"
+        elif len(growing) > 1:
+            fault = f"the axes {growing} may each be the batch"
+        elif leaf.shape[growing[0]] != size and tuple(sharding) != (Shard(growing[0], 1),):
+            fault = f"examples are mixed with something else in axis {growing[0]}"
+        if fault and (growing or leaf.shape[:1] != (1,)):
             raise ValueError(
-                f"outputs{jax.tree_util.keystr(path)} has the shape {leaf.shape} for micro-batches of {size} examples, "
-                f"in which {fault}, so that the outputs of micro-batches can't be joined. Give the batch an axis of "
-                "its own; return a mean or a sum among the loss's metrics instead; or let the output begin with an "
-                "axis of one, as x[None], to get a row for each micro-batch"
+                f"{name} has the shape {leaf.shape} for micro-batches of {size} examples, in which {fault}, so that "
+                "the outputs of micro-batches can't be joined. Give the batch an axis of its own; return a mean or a "
+                "sum among the loss's metrics instead; or let the output begin with an axis of one, as x[None], to "
+                "get a row for each micro-batch"
             )
-        axes.append(found[0] if found else 0)
+        axes.append(growing[0] if growing else 0)
     return tuple(axes)
-
-
-def _fault(shape: Sequence[int], twice: Sequence[int], found: Sequence[int]) -> str:
-    """The reason, in words, why none of the axes that grow with the batch is its axis; "" if one is."""
-    if not found or any(twice[d] != 2 * shape[d] for d in found):
-        return "no axis is the batch"
-    return f"the axes {list(found)} may each be the batch" if len(found) > 1 else ""
 
 
 def join_microbatches(leaf: jax.Array, axis: int = 0) -> jax.Array:

@@ -84,7 +84,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Waits for what is being written; until then SIGTERM is held off."""
+        """Waits until all is written; until then SIGTERM is held off."""
         try:
             self.close()
         finally:
@@ -101,7 +101,7 @@ class Checkpointer:
         return self._preemption.reached(as_integer("step", step, "pass the number of steps done", least=0))
 
     def close(self) -> None:
-        """Waits for what is being written, and ends orbax's threads; after that nothing can be saved or restored."""
+        """Waits until all is written, and ends orbax's threads; after that nothing can be saved or restored."""
         if not self._is_closed:
             self._is_closed = True
             self._finish(self._manager.close)
@@ -112,7 +112,7 @@ class Checkpointer:
         return next((step for step in files.steps_in(self.directory) if step not in self._damaged), None)
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk.
+        """Waits until all saved states are on disk.
 
         Raises:
           RuntimeError: it couldn't be written.
@@ -121,7 +121,7 @@ class Checkpointer:
             self._finish(self._manager.wait_until_finished)
 
     def _finish(self, waits: Callable[[], None]) -> None:
-        """Waits for what is being written, as one of the manager's methods does."""
+        """Waits until all is written, by one of the manager's methods."""
         with self._with_what_is_left("waiting for the last checkpoint"), task(self._waiting):
             waits()
 
@@ -197,7 +197,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._done.intersection_update(files.listed(self.directory))  # what wasn't written may be saved again
+            self._done.intersection_update(
+                files.listed(self.directory)
+            )  # a step that wasn't written may be saved again
             whole = max((s for s in files.listed(self.directory) if s not in self._damaged), default=None)
             rest = "there is no other checkpoint" if whole is None else f"the checkpoint of step {whole} is whole"
             raise RuntimeError(
@@ -217,15 +219,15 @@ class Checkpointer:
           pipe: a pipeline of the layers that were saved, in any number of stages and over any mesh. It may freeze other
             parameters (`jpipe.freeze`): those that weren't trained begin with what `tx.init` gives them.
           batch: a batch `[B, ...]`, or its shapes.
-          tx: the optimiser; what it keeps has to have the structure that was saved.
+          tx: the optimiser; its state has to have the structure that was saved.
 
         Returns:
           `(state, position)`, or `(None, None)` if there is no checkpoint.
 
         Raises:
           ValueError: the checkpoint is of other layers or of another optimiser; the first difference is named. Or it
-            was written by a newer jpipe. Or other parameters are frozen, and what the optimiser keeps can't be told
-            apart by parameters.
+            was written by a newer jpipe. Or other parameters are frozen, and the optimiser's state can't be told apart
+            by parameters.
           RuntimeError: there are checkpoints, but none can be read.
         """
         self._check(pipe)
@@ -233,9 +235,8 @@ class Checkpointer:
         steps = files.steps_in(self.directory)
         if not steps:
             return None, None
-        step, restored, self._damaged = _newest(
-            self.directory, steps, lambda step: self._restored(step, pipe, batch, tx)
-        )
+        read = lambda step: self._restored(step, pipe, batch, tx)
+        step, restored, self._damaged = _newest(self.directory, steps, read)
         self._done.add(step)
         return restored
 
@@ -270,7 +271,7 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
     x)` takes an item.
 
     Args:
-      directory: that of a `Checkpointer`.
+      directory: the directory of a `Checkpointer`.
       step: which checkpoint; default: the newest that can be read.
 
     Raises:
@@ -300,7 +301,7 @@ def load_layers(directory: str | os.PathLike[str], step: int | None = None) -> l
 
 
 def _newest(directory: epath.Path, steps: Sequence[int], read: Callable[[int], Value]) -> tuple[int, Value, list[int]]:
-    """`(step, what read gives for it, steps that are damaged)` of the first of some steps that can be read.
+    """Reads the first of some steps that can be read: `(step, the result of read, steps that are damaged)`.
 
     Raises:
       RuntimeError: none can.

@@ -13,13 +13,13 @@ import numpy as np
 from jpipe.types import Leaf, PyTree
 
 Json: TypeAlias = Any
-"""The values that `json.dumps` takes."""
+"""Any value that `json.dumps` takes."""
 PathKey: TypeAlias = Any
-"""One of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
+"""A key of a pytree's path, such as `jax.tree_util.DictKey`; JAX's are no classes to type checkers."""
 
 
 def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Leaf], Json]) -> Json:
-    """A pytree of dicts, lists and tuples as JSON.
+    """Writes a pytree of dicts, lists and tuples as JSON.
 
     Args:
       tree: the pytree. Other containers become dicts by the names of their fields.
@@ -30,7 +30,7 @@ def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Le
     """
 
     def convert(path: tuple[str, ...], node: PyTree) -> Json:
-        """A part of the tree, and all below it; `path` leads to it."""
+        """Writes a part of the tree, and all below it; `path` leads to it."""
         if node is None:
             return {"none": True}
         children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
@@ -46,7 +46,7 @@ def containers_to_json(tree: PyTree, leaf_to_json: Callable[[tuple[str, ...], Le
 
 
 def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | bool:
-    """A dict's key itself, of another container the name of its field; `path` leads to the container."""
+    """Returns a dict's key itself, and for another container the field's name; `path` leads to the container."""
     value = key.key if isinstance(key, jax.tree_util.DictKey) else name_of(key)
     if type(value) not in (str, int, float, bool):
         raise TypeError(
@@ -57,13 +57,13 @@ def _key_to_json(path: tuple[str, ...], key: PathKey) -> str | int | float | boo
 
 
 def containers_from_json(encoded: Json, leaf_from_json: Callable[[Json], Leaf]) -> PyTree:
-    """The inverse of `containers_to_json`; `leaf_from_json` that of its `leaf_to_json`."""
+    """The inverse of `containers_to_json`; `leaf_from_json` is the inverse of its `leaf_to_json`."""
     ((kind, value),) = encoded.items()
-    again = lambda child: containers_from_json(child, leaf_from_json)
+    read = lambda child: containers_from_json(child, leaf_from_json)
     if kind == "dict":
-        return {key: again(child) for key, child in value}
+        return {key: read(child) for key, child in value}
     if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(map(again, value))
+        return (list if kind == "list" else tuple)(map(read, value))
     return None if kind == "none" else leaf_from_json(value)
 
 
@@ -73,10 +73,10 @@ def name_of(key: PathKey) -> str:
 
 
 def value_to_json(path: tuple[str, ...], value: object) -> Json:
-    """A number, string, bytes or array as JSON.
+    """Writes a number, string, bytes or array as JSON.
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: the value is none of these.
     """
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}

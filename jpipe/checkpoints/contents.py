@@ -1,12 +1,12 @@
 """Names each array of a training state by its layer, and finds the first difference between two models.
 
-A name is a path. What lies in two stages' buffers (`jpipe.memory.storage`) as
+A name is a path. Arrays that lie in two stages' buffers (`jpipe.memory.storage`) as
 
     state.variables["params"]           kernels of layers 0 1 | 2 3, biases of layers 0 1 | 2 3
     state.opt_state[1][0].mu            moments, laid out as these
     state.opt_state[1][0].count         a number
 
-is in the checkpoint, a record (a layer, or those that share its variables) after the other,
+are in the checkpoint, a record (a layer, or layers that share its variables) after the other,
 
     layers/0000_Dense/params/kernel     optimizer/1/0/mu/0000_Dense/kernel
     layers/0000_Dense/params/bias       optimizer/1/0/mu/0000_Dense/bias        a `NamedRecord` of two trees:
@@ -19,6 +19,7 @@ by which two models are told apart, and a layer's own tree put together again wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -52,9 +53,9 @@ class NamedRecord:
     """The arrays of a layer, or of layers that share them, in all trees.
 
     Attributes:
-      record_type, record: its place (`jpipe.memory.records`).
+      record_type, record: the record's place (`jpipe.memory.records`).
       users: the layers.
-      shapes: by tree and path, as shapes with shardings, in the order of the leaves.
+      shapes: the arrays by tree and path, as shapes with shardings, in the order of the leaves.
     """
 
     record_type: int
@@ -64,7 +65,7 @@ class NamedRecord:
 
     @property
     def named(self) -> Named:
-        """The named records of all trees, by path."""
+        """The arrays of all trees as shapes, by path."""
         return {path: shape for named in self.shapes.values() for path, shape in named.items()}
 
     @property
@@ -95,9 +96,8 @@ class Contents:
 
     def __post_init__(self) -> None:
         for path, tree in self.trees.items():
-            shapes = tree.layout.shapes
-            wrong = [name for name in tree if getattr(tree[name], "shape", None) != shapes[name].shape]
-            if wrong or set(tree) != set(shapes):
+            shape_of = lambda buffers: {name: getattr(buffers[name], "shape", None) for name in buffers}
+            if shape_of(tree) != shape_of(tree.layout.shapes):
                 raise TypeError(_OF_BUFFERS.format("/".join(path)))
         buffers = {shape.shape for shape in jax.tree.leaves(self.state.variables["params"].layout.shapes)}
         for path, leaf in self.without_layer.items():
@@ -108,7 +108,7 @@ class Contents:
 
     @cached_property
     def leaves(self) -> dict[Path, Leaf | StageTree]:
-        """All that the state holds, in its order, by the path that names it: `(step,)`, `(optimizer, 0, mu)`."""
+        """All leaves and trees of the state, in its order, by their paths: `(step,)`, `(optimizer, 0, mu)`."""
         leaves = jax.tree_util.tree_leaves_with_path(self.state, is_leaf=_is_tree)
         return {_path_of(keys): leaf for keys, leaf in leaves}
 
@@ -144,7 +144,7 @@ class Contents:
         return {"/".join(path): dict(tree) for path, tree in self.trees.items()}
 
     def filled(self, arrays: Arrays, named: Named) -> TrainState:
-        """The state made of these buffers and, by path, of all else: `without_layer`, the step and random keys."""
+        """The state made of these buffers and, by path, of all other arrays: `without_layer`, the step, random keys."""
         fill = lambda path, leaf: StageTree(arrays["/".join(path)], leaf.layout) if _is_tree(leaf) else named[path]
         leaves = [fill(path, leaf) for path, leaf in self.leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(self.state, is_leaf=_is_tree), leaves)
@@ -155,17 +155,18 @@ class Contents:
 
     @cached_property
     def each_record(self) -> list[NamedRecord]:
-        """The arrays of each layer, or of those that share them, in the order of layers."""
-        records, arrays, layouts = [], self.arrays, self.records.layouts
+        """The arrays of each layer, or of layers that share them, in the order of layers."""
+        records = []
         for v, j, users in self.records.places:
             shapes, leaves = {}, self.records.leaves(v)
-            for path in self.trees:
-                if (name := "/".join(path)) in leaves:
-                    # An optimiser may keep other dtypes than the parameters'.
-                    dtypes = [arrays[name][buffer].dtype for buffer in layouts[name].storage.record_types[v].buffers]
-                    pairs = zip(leaves[name], dtypes, strict=True)
-                    structs = [slot.leaf.update(dtype=dtype, sharding=slot.sharding) for slot, dtype in pairs]
-                    shapes[name] = dict(zip(self._paths(path, v, users[0]), structs, strict=True))
+            for path, tree in self.trees.items():
+                # An optimiser may keep other dtypes than the parameters'.
+                dtypes = [tree[buffer].dtype for buffer in tree.layout.storage.record_types[v].buffers]
+                pairs = zip(leaves["/".join(path)], dtypes, strict=True)
+                structs = [
+                    scattered.leaf.update(dtype=dtype, sharding=scattered.sharding) for scattered, dtype in pairs
+                ]
+                shapes["/".join(path)] = dict(zip(self._paths(path, v, users[0]), structs, strict=True))
             records.append(NamedRecord(v, j, users, shapes))
         return records
 
@@ -190,13 +191,12 @@ class Contents:
         Raises:
           ValueError: orbax, which joins paths with ".", would give two the same name.
         """
-        shapes, names = dict(self.without_layer), set()
+        shapes = dict(self.without_layer)
         for record in self.each_record:
             shapes |= record.named
-        for path in shapes:
-            if ".".join(path) in names:
-                raise ValueError(f"two arrays would be called {'.'.join(path)} in a checkpoint; rename one")
-            names.add(".".join(path))
+        for name, count in Counter(map(".".join, shapes)).items():
+            if count > 1:
+                raise ValueError(f"two arrays would be called {name} in a checkpoint; rename one")
         return shapes
 
     def description(self) -> dict[str, Json]:
@@ -220,7 +220,7 @@ class Contents:
     def _named(self, record: NamedRecord, collection: str) -> PyTree:
         """A layer's tree of a collection, with the paths of its arrays as leaves."""
         treedef = self.state.variables[collection].layout.treedefs[record.record_type]
-        return jax.tree.unflatten(treedef, map(PathLeaf, record.shapes.get(f"{LAYERS}/{collection}", ())))
+        return jax.tree.unflatten(treedef, map(PathLeaf, record.shapes[f"{LAYERS}/{collection}"]))
 
 
 @lru_cache(maxsize=4)
@@ -235,7 +235,7 @@ def trees_of(item: str, by_tree: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _path_of(keys: tuple[PathKey, ...]) -> Path:
-    """The path of a part of a state."""
+    """The path in a checkpoint of a part of a state, from its keys in the state."""
     field, *rest = map(name_of, keys)
     if field == "opt_state":
         return (OPTIMIZER, *(rest or ["state"]))
@@ -262,8 +262,8 @@ def first_difference(saved: dict[str, Json], wanted: dict[str, Json]) -> str | N
     """The first difference between two models' descriptions, in words; None if there is none.
 
     Args:
-      saved: the checkpoint's.
-      wanted: the pipeline's.
+      saved: the checkpoint's description.
+      wanted: the pipeline's description.
     """
     for there, here in zip_longest(saved["layers"], wanted["layers"], fillvalue={}):
         if not there or not here:

@@ -91,7 +91,7 @@ def if_all_can(work: Callable[[], Result]) -> Result:
     """Returns the result of `work` if it succeeds in all processes; where it fails in one, all raise an error.
 
     Raises:
-      Exception: what it raised here.
+      Exception: the error that it raised here.
       RuntimeError: it raised something in another process.
       DamagedError: it raised this in another process.
     """
@@ -110,7 +110,7 @@ def if_all_can(work: Callable[[], Result]) -> Result:
 
 
 def first_does(work: Callable[[], None]) -> None:
-    """The first process does something, and the others wait for it."""
+    """Does work in the first process, while the others wait for it."""
     if_all_can(work if jax.process_index() == 0 else lambda: None)
 
 
@@ -119,8 +119,8 @@ def first_does(work: Callable[[], None]) -> None:
 
 def write(manager: ocp.CheckpointManager, step: int, named: Named, about: Json) -> None:
     """Starts to write a checkpoint; the arrays may be changed once this returns."""
-    some = {path: leaf for path, leaf in named.items() if leaf.size}  # orbax holds no arrays without elements
-    items = {name: ocp.args.PyTreeSave(tree) for name, tree in ocp.tree.from_flat_dict(some).items()}
+    not_empty = {path: leaf for path, leaf in named.items() if leaf.size}  # orbax holds no arrays without elements
+    items = {name: ocp.args.PyTreeSave(tree) for name, tree in ocp.tree.from_flat_dict(not_empty).items()}
     arguments = ocp.args.Composite(**items, **{ABOUT: ocp.args.JsonSave({"format": FORMAT, **about})})
     manager.save(step, args=arguments, force=True)
 
@@ -171,7 +171,7 @@ def read_arrays(directory: epath.Path, shapes: Named) -> Named:
     """Reads some of a checkpoint's arrays.
 
     Args:
-      directory: a step's.
+      directory: the directory of a step.
       shapes: shape, dtype and sharding of each, by path; an array without a sharding is read to the host.
 
     Raises:
@@ -205,7 +205,7 @@ def steps_in(directory: epath.Path) -> list[int]:
 
 
 def listed(directory: epath.Path) -> list[int]:
-    """Lists the same as `steps_in`, as this process sees it."""
+    """Lists the same steps as `steps_in`, as this process sees them."""
     steps = ocp.utils.checkpoint_steps(directory) if directory.is_dir() else []
     return sorted((step for step in steps if (directory / str(step)).is_dir()), reverse=True)
 

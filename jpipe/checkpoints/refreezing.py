@@ -25,10 +25,10 @@ PARAMS = "params"
 
 @dataclass(frozen=True)
 class Origin:
-    """Which arrays of a checkpoint are which of a state's.
+    """Says which array of a checkpoint each array of a state is.
 
     Attributes:
-      names: by its path in the state, the path in the checkpoint of each parameter that is frozen in one of them alone.
+      names: path in the state -> path in the checkpoint, of each parameter that is frozen in one of the two alone.
       fresh: arrays of the optimiser for parameters that were frozen: they are those of a new state.
       dropped: arrays of the checkpoint's optimiser for parameters that are frozen now.
     """
@@ -38,7 +38,12 @@ class Origin:
     dropped: frozenset[Path]
 
     def renamed(self, saved: Json, wanted: Json) -> Json:
-        """The checkpoint's description as if it had frozen the same parameters as the pipeline, whose is `wanted`."""
+        """The checkpoint's description as if it had frozen the same parameters as the pipeline.
+
+        Args:
+          saved: the checkpoint's description.
+          wanted: the pipeline's description.
+        """
         state_names = {saved_name: name for name, saved_name in self.names.items()}
         arrays = [(tuple(path), *rest) for path, *rest in saved["arrays"]]
         kept = [[list(state_names.get(path, path)), *rest] for path, *rest in arrays if path not in self.dropped]
@@ -46,12 +51,12 @@ class Origin:
 
 
 def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
-    """Where a state's arrays come from.
+    """Finds where a state's arrays come from.
 
     Args:
       saved: the checkpoint's description.
-      wanted: that of the pipeline.
-      contents: of the pipeline's state.
+      wanted: the pipeline's description.
+      contents: the names and places of the arrays of the pipeline's state.
 
     Raises:
       ValueError: an array of the optimiser can't be told apart by parameters; it is named.
@@ -65,14 +70,15 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
         layer = next((name for name in path if name in changed), None)
         if path[0] != OPTIMIZER or layer is None:
             continue
-        # What is kept for a parameter is called as it: the longest name that the path ends in. A parameter that is all
-        # of its layer has an empty name: what has its shape is called so.
+        # An array of the optimiser for a parameter has its name at the end of its path; the longest such name counts. A
+        # parameter that is all of its layer has an empty name: arrays of its shape belong to it.
         named = {keys: p for keys, p in parameters[layer].items() if keys or here[p] == shape}
         ends = [keys for keys in named if path[len(path) - len(keys) :] == keys]
         owner = named[max(ends, key=len)] if ends else None
         if owner is None:
             trained = sum(math.prod(here[p]) for p in parameters[layer].values() if p[2] == PARAMS)
-            # A name of its own, such as a count's, is no parameter's, unless it is as long as all parameters together.
+            # An array with a name of its own, such as a count, belongs to no parameter, unless it is as long as all of
+            # the layer's parameters together.
             is_told = not path[-1].isdigit() and (not shape or math.prod(shape) != trained)
         else:
             trains = owner[2] == PARAMS, names.get(owner, owner)[2] == PARAMS
@@ -89,9 +95,9 @@ def origin_of(saved: Json, wanted: Json, contents: Contents) -> Origin:
 
 
 def _renamed_parameters(saved: Json, wanted: Json) -> dict[Path, Path]:
-    """The paths of parameters that one of the two alone froze: from that in the pipeline to that in the checkpoint."""
+    """The parameters that one of the two alone froze: path in the pipeline -> path in the checkpoint."""
     names = {}
-    for layers in zip(wanted["layers"], saved["layers"], strict=False):  # other counts are a difference
+    for layers in zip(wanted["layers"], saved["layers"], strict=False):  # `first_difference` compares the counts
         trees = [containers_from_json(layer["item"], lambda path: PathLeaf(tuple(path))) for layer in layers]
         if jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
             pairs = zip(*map(jax.tree.leaves, trees), strict=True)
@@ -103,8 +109,8 @@ def _parameters(contents: Contents, collections: set[str]) -> dict[str, dict[Pat
     """The paths of each layer's parameters, by their names in an optimiser's tree, with metadata boxes.
 
     Args:
-      contents: of the pipeline's state.
-      collections: that of trained parameters and that of frozen ones.
+      contents: the names and places of the arrays of the pipeline's state.
+      collections: the collection of trained parameters and that of frozen ones.
     """
     by_layer = {}
     for record in contents.each_record:

@@ -28,16 +28,16 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
     The devices hold a second copy of only `AT_ONCE` of the state at a time.
 
     Args:
-      contents: of the state.
+      contents: the names and places of the state's arrays.
       advance: is told how many bytes were copied.
     """
     named = {path: _to_host(jnp.copy(leaf)) for path, leaf in contents.without_layer.items()}
     arrays = contents.arrays
     for portion in _portions(contents.each_record):
         for record in portion:
-            taken = contents.records.take(arrays, record.record_type, record.record)
+            leaves = contents.records.take(arrays, record.record_type, record.record)
             for name, shapes in record.shapes.items():
-                named |= dict(zip(shapes, map(_to_host, taken[name]), strict=True))
+                named |= dict(zip(shapes, map(_to_host, leaves[name]), strict=True))
         jax.block_until_ready([named[path] for record in portion for path in record.named])
         advance(sum(record.num_bytes for record in portion))
     return named
@@ -45,18 +45,16 @@ def take_all(contents: Contents, advance: Callable[[int], None]) -> Named:
 
 def _to_host(leaf: jax.Array) -> jax.Array:
     """Puts an array into the memory of its devices' hosts: while it is written it takes no room on the devices."""
-    memories = jax.local_devices()[0].addressable_memories()
-    if not any(memory.kind == HOST_MEMORY for memory in memories):
-        return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY))
+    has_room = any(memory.kind == HOST_MEMORY for memory in jax.local_devices()[0].addressable_memories())
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)) if has_room else leaf
 
 
 def read_all(directory: epath.Path, contents: Contents, origin: Origin) -> tuple[Arrays, Named]:
     """Returns (new buffers with each layer's arrays, the arrays that belong to no layer, by path).
 
     Args:
-      directory: a step's.
-      contents: of a state's shapes.
+      directory: the directory of a step.
+      contents: the names and places of a state's arrays, as shapes.
       origin: which arrays of the checkpoint they are. Fresh arrays are made from the parameters, once these are read.
     """
     with task(f"restoring step {directory.name}", total=contents.num_bytes, unit="bytes") as advance:

@@ -16,7 +16,7 @@ BOOK = f"{CLOUD}; How to Scale Your Model, 'TPU specs': links"
 PAPER = "Norrie et al., IEEE Micro 2021: clock, links"
 BOTH = f"{CLOUD}; {PAPER}"
 NVIDIA = "NVIDIA data sheet of the SXM module, without sparsity"
-MEGACORE = (("chip_config_name", "megacore"),)  # both cores are a device
+PAIR = (("chip_config_name", "megacore"),)  # both cores are a device
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Chip:
     """The hardware of one device of JAX. On TPU v2 and v3 that is a core, half of a chip.
 
     Attributes:
-      name: such as "v5e".
-      flops: at its peak in bfloat16, FLOP/s.
-      memory: bytes. Programs get a little less.
+      name: its name, such as "v5e".
+      flops: its peak in bfloat16, FLOP/s.
+      memory: its bytes. Programs get a little less.
       memory_bandwidth: bytes/s.
       link_bandwidth: bytes/s one way, of one link between TPUs, of all links of a GPU.
       clock: cycles/s that a TPU compiler's estimates count; None for others.
-      source: where that is written; the clock, if no word says so, is the peak over products a cycle.
+      source: where the numbers are written. The clock, if no source has it, is the peak over the products a cycle.
       example: a shape of a slice, which has as many numbers as all its shapes; empty if it has no slices.
-      cores: devices of JAX that a chip is.
+      cores: the number of JAX's devices that one chip is.
       tile: rows and columns of a matrix unit, to which products are padded; 1 of others than TPUs. As
         `jax.experimental.pallas.tpu.get_tpu_info` has it.
       vector_memory: bytes of a TPU core's vector memory, by `get_tpu_info`; 0 of others.
@@ -76,9 +76,7 @@ CHIPS = {
     for chip in [
         Chip("v2", 23e12, 8 * GIB, 350e9, 62e9, 0.7e9, PAPER, "2x2", 2, 128, 16 * MIB, 8 * MIB, 309e9, 0.29e-6),
         Chip("v3", 61.5e12, 16 * GIB, 450e9, 82e9, 0.94e9, BOTH, "2x2", 2, 128, 16 * MIB, 8 * MIB, 418e9, 0.28e-6),
-        Chip(
-            "v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, MEGACORE
-        ),
+        Chip("v4", 275e12, 32 * GIB, 1.2e12, 45e9, 1.05e9, BOOK, "2x2x2", 1, 128, 16 * MIB, 0, 925e9, 0.59e-6, PAIR),
         Chip("v5e", 197e12, 16 * GIB, 819e9, 45e9, 1.5e9, BOOK, "2x4", 1, 128, 128 * MIB, 64 * MIB, 664e9, 1.22e-6),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 90e9, 1.75e9, BOOK, "2x2x2", 1, 128, 64 * MIB, 0, 1988e9, 1.22e-6),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 90e9, 1.75e9, BOOK, "2x4", 1, 256, 128 * MIB, 64 * MIB, 1316e9, 1.21e-6),
@@ -106,7 +104,7 @@ class Topology:
     """A slice of chips, such as "v5e:2x4".
 
     Attributes:
-      chip: of which kind.
+      chip: the kind of its chips.
       shape: the chips along each dimension of their network.
     """
 
@@ -155,12 +153,12 @@ def parse_topology(name: str) -> Topology:
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("v3:2x2").num_devices
     (128, 8)
     """
-    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
-    example = EXAMPLES.get(found.group(1)) if found else None
-    if found is None or example is None or found.group(2).count("x") != example.count("x"):
-        known = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
-        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {known}")
-    topology = Topology(CHIPS[found.group(1)], tuple(map(int, found.group(2).split("x"))))
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name.lower())
+    example = EXAMPLES.get(match[1]) if match else None
+    if match is None or example is None or match[2].count("x") != example.count("x"):
+        names = ", ".join(f"{chip}:{shape}" for chip, shape in EXAMPLES.items())
+        raise ValueError(f"topology={name!r} is unknown; pass a chip and a shape such as one of {names}")
+    topology = Topology(CHIPS[match[1]], tuple(map(int, match[2].split("x"))))
     if topology.chip.clock is None and topology.num_devices > MOST_GPUS:
         raise ValueError(
             f"topology={name!r} has {topology.num_devices} GPUs, but their links are known within a host alone; "

@@ -29,7 +29,6 @@ HOW_OFTEN = {
     ENDS: "for each micro-batch, where all stages compute the first or the last layer together",
     STEP: "once in a step",
 }
-LOOPS = list(HOW_OFTEN)
 TURNS = {"enter", "leave", "back"}
 """The scopes of what all stages compute together (`jpipe.planning.ends`)."""
 
@@ -39,14 +38,14 @@ class Transfer:
     """A transfer at one place of the program.
 
     Attributes:
-      loop: "forward", "backward", "between stages", "shared ends" or "step": in each turn of which loop.
+      loop: the loop that has it in each turn: "forward", "backward", "between stages", "shared ends" or "step".
       layer: the kind of layer and which ones, as "Block 1-8"; empty outside of layers.
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
       axes: the mesh axes along which devices take part.
-      devices: how many take part: all along these axes, or a part of them.
+      devices: the number of devices that take part: all along these axes, or a part of them.
       array: the part that a device puts in, as "bfloat16[1,2048,4096]".
-      bytes: that a device sends in one turn of the loop.
-      count: how many such collectives one turn has.
+      bytes: the bytes that a device sends in one turn of the loop.
+      count: the number of such collectives in one turn.
       line: the user's line that made it, as "model.py:12"; empty if none did.
     """
 
@@ -66,9 +65,9 @@ class Communication(Tabular):
     """All transfers in a step of training; `print` it, or show it in a notebook.
 
     Attributes:
-      title: of which pipeline.
-      transfers: in the order of the loops.
-      whole: what every device of a stage computes whole though an operand was split: (layer, operation).
+      title: the pipeline in a line.
+      transfers: all transfers, in the order of the loops.
+      whole: (layer, operation) of what every device of a stage computes whole, though an operand is split.
     """
 
     title: str
@@ -84,8 +83,10 @@ class Communication(Tabular):
 
     def _table(self) -> Table:
         header = ("loop", "layer", "collective", "axes", "devices", "array", "times", "MiB sent", "line")
-        sizes = lambda t: (str(t.devices), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}")
-        rows = [(t.loop, t.layer, t.collective, ", ".join(t.axes), *sizes(t), t.line) for t in self.transfers]
+        rows = []
+        for t in self.transfers:
+            sizes = str(t.devices), t.array, f"{t.count:g}", f"{t.bytes / MIB:.3f}"
+            rows.append((t.loop, t.layer, t.collective, ", ".join(t.axes), *sizes, t.line))
         notes = [f"{loop}: {often}" for loop, often in HOW_OFTEN.items() if any(t.loop == loop for t in self.transfers)]
         notes += [
             f"{layer}: {one.operation} ({one.line or 'of no line'}) is computed whole on every device, "
@@ -117,13 +118,9 @@ def communication(planner: Planner, batch: Batch, title: str) -> Communication:
         kind = sent.collective, sent.axes, sent.devices
         counts[Transfer(loop, layer, *kind, array, sent.bytes, 1.0, sent.line)] += times
     transfers = [replace(one, bytes=one.bytes * count, count=count) for one, count in counts.items()]
-    of_layers = zip(step.model.traced_as, step.model.groups, strict=True)
-    unsplit = [
-        (words_of(group), one)
-        for g, (as_traced, group) in enumerate(of_layers)
-        for one in unsplit_in(layers[as_traced], step.layers[g])
-    ]
-    return Communication(title, tuple(sorted(transfers, key=lambda one: LOOPS.index(one.loop))), tuple(unsplit))
+    groups = zip(step.model.groups, step.model.traced_as, step.layers, strict=True)
+    unsplit = [(words_of(group), one) for group, i, layer in groups for one in unsplit_in(layers[i], layer)]
+    return Communication(title, tuple(sorted(transfers, key=lambda one: [*HOW_OFTEN].index(one.loop))), tuple(unsplit))
 
 
 def words_of(group: LayerGroup) -> str:

@@ -40,7 +40,7 @@ class Holdings:
       own: by collection `[K*V]`, what each virtual stage's layers have, before mesh axes split it. What layers share
         counts once, where it lies: with the first of them.
       room: by collection, what the arrays of a stage have room for, before mesh axes split them.
-      device: by collection, what each device holds at rest: its part of that.
+      device: by collection, what each device holds at rest: its part of the room.
       shared: the indices of the layers that share variables, those of each set in order.
     """
 
@@ -61,7 +61,10 @@ def optimizer_bytes(planner: Planner, batch: Batch, tx: optax.GradientTransforma
 
 def on_device(tree: PyTree) -> int:
     """The bytes of each device's parts of arrays, or of arrays of such shapes and shardings."""
-    part = lambda a: a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+
+    def part(a: Leaf) -> Leaf:
+        return a if a.sharding is None else jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+
     return bytes_of(list(map(part, jax.tree.leaves(tree))))
 
 
@@ -72,18 +75,19 @@ def holdings(plan: Plan) -> Holdings:
         own={name: _own(plan, layout) for name, layout in layouts.items()},
         room={name: _amount(_parts(layout, lambda axis: axis == AXIS)) for name, layout in layouts.items()},
         device={name: _amount(_parts(layout, lambda axis: True)) for name, layout in layouts.items()},
-        shared=tuple(known.users[0] for known in plan.traced.variable_sets if known.shared),
+        shared=tuple(variables.users[0] for variables in plan.traced.variable_sets if variables.shared),
     )
 
 
 def _own(plan: Plan, layout: Layout) -> tuple[Amount, ...]:
-    of_layer = {
-        users[0]: _amount(known.leaves)
-        for known, instances in zip(layout.storage.record_types, layout.users, strict=True)
+    """Counts what the layers of each virtual stage have in a collection, `[K*V]`."""
+    leaves_of = {
+        users[0]: record.leaves
+        for record, instances in zip(layout.storage.record_types, layout.users, strict=True)
         for users in instances
     }
-    by_stage = [[of_layer[i] for i in range(*bound) if i in of_layer] for bound in plan.partition.bounds]
-    return tuple(Amount(sum(a.elements for a in amounts), sum(a.bytes for a in amounts)) for amounts in by_stage)
+    bounds = plan.partition.bounds
+    return tuple(_amount(leaf for i in range(*bound) for leaf in leaves_of.get(i, ())) for bound in bounds)
 
 
 def _parts(layout: Layout, along: Callable[[str], bool]) -> Iterator[jax.ShapeDtypeStruct]:

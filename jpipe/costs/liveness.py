@@ -1,7 +1,8 @@
 """Computes the memory that a traced function needs while it runs, from the lives of its arrays; compiles nothing.
 
-Operations are taken as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
-elements, is an array only where something else reads it, such as, on CPU, a product; until then its operands live on.
+It counts operations as fused where compilers fuse them. So the result of an elementwise operation, or of a move of
+elements, is an array only if another kind of operation reads it, such as a product on CPU. Until then its operands
+live on.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _READ_FUSED = _FUSED | REDUCTIONS.keys()
 
 @dataclass(frozen=True)
 class Compiler:
-    """The values that a compiler makes arrays of, and where these lie; by default as for CPU.
+    """Says which values a compiler makes arrays of, and where these lie; by default as a CPU's does.
 
     Attributes:
-      into_products: it fuses elementwise operations into all products that read them, reads slices as they
+      into_products: whether it fuses elementwise operations into all products that read them, reads slices as they
         lie, and adds a product that nothing else reads to the sum that it is for.
       near: bytes of arrays that it holds on the chip, so that they take no memory.
     """
@@ -56,6 +57,7 @@ class _Held:
         self._near, self._sizes, self._far = near, dict[Var, int](), set[Var]()
 
     def begin(self, arrays: Iterable[Var], copies: int = 1) -> None:
+        """Begins the lives of arrays, on the chip while they fit."""
         for v in arrays:
             self._sizes[v] = _size(v) * copies
             if sum(size for other, size in self._sizes.items() if other not in self._far) > self._near:
@@ -85,22 +87,22 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
       closed: the function.
       copied: indices of operands that are slices of larger arrays: each operation that isn't fused reads a copy of its
         own, which is made at the start.
-      compiler: what is fused.
+      compiler: the compiler, which decides what is fused.
     """
     kept = [True] * len(closed.jaxpr.invars)
     jaxpr = without_calls(needed_part(closed, [True] * len(closed.jaxpr.outvars), keep=kept)[0]).jaxpr
-    equations, given = jaxpr.eqns, [jaxpr.invars[i] for i in copied]
+    equations, slices = jaxpr.eqns, [jaxpr.invars[i] for i in copied]
     readers: dict[Var, list[int]] = defaultdict(list)
     for i, equation in enumerate(equations):
         for v in _variables(equation):
             readers[v].append(i)
-    made_of = _made_of(equations, given, readers, compiler)
+    made_of = _made_of(equations, slices, readers, compiler)
     last: dict[Var, int] = defaultdict(lambda: -1)
     for v, parts in made_of.items():
         for part in parts:
             last[part] = max([last[part], *readers[v]])
     most, held = 0, _Held(compiler.near)
-    for v in given:
+    for v in slices:
         held.begin([v], sum(equations[i].primitive.name not in compiler.reads_fused for i in readers[v]))
     for i, equation in enumerate(equations):
         if equation.primitive.name in ELEMENTWISE and compiler.into_products:  # in the place of what it reads
@@ -112,13 +114,15 @@ def working_bytes(closed: ClosedJaxpr, copied: Collection[int] = (), compiler: C
 
 
 def _made_of(
-    equations: Sequence[JaxprEqn], given: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
+    equations: Sequence[JaxprEqn], copied: Sequence[Var], readers: Mapping[Var, Sequence[int]], compiler: Compiler
 ) -> dict[Var, frozenset[Var]]:
     """The arrays that have to live until each value is read: itself alone, if it is one."""
-    is_read_whole = lambda v: any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
-    found = {v: frozenset([v] if is_read_whole(v) else []) for v in given}
 
-    added = set[Var]()  # what nothing reads but to give it
+    def is_read_whole(v: Var) -> bool:
+        return any(equations[i].primitive.name not in compiler.reads_fused for i in readers[v])
+
+    made_of = {v: frozenset([v] if is_read_whole(v) else []) for v in copied}
+    added = set[Var]()  # values that nothing reads but to make results of them
     for equation in reversed(equations if compiler.into_products else ()):
         for v in equation.outvars:
             fused = all(equations[i].primitive.name in _FUSED for i in readers[v])
@@ -126,12 +130,12 @@ def _made_of(
                 added.add(v)
     for equation in equations:
         name = equation.primitive.name
-        parts = frozenset[Var]().union(*(found.get(v, ()) for v in _variables(equation)))
+        parts = frozenset[Var]().union(*(made_of.get(v, ()) for v in _variables(equation)))
         once = name in _COSTLY and not compiler.into_products
         for v in equation.outvars:
             apart = not compiler.fuses(equation) or is_read_whole(v) or (once and len(readers[v]) > 1)
-            found[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
-    return found
+            made_of[v] = frozenset([v]) if apart and not (name == "dot_general" and v in added) else parts
+    return made_of
 
 
 def _inside(equation: JaxprEqn, compiler: Compiler) -> int:

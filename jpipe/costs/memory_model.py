@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -45,7 +44,7 @@ def predict_memory(
       planner: the pipeline's; its mesh may be of devices that aren't there.
       batch: a batch `[B, ...]`, or its shapes.
       tx: the optimiser; default: one without state.
-      chip: of which kind the devices are (default: those of the mesh).
+      chip: the kind of the devices (default: that of the mesh).
 
     Raises:
       ValueError, TypeError: as `Pipeline.abstract_state`.
@@ -55,7 +54,7 @@ def predict_memory(
     at_rest = {name: held.bytes for name, held in holdings(step.plan).device.items()}
     layouts = step.plan.at_work
     at_work = {name: jax.eval_shape(partial(layout.zeros, accumulator_dtype)) for name, layout in layouts.items()}
-    uses, params = _uses(step), jax.eval_shape(layouts["params"].zeros)
+    (casts, whole), params = _uses(step), jax.eval_shape(layouts["params"].zeros)
     compiler = compiler_for(chip or chip_of(planner.request.mesh.devices.flat[0]))
     with planner.tracing():
         work = max(_of_layer(step, g, planner.request.mesh, compiler) for g in range(len(step.layers)))
@@ -64,13 +63,13 @@ def predict_memory(
         optimizer=optimizer,
         gradients=bytes_of(at_work["params"]),
         other_variables=sum(at_rest.values())
-        + sum(_brought(layout, uses.whole if name == "params" else None) for name, layout in layouts.items())
+        + sum(_brought(layout, whole if name == "params" else None) for name, layout in layouts.items())
         + sum(bytes_of(at_work[name]) for name in step.collections("state", GRADIENT)),
         batch=step.schedule.num_microbatches * _batch_part(step),
         boundaries=boundary_bytes(step, compiler),
         residuals=bytes_of(jax.eval_shape(step.kept.empty)),
         work=work,
-        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in uses.casts),
+        casts=sum(params[name].size * dtype.itemsize for name, _, dtype in casts),
     )
 
 
@@ -82,11 +81,11 @@ def boundary_bytes(step: Step, compiler: Compiler) -> int:
     """
     total = 0
     for boundaries, name in ((step.activations, "activation"), (step.cotangents, "cotangent")):
-        own = jax.eval_shape(boundaries.empty)
-        crosses = bytes_of(jax.eval_shape(boundaries.crossing, own))
+        on_stage = jax.eval_shape(boundaries.empty)
+        crosses = bytes_of(jax.eval_shape(boundaries.crossing, on_stage))
         rows = step.table.rows_written(name)
         copied = rows if rows > 1 and name == "activation" and not compiler.into_products else 0
-        total += bytes_of(own) + crosses * (rows + (rows > 0) + copied)
+        total += bytes_of(on_stage) + crosses * (rows + (rows > 0) + copied)
     if step.ends.shared:  # what the first layer gives, and the cotangents of what the last one takes
         first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
         total += bytes_of([*first, *filter(is_float, last)])
@@ -135,35 +134,27 @@ def _of_layer(step: Step, g: int, mesh: Mesh, compiler: Compiler) -> int:
     return max(working_bytes(layer.forward.jaxpr, weights), working_bytes(backward, [*weights, *residuals]))
 
 
-class _Uses(NamedTuple):
+def _uses(step: Step) -> tuple[set[tuple[str, bool, np.dtype]], set[str]]:
     """How layers use the parameters of a step.
 
-    Attributes:
-      casts: (buffer, whether it is turned for them, dtype) of what they only cast.
-      whole: the buffers that are used otherwise.
+    Returns:
+      (buffer, whether it is turned for them, dtype) of the parameters that layers only cast; and the buffers that they
+      use otherwise.
     """
-
-    casts: set[tuple[str, bool, np.dtype]]
-    whole: set[str]
-
-
-def _uses(step: Step) -> _Uses:
-    """How layers use the parameters of a step."""
-    layout, found = step.plan.at_work["params"], _Uses(set(), set())
+    layout, casts, whole = step.plan.at_work["params"], set[tuple[str, bool, np.dtype]](), set[str]()
     once = step.plan.request.options.cast == "step"
     for g, layer in enumerate(step.layers):
         v, jaxpr = step.model.groups[g].variable_set, without_calls(layer.forward.jaxpr).jaxpr
         if v is None:
             continue
-        known, cast_once = layout.storage.record_types[v], once or v in layout.brought
-        turned = [
-            layout.storage.buffers[n].shape[1:] != a.shape for n, a in zip(known.buffers, known.leaves, strict=True)
-        ]
-        params = dict(zip(jaxpr.invars, zip(known.buffers, turned, strict=True), strict=False))
+        record, cast_once = layout.storage.record_types[v], once or v in layout.brought
+        leaves = zip(record.buffers, record.leaves, strict=True)
+        buffers = [(name, layout.storage.buffers[name].shape[1:] != leaf.shape) for name, leaf in leaves]
+        params = dict(zip(jaxpr.invars, buffers, strict=False))
         for equation in jaxpr.eqns:
             for v in params.keys() & {v for v in equation.invars if not isinstance(v, Literal)}:
                 if cast_once and equation.primitive.name == "convert_element_type":
-                    found.casts.add((*params[v], shapes_of(equation.outvars)[0].dtype))
+                    casts.add((*params[v], shapes_of(equation.outvars)[0].dtype))
                 else:
-                    found.whole.add(params[v][0])
-    return found
+                    whole.add(params[v][0])
+    return casts, whole

@@ -51,8 +51,8 @@ def roofline(closed: ClosedJaxpr, chip: Chip, wanted: Sequence[bool] | None = No
       chip: the device.
       wanted: for each result whether it is needed; default: all are.
     """
-    chosen = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
-    return _Kernels(without_calls(needed_part(closed, chosen)[0]), chip).seconds
+    needed = [True] * len(closed.jaxpr.outvars) if wanted is None else wanted
+    return _Kernels(without_calls(needed_part(closed, needed)[0]), chip).seconds
 
 
 def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
@@ -61,13 +61,13 @@ def pass_seconds(arrays: Iterable[jax.ShapeDtypeStruct], chip: Chip) -> float:
 
 
 class _Kernels:
-    """The state of a function's values, and the seconds of its kernels so far.
+    """Adds up the seconds of a function's kernels, equation by equation.
 
     Attributes:
-      seconds: of them all.
-      roots: by value the arrays that it is computed from as it is read: itself alone, if it is one.
-      depth: by value how many reductions lie between it and the product or input that it comes from.
-      padding: by shape, of images of convolutions, what they grow by where they are padded.
+      seconds: the sum so far.
+      roots: by value, the arrays that are read to compute it: itself alone, if it is an array.
+      depth: by value, the number of reductions between it and the product or input that it comes from.
+      padding: by the shape of a convolution's image, how many times as large it is when it is padded.
     """
 
     def __init__(self, closed: ClosedJaxpr, chip: Chip):
@@ -75,23 +75,24 @@ class _Kernels:
         self.chip, self.inputs, self.seconds = chip, {*jaxpr.invars, *jaxpr.constvars}, 0.0
         self.roots = {v: frozenset([v]) for v in self.inputs}
         self.depth: dict[Var, int] = {}
-        self.of_products, self.swept, self.turned = set[Var](), set[tuple[frozenset[Var], int]](), set[Var]()
+        self.of_products, self.turned = set[Var](), set[Var]()
+        self.swept = set[tuple[frozenset[Var], int]]()
         convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated" and chip.fuses]
         self.padding = {shape: more for e in convolutions for shape, more in _padding(e).items()}
         readers = [(v, e.primitive.name) for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)]
         self.by_product = {v for v, name in readers if name not in _FUSED and name not in REDUCTIONS}
         # In order: sums are the same each time.
         self.results = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
-        kept = [e for e in jaxpr.eqns if e.primitive.name in _FUSED]
-        self.kept = set(self.results)
-        for equation in reversed(kept):  # what a result is made of without a kernel between
-            if not self.kept.isdisjoint(equation.outvars):
+        self.kept = set(self.results)  # and the values that results are made of without a kernel between
+        for equation in reversed(jaxpr.eqns):
+            if equation.primitive.name in _FUSED and not self.kept.isdisjoint(equation.outvars):
                 self.kept |= {v for v in equation.invars if isinstance(v, Var)}
         for equation in jaxpr.eqns:
             self._add(equation)
         self.seconds += sum(self._pass(v) for v in self.results)
 
     def _add(self, equation: JaxprEqn) -> None:
+        """Adds an equation's kernel, if it is one, and notes what its results are computed from."""
         name, operands = equation.primitive.name, [v for v in equation.invars if isinstance(v, Var)]
         roots = frozenset[Var]().union(*(self.roots[v] for v in operands))
         depth = max((self.depth.get(v, 0) for v in operands), default=0)
@@ -153,6 +154,7 @@ class _Kernels:
             self.seconds += self._pass(equation.invars[0])
 
     def _on_chip(self, v: Var) -> bool:
+        """Whether a value is made here and stays in the vector memory."""
         return v not in self.inputs and _bytes(v) <= self.chip.on_chip
 
     def _pass(self, v: Var | Literal) -> float:
@@ -183,7 +185,10 @@ def _product_flops(equation: JaxprEqn, chip: Chip) -> float:
     common = math.prod(shapes[0][d] for d in batch)
     depth = math.prod(shapes[0][d] for d in contracted)
     rows, columns = (math.prod(shape) // (common * depth) for shape in shapes)
-    padded = lambda n: math.ceil(n / chip.tile) * chip.tile
+
+    def padded(size: int) -> int:
+        return math.ceil(size / chip.tile) * chip.tile
+
     return 2.0 * common * padded(depth) * min(rows * padded(columns), padded(rows) * columns)
 
 
@@ -203,9 +208,8 @@ def _images(equation: JaxprEqn) -> list[tuple[tuple[int, ...], int, int]]:
 
 def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
     """How many times larger a convolution's images are with channels and examples padded, by their shape."""
-    more = lambda n, tile: math.ceil(n / tile) * tile / n
     return {
-        shape: more(shape[examples], _SUBLANES) * more(shape[channels], _LANES)
+        shape: _growth(shape[examples], _SUBLANES) * _growth(shape[channels], _LANES)
         for shape, examples, channels in _images(equation)
     }
 
@@ -213,28 +217,32 @@ def _padding(equation: JaxprEqn) -> dict[tuple[int, ...], float]:
 def _convolution_flops(equation: JaxprEqn) -> float:
     """FLOPs of all channels that there are with padding; of channels in groups without."""
     (left, examples, channels), (right, _, others) = _images(equation)
-    flops, more = flops_of(equation).flops, lambda n, tile: math.ceil(n / tile) * tile / n
+    flops = flops_of(equation).flops
     if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
         return flops
-    padded = more(left[channels], _LANES) * more(right[others], _LANES)
-    return flops * padded * more(left[examples], _SUBLANES)
+    grown = _growth(left[channels], _LANES) * _growth(right[others], _LANES)
+    return flops * grown * _growth(left[examples], _SUBLANES)
+
+
+def _growth(size: int, tile: int) -> float:
+    """How many times as large a dimension is when it is padded to a multiple of the tile."""
+    return math.ceil(size / tile) * tile / size
 
 
 def _turned(equation: JaxprEqn) -> list[Var]:
     """The arrays that a product joins dimensions of, the last of them shorter than the lanes."""
     contracted, batch = equation.params["dimension_numbers"]
-    found, result = list[Var | Literal](), [[len(batch[0])]]
+    turned, free = list[Var | Literal](), list[int]()
     for v, of_sum, of_batch in zip(equation.invars, contracted, batch, strict=True):
         shape = shapes_of([v])[0].shape
         free = [d for d in range(len(shape)) if d not in (*of_sum, *of_batch) and shape[d] > 1]
-        result.append(free)
         joined = [[d for d in of_sum if shape[d] > 1], free]
         if any(len(dims) > 1 and dims[-1] == len(shape) - 1 for dims in joined) and shape[-1] % _LANES:
-            found.append(v)
+            turned.append(v)
     shape = shapes_of(equation.outvars)[0].shape
-    if shape and shape[-1] % _LANES and len(result[-1]) > 1:
-        found.append(equation.outvars[0])
-    return [v for v in found if isinstance(v, Var)]
+    if shape and shape[-1] % _LANES and len(free) > 1:  # the second operand's are the last of the result
+        turned.append(equation.outvars[0])
+    return [v for v in turned if isinstance(v, Var)]
 
 
 def _size(v: Var | Literal) -> int:

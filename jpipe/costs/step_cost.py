@@ -55,10 +55,10 @@ class StepCost(Tabular):
 
     Attributes:
       source: where the numbers come from: "predicted", "compiled" or "measured".
-      seconds: by what they go into, of a stage on average; empty if they aren't known.
-      bytes: on a device by what holds them; empty if they aren't known.
+      seconds: the seconds of a stage, on average, by what they go into; empty if they aren't known.
+      bytes: the bytes on a device, by what holds them; empty if they aren't known.
       timeline: the schedule with the times that the seconds follow from, if there is one.
-      notes: what stands below the table.
+      notes: lines below the table.
     """
 
     source: str

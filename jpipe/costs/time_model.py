@@ -92,13 +92,11 @@ def layer_seconds(planner: Planner, batch: Batch, chip: Chip) -> list[float]:
 
 
 def _by_layer(step: Step, chip: Chip) -> np.ndarray:
-    """`[N, 2, 5]`, of each layer what `_layer_seconds` gives."""
+    """Returns `_layer_seconds` of each layer, `[N, 2, 5]`."""
     sizes = tuple(step.plan.request.mesh.shape.items())
-    of = {
-        g: _layer_seconds(step.layers[i], sizes, chip, step.stores_residuals)
-        for i, g in enumerate(step.model.traced_as)
-    }
-    return np.array([of[g] for g in step.plan.traced.group_of])
+    layers = zip(step.model.traced_as, step.layers, strict=True)
+    of_group = {g: _layer_seconds(layer, sizes, chip, step.stores_residuals) for g, layer in layers}
+    return np.array([of_group[g] for g in step.plan.traced.group_of])
 
 
 @lru_cache(maxsize=256)  # a search asks for each under many schedules
@@ -121,7 +119,7 @@ def _layer_seconds(
     first = again = seconds(forward.jaxpr, [i < results or i in forward.residual_indices for i in numbers])
     if stores_residuals:
         again = np.zeros(2)
-    else:
+    else:  # only what computes it again keeps residuals
         first = seconds(forward.jaxpr, [i < results for i in numbers])
     whole = seconds(backward, [True] * len(gradients))
     weight = whole - seconds(backward, [i >= params for i in gradients])
@@ -147,8 +145,7 @@ def _sent_once(step: Step) -> float:
 def _sent_to_all(step: Step) -> float:
     """Bytes that a stage sends to all for each micro-batch: what the last layer takes, the first one's cotangents."""
     first, last = (step.activations.record_types[i].leaves for i in (0, step.model.num_layers - 2))
-    count = step.schedule.num_stages
-    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), count)
+    return ring_bytes("all_reduce", bytes_of([*filter(is_float, first), *last]), step.schedule.num_stages)
 
 
 def _sent(closed: ClosedJaxpr, sizes: Mapping[str, int]) -> float:

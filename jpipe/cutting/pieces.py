@@ -75,7 +75,7 @@ class Traced:
             first.update(dict.fromkeys(self.parts_used[p], p))
         spans = []
         for part, number in self.written.items():
-            made = position.get(self.straight.made_by.get(number, -1))
+            made = position.get(self.straight.flat.made_by.get(number, -1))
             if made is not None and part in first:
                 spans.append((min(first[part], made), max(made + 1, first[part] + 1)))
         return spans

@@ -95,14 +95,10 @@ class Straight:
         return origins
 
     @cached_property
-    def made_by(self) -> dict[int, int]:
-        """By number of a value, the index of the equation that makes it."""
-        return {number: i for i, equation in enumerate(self.flat.equations) for number in equation.makes}
-
-    @cached_property
     def needed(self) -> frozenset[int]:
         """The indices of the equations that the results need, or that have an effect."""
-        return frozenset(self.flat.needed_for(self.flat.results))
+        effects = [n for equation in self.flat.equations if equation.equation.effects for n in equation.makes]
+        return frozenset(self.flat.needed_for([*self.flat.results, *effects]))
 
     @cached_property
     def main(self) -> list[int]:
@@ -119,8 +115,8 @@ class Straight:
     @cached_property
     def used_whole(self) -> frozenset[int]:
         """The leaves of the variables that something other than the trips of a scan reads or makes."""
-        squeezes = [self.made_by[number] for number in self.flat.slices]
-        slicing = {self.made_by[self.flat.equations[i].reads[0]] for i in squeezes}
+        squeezes = [self.flat.made_by[number] for number in self.flat.slices]
+        slicing = {self.flat.made_by[self.flat.equations[i].reads[0]] for i in squeezes}
         read = {n for i in self.needed - slicing for n in self.flat.equations[i].reads} | {*self.outputs}
         made = {leaf for leaf, number in self.new_state.items() if number not in self.flat.trips}
         return frozenset(place for number, place in self._places.items() if number in read or place in made)
@@ -161,7 +157,7 @@ class Straight:
             seen.add(number)
             if (part := self.part(number)) is not None:
                 parts[part] = number
-            elif (i := self.made_by.get(number)) is not None:
+            elif (i := self.flat.made_by.get(number)) is not None:
                 equations.add(i)
                 todo += self.flat.equations[i].reads
         return sorted(equations), parts

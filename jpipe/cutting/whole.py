@@ -20,9 +20,10 @@ from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
-from jpipe.layers.fingerprint import ShownByTraces
+from jpipe.layers.fingerprint import ShownByTraces, same_value
 from jpipe.layers.shared import Shared
-from jpipe.model.constants import scalars_of, skeleton, without_plain_calls
+from jpipe.model.alike import skeleton
+from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
@@ -135,7 +136,8 @@ class CutModel:
         )
         pairs = zip(trained, evaluated, strict=True)
         num_leaves = len(jax.tree.leaves(batch))
-        makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves) for index, pair in enumerate(pairs)]
+        kinds = _Kinds()
+        makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
         return tuple(maker.layer() for maker in makers)
 
     def to_model(self, trees: Mapping[int, Mapping[str, Sequence[Leaf]]]) -> dict[str, PyTree]:
@@ -217,6 +219,23 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
     return CutModel(whole, cutting)
 
 
+class _Kinds:
+    """One object for all jaxprs that are the same but for numbers, so that pieces are compared at once."""
+
+    def __init__(self):
+        self._known: dict[object, list[object]] = {}
+
+    def of(self, jaxpr: ClosedJaxpr) -> object:
+        """What stands for a jaxpr without its numbers."""
+        names, shape = tuple(equation.primitive.name for equation in jaxpr.jaxpr.eqns), skeleton(jaxpr)
+        known = self._known.setdefault(names, [])
+        for other in known:
+            if same_value(other, shape):
+                return other
+        known.append(shape)
+        return shape
+
+
 @dataclass(frozen=True, eq=False)
 class _PieceLayer:
     """Makes a layer of a piece.
@@ -227,6 +246,7 @@ class _PieceLayer:
       training, evaluation: the piece in both modes.
       outputs: the shapes of the model's outputs.
       num_leaves: how many leaves the batch has.
+      kinds: of the pieces of the model.
     """
 
     model: CutModel
@@ -235,6 +255,7 @@ class _PieceLayer:
     evaluation: Piece
     outputs: Shapes
     num_leaves: int
+    kinds: _Kinds
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -254,7 +275,7 @@ class _PieceLayer:
         tied, specs = cutting.tied[self.index], str(self.partition_specs({}))
         return AnyLayer(
             name=self.model.names[self.index],
-            made_of=("piece", reads, specs, list(map(skeleton, jaxprs)), ShownByTraces(numbers)),
+            made_of=("piece", reads, specs, list(map(self.kinds.of, jaxprs)), ShownByTraces(numbers)),
             init=self.init,
             apply=self.apply,
             bind=self.bind,

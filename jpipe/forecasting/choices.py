@@ -28,7 +28,7 @@ class Choice:
         has as many devices; else `setting.axes` says its sizes.
       cost: seconds of the step and bytes of a device, predicted.
       fits: whether these are no more than there are.
-      compiled: what the compiler says, if it was asked.
+      compiled: the forecast of the compiled step, if it was asked for.
     """
 
     setting: Setting
@@ -53,19 +53,14 @@ class Choice:
         return self.time.bubble / ((self.time.bubble + self.time.computation) or 1.0)
 
     @property
-    def memory(self) -> Parts[int]:
-        """The predicted bytes on a device, by part."""
-        return self.cost.bytes
-
-    @property
     def bytes(self) -> dict[str, int]:
-        """The same as a plain dictionary."""
-        return dict(self.memory)
+        """The predicted bytes on a device, by part."""
+        return dict(self.cost.bytes)
 
     @property
     def total_bytes(self) -> int:
         """The predicted bytes on a device."""
-        return self.memory.total
+        return self.cost.bytes.total
 
     @property
     def limit(self) -> str:
@@ -76,11 +71,12 @@ class Choice:
     @property
     def words(self) -> str:
         """Its settings in a line."""
-        own = self.setting
-        axes = ", ".join(f"{name}={size}" for name, size in own.axes if size > 1 or name == AXIS)
-        schedule = word_of(own.schedule) + f" V={own.num_chunks}" * (own.num_chunks > 1)
-        over = f", shard_over={'+'.join(own.shard_over)}" * bool(own.shard_over)
-        return f"{axes}, M={own.num_microbatches}, {schedule}, remat={word_of(own.remat)}, ends={own.ends}{over}"
+        chosen = self.setting
+        axes = ", ".join(f"{name}={size}" for name, size in chosen.axes if size > 1 or name == AXIS)
+        schedule = word_of(chosen.schedule) + f" V={chosen.num_chunks}" * (chosen.num_chunks > 1)
+        over = f", shard_over={'+'.join(chosen.shard_over)}" * bool(chosen.shard_over)
+        remat = word_of(chosen.remat)
+        return f"{axes}, M={chosen.num_microbatches}, {schedule}, remat={remat}, ends={chosen.ends}{over}"
 
     def column(self) -> dict[str, str]:
         """The entries of this choice in a table."""
@@ -92,12 +88,11 @@ class Choice:
         rows |= dict([*self.cost.rows_of_seconds(digits=1)[:-1], ("a device", bytes_in_words(self.total_bytes))])
         rows |= dict([("limit", self.limit), *self.cost.rows_of_bytes()[:-1]])
         if self.compiled is not None:
-            real = self.compiled.total_bytes
+            size, seconds = self.compiled.total_bytes, self.compiled.seconds
             rows |= {"compiled": "fits" if self.compiled.fits else "doesn't fit"}
-            rows |= {"compiled bytes": bytes_in_words(real), "bytes were off by": _off(self.total_bytes, real)}
-            if self.compiled.seconds is not None:
-                rows |= {"compiled ms": f"{1e3 * self.compiled.seconds:,.1f}"}
-                rows |= {"ms were off by": _off(self.seconds, self.compiled.seconds)}
+            rows |= {"compiled bytes": bytes_in_words(size), "bytes were off by": _off(self.total_bytes, size)}
+            if seconds is not None:
+                rows |= {"compiled ms": f"{1e3 * seconds:,.1f}", "ms were off by": _off(self.seconds, seconds)}
         return rows
 
 
@@ -106,9 +101,9 @@ class Choices(Tabular, Sequence[Choice]):
     """The best choices, the fastest first; printed, or shown in a notebook, they are a table.
 
     Attributes:
-      title: for what.
-      choices: themselves.
-      advice: what to know of the first.
+      title: what the plans are for.
+      choices: the choices.
+      advice: remarks on the first choice.
     """
 
     title: str
@@ -152,34 +147,34 @@ def _of_stages(counts: object) -> str:
 
 
 def sorted_out(choices: Iterable[Choice]) -> list[Choice]:
-    """The fastest first, then those that take less memory than all before them."""
-    found: list[Choice] = []
+    """Sorts choices by time, and keeps those that take less memory than all faster ones."""
+    kept: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.seconds, choice.total_bytes)):
-        if not found or choice.total_bytes < found[-1].total_bytes:
-            found.append(choice)
-    return found
+        if not kept or choice.total_bytes < kept[-1].total_bytes:
+            kept.append(choice)
+    return kept
 
 
 def advice_on(choice: Choice, rated: Sequence[Choice], remarks: Iterable[str]) -> tuple[str, ...]:
-    """Remarks on a choice.
+    """Advises on a choice: its bubble, the size of its micro-batches, and what planning it remarked.
 
     Args:
-      choice: it.
-      rated: all that were rated.
-      remarks: what planning it said.
+      choice: the choice.
+      rated: all choices that were rated.
+      remarks: the warnings that planning it gave.
     """
-    found, setting = [], choice.setting
+    advice, setting = [], choice.setting
     count, microbatch = setting.num_microbatches, f"micro-batches of its M={setting.num_microbatches}"
     if choice.bubble_fraction > LARGE_BUBBLE:
-        found.append(
+        advice.append(
             f"stages wait {choice.bubble_fraction:.0%} of the time at M={count} on {setting.num_stages} stages; a "
             "larger batch of more micro-batches would have them wait less"
         )
     half = next((one for one in rated if one.setting == replace(setting, num_microbatches=count // 2)), None)
     if count > 1 and half is not None and half.time.computation < SMALL * choice.time.computation:
         less = 1 - half.time.computation / choice.time.computation
-        found.append(
+        advice.append(
             f"{microbatch} are too small to fill the device: of twice the size (M={count // 2}) layers take {less:.0%} "
             f"less time, and stages wait {half.bubble_fraction:.0%} of the time"
         )
-    return tuple(dict.fromkeys([*found, *remarks]))
+    return tuple(dict.fromkeys([*advice, *remarks]))

@@ -12,10 +12,7 @@ from pathlib import Path
 
 from jax.stages import Compiled, Lowered
 
-_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
 _OPERATION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
-_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](?:\{([\d,]*)[^}]*?(S\(\d+\))?\})?")
-_MOVES = ("parameter", "constant", "copy", "transpose", "broadcast", "bitcast", "reshape", "tuple", "convert")
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,12 @@ class Operation:
 
     Attributes:
       name: the instruction's.
-      opcode: such as "fusion".
-      type: of what it gives, with its layout.
-      operands: the names of what it takes.
+      opcode: its kind, such as "fusion".
+      type: the type of its result, with its layout.
+      operands: the names of its operands.
       cycles: the compiler's estimate; 0 where it has none.
-      op_name: what it was made from, such as "jit(f)/ticks/while/body/F/while".
-      line: the whole text.
+      op_name: the scopes of the code that it was made from, such as "jit(f)/ticks/while/body/F/while".
+      line: its whole text.
     """
 
     name: str
@@ -43,12 +40,7 @@ class Operation:
     def attribute(self, name: str) -> str | None:
         """The computation that an attribute such as `body` names."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.line)
-        return match.group(1) if match else None
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its largest result."""
-        return max((num_bytes(dtype, dims) for dtype, dims, _, _ in _ARRAY.findall(self.type)), default=0)
+        return match[1] if match else None
 
 
 @dataclass(frozen=True)
@@ -57,16 +49,16 @@ class Loop:
 
     Attributes:
       scope: the `op_name` of the `while`; empty for the program.
-      operations: of its body, in the order in which they are scheduled.
+      operations: the operations of its body, in the order in which they are scheduled.
       inner: the loops in its body.
-      movers: the operations of its body that only copy, transpose or fill.
-      trips: how often it turns, if its condition says so with a number; else None.
+      computations: the operations of all of the program's computations, by name.
+      trips: the number of its turns, if its condition has it as a number; else None.
     """
 
     scope: str
     operations: list[Operation]
     inner: list["Loop"]
-    movers: list[Operation]
+    computations: dict[str, list[Operation]]
     trips: int | None = None
 
     @property
@@ -87,8 +79,7 @@ class Loop:
 
     def find(self, *names: str) -> list["Loop"]:
         """The loops inside that lie in loops of these names, the last their own."""
-        inside = lambda loop: all(name in loop.scope.split("/") for name in names)
-        return [loop for loop in self.walk() if loop.name == names[-1] and inside(loop)]
+        return [loop for loop in self.walk() if loop.name == names[-1] and {*names} <= {*loop.scope.split("/")}]
 
 
 @dataclass(frozen=True)
@@ -98,20 +89,12 @@ class Permute:
     Attributes:
       operation: the start.
       loops: the loops in between.
-      cycles: of the operations in between, loops apart.
+      cycles: the cycles of the operations in between, without those of loops.
     """
 
     operation: Operation
     loops: list[Loop]
     cycles: int
-
-
-def num_bytes(dtype: str, dims: str) -> int:
-    """Bytes of an array such as ("bf16", "4,1024")."""
-    count = 1
-    for d in dims.split(","):
-        count *= int(d or 1)
-    return count * _BYTES.get(dtype, 1)
 
 
 def compile_with_text(lowered: Lowered) -> tuple[Compiled, str]:
@@ -134,44 +117,39 @@ def read(text: str) -> Loop:
 
 def transfers(loop: Loop) -> list[Permute]:
     """The permutes in a loop's body."""
-    found, inner = [], {inner.scope: inner for inner in loop.inner}
+    permutes, inner = [], {inner.scope: inner for inner in loop.inner}
+    names = [operation.name for operation in loop.operations]
     for end, operation in enumerate(loop.operations):
         if operation.opcode == "collective-permute-done":
-            names = [other.name for other in loop.operations]
             start = names.index(operation.operands[0])
             between = loop.operations[start + 1 : end]
             loops = [inner[other.op_name] for other in between if other.opcode == "while"]
-            found.append(Permute(loop.operations[start], loops, sum(other.cycles for other in between)))
+            permutes.append(Permute(loop.operations[start], loops, sum(other.cycles for other in between)))
         elif operation.opcode == "collective-permute":
-            found.append(Permute(operation, [], 0))
-    return found
-
-
-def largest_move(program: Loop) -> int:
-    """Bytes of the largest array that is copied, transposed or filled inside of a loop."""
-    return max((op.bytes for loop in program.walk() if loop.scope for op in loop.movers), default=0)
+            permutes.append(Permute(operation, [], 0))
+    return permutes
 
 
 def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
-    found: dict[str, list[Operation]] = {}
+    """Returns the operations of each computation by its name, and the name of the program's own."""
+    computations: dict[str, list[Operation]] = {}
     name = entry = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" ") and (match := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
             name = match.group(2)
-            found[name] = []
+            computations[name] = []
             entry = name if match.group(1) else entry
         elif name and (match := _OPERATION.match(line)):
-            found[name].append(_operation(line, *match.groups()))
-    return found, entry
+            computations[name].append(_operation(line, *match.groups()))
+    return computations, entry
 
 
 def _operation(line: str, name: str, kind: str, opcode: str, rest: str) -> Operation:
+    """Makes an operation of its line, and of the parts of it that `_OPERATION` matches."""
     cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
     op_name = re.search(r'op_name="([^"]*)"', line)
     operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
-    return Operation(
-        name, opcode, kind, operands, int(cycles.group(1)) if cycles else 0, op_name.group(1) if op_name else "", line
-    )
+    return Operation(name, opcode, kind, operands, int(cycles[1]) if cycles else 0, op_name[1] if op_name else "", line)
 
 
 def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Loop:
@@ -183,14 +161,13 @@ def _loop(computations: dict[str, list[Operation]], body: str, scope: str) -> Lo
             assert name is not None
             condition = computations.get(operation.attribute("condition") or "", [])
             inner.append(replace(_loop(computations, name, operation.op_name), trips=_trips(condition)))
-    movers = [operation for operation in operations if _only_moves(computations, operation)]
-    return Loop(scope, operations, inner, movers)
+    return Loop(scope, operations, inner, computations)
 
 
 def _trips(condition: list[Operation]) -> int | None:
     """The one number that a loop's condition compares with."""
-    found = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
-    return int(found[0]) if len(found) == 1 else None
+    numbers = re.findall(r" s32\[\]\S* constant\((\d+)\)", "\n".join(operation.line for operation in condition))
+    return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Operation]:
@@ -201,15 +178,3 @@ def _flat(computations: dict[str, list[Operation]], name: str) -> Iterator[Opera
             yield from _flat(computations, called)
         else:
             yield operation
-
-
-def _only_moves(computations: dict[str, list[Operation]], operation: Operation) -> bool:
-    if operation.opcode in ("copy", "transpose", "broadcast"):
-        return True
-    if operation.opcode == "copy-start":  # between memories: no layout changes
-        layouts = {layout for _, dims, layout, _ in _ARRAY.findall(operation.type) if dims}
-        return len(layouts) > 1
-    if operation.opcode != "fusion":
-        return False
-    called = operation.attribute("calls")
-    return called is not None and all(inner.opcode in _MOVES for inner in computations[called])

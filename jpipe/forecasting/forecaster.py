@@ -20,8 +20,8 @@ from jpipe.costs.communication import BACKWARD, ENDS, FORWARD, STEP, TICK, commu
 from jpipe.costs.holdings import on_device
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.forecasting.compiled_program import Loop, compile_with_text, read, transfers
-from jpipe.forecasting.step_cycles import StepCycles, count_cycles
-from jpipe.mesh.device_order import make_mesh
+from jpipe.forecasting.step_cycles import count_cycles
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.random_keys import key_shape
 from jpipe.pipeline import Pipeline
 from jpipe.planning.costs import layer_costs
@@ -44,16 +44,17 @@ class Forecast(Tabular):
     """The result of `jpipe.forecast`. Printed, or shown in a notebook, it is a table.
 
     Attributes:
-      title: of which pipeline, where.
+      title: the pipeline and the hardware, in a line.
       fits: whether the compiler found room for the step.
       cost: seconds of the step by what they go into ("layers", "bubble", "between layers", "update", "links"), bytes on
         a device, and the schedule with the stages' cycles. No seconds where `cycles` is None.
-      flops: of a device in a step, the mean of all; what remat computes again included.
-      cycles: by kind of action, of one on the slowest stage; of all "ticks" beyond actions, of the "ends" where all
-        stages share them, and of the "update"; None where the compiler estimates none (CPU, GPU), or it doesn't fit.
+      flops: the FLOPs of a device in a step, the mean of all devices; what remat computes again is included.
+      cycles: by kind, the cycles of one action on the slowest stage; the cycles of all "ticks" beyond actions, of the
+        "ends" where all stages share them, and of the "update". None where the compiler estimates none (CPU, GPU), or
+        the step doesn't fit.
       collectives: bytes that a device sends in a step, by mesh axes; at most, where stages differ.
       message: the compiler's, if the step doesn't fit.
-      advice: what would help then.
+      advice: settings that would help if it doesn't fit.
     """
 
     title: str
@@ -155,10 +156,9 @@ def forecast(
       ImportError: the TPU compiler isn't installed.
       ValueError: the topology is unknown, both are given, or there are fewer devices than the mesh has.
     """
-    if topology is not None and devices is not None:
-        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
-    found = parse_topology(topology).devices() if topology is not None else devices
-    there = pipe if found is None else _moved(pipe, found, topology)
+    check_one(topology, devices)
+    targets = parse_topology(topology).devices() if topology is not None else devices
+    there = pipe if targets is None else _moved(pipe, targets, topology)
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     device, planner = there.mesh.devices.flat[0], there.planner
     state = there.abstract_state(shapes, tx)
@@ -168,7 +168,7 @@ def forecast(
     title = f"A step of {pipe!r} on {topology or device.device_kind}"
     sent, crossing = _collectives(planner, shapes, title)
     cost = StepCost("compiled", Parts(), held)
-    known = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
+    predicted = Forecast(title, True, cost, _flops(planner, shapes), None, sent)
     with task(f"compiling for {topology or device.device_kind}"):
         lowered = jax.jit(there.train_step, donate_argnums=0).lower(state, shapes)
         try:
@@ -176,37 +176,54 @@ def forecast(
         except jax.errors.JaxRuntimeError as error:
             if not found_no_room(error):
                 raise
-            return _without_room(known, there, str(error))
+            return _without_room(predicted, there, str(error))
     if memory := compiled.memory_analysis():
         beyond = {
             "batch": max(0, memory.argument_size_in_bytes - held.total),
             "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         }
-        known = replace(known, cost=replace(cost, bytes=Parts(held, **beyond)))
+        predicted = replace(predicted, cost=replace(cost, bytes=Parts(held, **beyond)))
     if not text:
-        return known
+        return predicted
     step = planner.training_step(planner.for_training(shapes))
-    return _with_cycles(known, step, read(text), chip_of(device), crossing)
+    return _with_cycles(predicted, step, read(text), chip_of(device), crossing)
 
 
-def _with_cycles(known: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
-    """Adds cycles, and seconds if the chip's clock is known; transfers beside work take none."""
+def check_one(topology: str | None, devices: Sequence[Device] | None) -> None:
+    """Refuses a topology beside devices."""
+    if topology is not None and devices is not None:
+        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+
+
+def _with_cycles(predicted: Forecast, step: Step, program: Loop, chip: Chip | None, crossing: float) -> Forecast:
+    """Adds cycles, and seconds if the chip's clock is known; transfers beside work take no time."""
     cycles = count_cycles(step, program)
-    hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
-    seconds = Parts() if chip is None else _slices(cycles, chip, sum(known.collectives.values()) - hidden)
-    cost = replace(known.cost, seconds=seconds, timeline=cycles.timeline)
     by_kind = {kind: max(of_stages) for kind, of_stages in cycles.actions.items()}
     others = {"ticks": cycles.ticks, "ends": cycles.ends, "update": cycles.update}
-    return replace(known, cycles=by_kind | others, cost=cost)
+    seconds = Parts()
+    if chip is not None and chip.clock is not None:
+        hidden = crossing if all(move.loops for move in transfers(program.find("ticks")[0])) else 0.0
+        bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
+        slices = {
+            "layers": cycles.timeline.makespan - bubble,
+            "bubble": bubble,
+            "between layers": cycles.ticks + cycles.ends,
+            "update": cycles.update,
+        }
+        links = (sum(predicted.collectives.values()) - hidden) / chip.link_bandwidth
+        seconds = Parts({name: count / chip.clock for name, count in slices.items()}, links=links)
+    cost = replace(predicted.cost, seconds=seconds, timeline=cycles.timeline)
+    return replace(predicted, cycles=by_kind | others, cost=cost)
 
 
-def _without_room(known: Forecast, pipe: Pipeline, error: str) -> Forecast:
+def _without_room(predicted: Forecast, pipe: Pipeline, error: str) -> Forecast:
     """The forecast of a step that doesn't fit, as its compiler says."""
     message = next((line.strip() for line in error.splitlines() if "memory" in line), "out of memory")
-    held = known.cost.bytes
-    left = max(0, _used(error) - held.total)
-    cost = replace(known.cost, bytes=Parts(held, temporaries=left))
-    return replace(known, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
+    held = predicted.cost.bytes
+    used = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", error)  # the first number before one of these words
+    left = max(0, int(float(used[1]) * UNITS[used[2]]) - held.total) if used else 0
+    cost = replace(predicted.cost, bytes=Parts(held, temporaries=left))
+    return replace(predicted, fits=False, cost=cost, message=message, advice=_advice(pipe, held.total, left))
 
 
 def _moved(pipe: Pipeline, devices: Sequence[Device], topology: str | None) -> Pipeline:
@@ -233,9 +250,9 @@ def _flops(planner: Planner, batch: Batch) -> float:
 
 
 def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple[str, ...], float], float]:
-    """Bytes that a device sends in a step, by mesh axes; of layers those of the stage that has the most.
+    """Counts the bytes that a device sends in a step: by mesh axes, and those among them that cross boundaries.
 
-    And those among them that cross boundaries.
+    Of a kind of layer it counts as many as the stage has that has the most of them.
     """
     step, sent, crossing = planner.training_step(planner.for_training(batch)), dict[tuple[str, ...], float](), 0.0
     count, chunks = step.schedule.num_microbatches, step.schedule.num_chunks
@@ -248,36 +265,15 @@ def _collectives(planner: Planner, batch: Batch, title: str) -> tuple[dict[tuple
     return sent, crossing
 
 
-def _slices(cycles: StepCycles, chip: Chip, sent: float) -> Parts[float]:
-    """Seconds of a step by what they go into; none without a clock."""
-    if chip.clock is None:
-        return Parts()
-    bubble = cycles.timeline.bubble_fraction * cycles.timeline.makespan
-    seconds = {
-        "layers": (cycles.timeline.makespan - bubble) / chip.clock,
-        "bubble": bubble / chip.clock,
-        "between layers": (cycles.ticks + cycles.ends) / chip.clock,
-        "update": cycles.update / chip.clock,
-        "links": sent / chip.link_bandwidth,
-    }
-    return Parts(seconds)
-
-
-def _used(message: str) -> int:
-    """Bytes that a compiler says a program would take, in the first number before "exceeds" or "of"."""
-    found = re.search(r"([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", message)
-    return int(float(found.group(1)) * UNITS[found.group(2)]) if found else 0
-
-
 def _advice(pipe: Pipeline, held: int, temporaries: int) -> tuple[str, ...]:
     """Settings that would take less memory, by the largest part first."""
-    request, found = pipe.planner.request, []
+    request, remedies = pipe.planner.request, []
     if temporaries > held:
-        found += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
-        found += ["more micro-batches of fewer examples each"]
-    found += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]
+        remedies += ['remat="stage" keeps less from forward to backward'] * (not request.remat.keep_inputs)
+        remedies += ["more micro-batches of fewer examples each"]
+    remedies += [f"more stages than {request.schedule.num_stages}, so that each has fewer layers"]
     if request.splits.batch_axes and request.splits.num_shards > 1:
-        found += [f"shard_over={request.splits.batch_axes!r} splits parameters and their optimiser over data axes"]
-    found += ['cast="use" keeps no narrow copy of the weights'] * (request.options.cast == "step")
-    found += ['ends="spread" lays the weights of the ends on all stages'] * (request.options.ends == "own")
-    return tuple(f"would help: {text}" for text in found)
+        remedies += [f"shard_over={request.splits.batch_axes!r} splits parameters and their optimiser over data axes"]
+    remedies += ['cast="use" keeps no narrow copy of the weights'] * (request.options.cast == "step")
+    remedies += ['ends="spread" lays the weights of the ends on all stages'] * (request.options.ends == "own")
+    return tuple(f"would help: {remedy}" for remedy in remedies)

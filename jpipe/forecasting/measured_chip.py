@@ -26,8 +26,8 @@ def measure_chip(devices: Sequence[Device]) -> Chip:
     """
     product = _seconds(lambda x: x @ x, WIDTH, devices)
     copied, passed = (_seconds(function, COPIED // WIDTH, devices) for function in (lambda x: x + 1, jnp.exp))
-    known = devices[0].memory_stats() or {}
-    memory = known.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    reported = (devices[0].memory_stats() or {}).get("bytes_limit")
+    memory = reported or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     return Chip(
         name=devices[0].device_kind,
         flops=2 * WIDTH**3 / product,
@@ -41,16 +41,16 @@ def measure_chip(devices: Sequence[Device]) -> Chip:
 
 
 def _seconds(function: Callable[[jax.Array], jax.Array], rows: int, devices: Sequence[Device]) -> float:
-    """The least of some rounds, after the one that compiles; of an array `[rows, WIDTH]` a device, made anew in place.
+    """Times a function of an array `[rows, WIDTH]` a device, in place; the least of some rounds after the first counts.
 
     Outputs that are allocated anew would be timed with what their pages take.
     """
     place = NamedSharding(Mesh(np.asarray(devices), ("device",)), PartitionSpec("device"))
     run = jax.jit(jax.vmap(function), donate_argnums=0, out_shardings=place)
     x = jax.device_put(jnp.zeros((len(devices), rows, WIDTH), jnp.float32), place)
-    taken = []
+    seconds = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()
         x = jax.block_until_ready(run(x))
-        taken.append(time.perf_counter() - begin)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -18,11 +18,11 @@ from jpipe.costs.communication import words_of
 from jpipe.costs.memory_model import predict_memory
 from jpipe.costs.time_model import layer_seconds, predict_time
 from jpipe.forecasting.choices import Choice, Choices, advice_on, sorted_out
-from jpipe.forecasting.forecaster import forecast
+from jpipe.forecasting.forecaster import check_one, forecast
 from jpipe.forecasting.measured_chip import measure_chip
 from jpipe.forecasting.settings import COUNTS, PINNED, Setting, Space, mesh_of_nowhere
 from jpipe.mesh.axes import AXIS, BATCH_AXES
-from jpipe.mesh.device_order import make_mesh
+from jpipe.mesh.users_mesh import make_mesh
 from jpipe.model.groups import LayerGroup
 from jpipe.model.loss import LossFn
 from jpipe.pipeline import Pipeline
@@ -63,7 +63,7 @@ def plan(
         pipe = jpipe.Pipeline(layers, loss_fn, **best.options)
 
     Args:
-      layers, loss_fn: as of `jpipe.Pipeline`.
+      layers, loss_fn: the arguments of `jpipe.Pipeline`.
       batch: a batch `[B, ...]`, or its ShapeDtypeStructs.
       tx: any optax transformation.
       topology: a slice of TPUs, such as "v5e:4x4", or GPUs, such as "h100:8"; they need not be there.
@@ -71,23 +71,23 @@ def plan(
         are timed.
       memory: bytes that a device has for a step, such as 16e9; default: nine tenths of its memory.
       axes: name, or names, of the other mesh axes; default: those that the layers' metadata names, and one of examples.
-      compiled: how many of them are compiled (`jpipe.forecast`), which says how far the predictions are off. Those
-        that turn out not to fit come last.
+      compiled: the number of choices that are compiled (`jpipe.forecast`), which says how far the predictions are off.
+        Choices that turn out not to fit come last.
       **options: further arguments of `jpipe.Pipeline`; of those that are searched, one that is given stays as it is.
 
     Raises:
       ValueError: an unknown topology, or one without the devices that `compiled` or `balance="time"` need; nothing
         fits, and the least memory that would do; no setting is possible, and why the first isn't.
-      TypeError, ImportError: as of `jpipe.Pipeline` and `jpipe.forecast`.
+      TypeError, ImportError: `jpipe.Pipeline` or `jpipe.forecast` raises it.
     """
     if "mesh" in options:
         raise ValueError("mesh= is what is searched; pass topology= or devices=, and num_stages= to keep K")
     room = None if memory is None else int(as_number("memory", memory, "give the bytes of a device", positive=True))
     compiled = as_integer("compiled", compiled, "give how many choices are compiled, 0 for none", least=0)
     at_hand = list(jax.devices() if devices is None else devices)
-    found = _slice_of(topology, devices, compiled, options.get("balance"))
-    number, where = (found.num_devices, str(found)) if found else (len(at_hand), f"{len(at_hand)} devices at hand")
-    chip = found.chip if found else chip_of(at_hand[0]) or measure_chip(at_hand)
+    away = _slice_of(topology, devices, compiled, options.get("balance"))
+    number, where = (away.num_devices, str(away)) if away else (len(at_hand), f"{len(at_hand)} devices at hand")
+    chip = away.chip if away else chip_of(at_hand[0]) or measure_chip(at_hand)
     room = int(SURE * chip.memory) if room is None else room
     shapes = cut_for_evaluation(batch, 1, 1).shapes  # of the whole batch, checked
     search = Search(partial(Pipeline, layers, loss_fn), shapes, tx, chip, room, options)
@@ -97,8 +97,8 @@ def plan(
         raise ValueError(search.nothing_fits(where))
     chosen = sorted_out(fitting)[:SHOWN]
     for i in range(min(compiled, len(chosen))):
-        there, hand = search.pipeline(chosen[i].setting, chosen[i].options["balance"]), None if found else at_hand
-        proof = forecast(there, shapes, tx, topology=topology, devices=hand)
+        pipe = search.pipeline(chosen[i].setting, chosen[i].options["balance"])
+        proof = forecast(pipe, shapes, tx, topology=topology, devices=None if away else at_hand)
         chosen[i] = replace(chosen[i], compiled=proof)
     chosen.sort(key=lambda choice: choice.compiled is not None and not choice.compiled.fits)
     advice = advice_on(chosen[0], rated, search.remarks[chosen[0].setting])
@@ -110,15 +110,14 @@ def plan(
 def _slice_of(
     topology: str | None, devices: Sequence[Device] | None, compiled: int, balance: object
 ) -> Topology | None:
-    """The slice that is planned for, None for devices at hand; checked."""
-    if topology is not None and devices is not None:
-        raise ValueError(f"topology={topology!r} and devices are both given; pass one of them")
+    """Checks what is planned for, and returns the slice; None for devices at hand."""
+    check_one(topology, devices)
     if devices is not None and len(devices) == 0:
         raise ValueError("devices=[] has nothing to plan for; pass devices such as jax.devices(), or topology=")
     if topology is None:
         return None
-    found = parse_topology(topology)
-    if compiled and found.chip.clock is None:
+    away = parse_topology(topology)
+    if compiled and away.chip.clock is None:
         raise ValueError(
             f"compiled={compiled} for topology={topology!r}: programs compile for TPUs alone without a device; use "
             "compiled=0, or pass devices= where there are such"
@@ -128,7 +127,7 @@ def _slice_of(
             f'balance="time" measures layers on a device, and topology={topology!r} has none at hand; use '
             'balance="flops", or pass one cost a layer as floats'
         )
-    return found
+    return away
 
 
 def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, object]:
@@ -140,48 +139,40 @@ def _mesh(choice: Choice, devices: Sequence[Device], number: int) -> dict[str, o
 
 def _pinned(options: Mapping[str, object]) -> dict[str, object]:
     """The searched arguments that are given; a schedule of the user's own was made for its sizes."""
-    schedule, found = options.get("schedule"), {name: value for name, value in options.items() if name in PINNED}
-    if "shard_over" in found:
-        names = cast("str | Sequence[str] | None", found["shard_over"])
-        found["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
-    found |= {name: as_integer(name, found[name], "use 1 or more") for name in COUNTS if name in found}
-    return (schedule.sizes if isinstance(schedule, Schedule) else {}) | found
+    schedule, pinned = options.get("schedule"), {name: value for name, value in options.items() if name in PINNED}
+    if "shard_over" in pinned:
+        names = cast("str | Sequence[str] | None", pinned["shard_over"])
+        pinned["shard_over"] = (names,) if isinstance(names, str) else tuple(names or ())
+    pinned |= {name: as_integer(name, pinned[name], "use 1 or more") for name in COUNTS if name in pinned}
+    return (schedule.sizes if isinstance(schedule, Schedule) else {}) | pinned
 
 
+@dataclass
 class Search:
-    """Settings rated by the models, each once.
-
-    Args:
-      make: a pipeline of options.
-      batch: its shapes.
-      tx: the optimiser.
-      chip: one device.
-      room: its bytes for a step.
-      options: what all pipelines are given.
+    """Rates settings by the models, each once.
 
     Attributes:
-      remarks: by setting the warnings that its planning gave.
+      make: makes a pipeline of options.
+      batch: the shapes of a batch, `[B, ...]`.
+      tx: the optimiser.
+      chip: one device.
+      room: the bytes that a device has for a step.
+      options: the user's arguments of the pipeline.
+      remarks: by setting, the warnings that its planning gave.
     """
 
-    def __init__(
-        self,
-        make: Callable[..., Pipeline],
-        batch: Shapes,
-        tx: optax.GradientTransformation,
-        chip: Chip,
-        room: int,
-        options: Mapping[str, object],
-    ):
-        self.make, self.batch, self.tx, self.chip, self.room = make, batch, tx, chip, room
-        self.pinned = _pinned(options)
-        self.options = {name: value for name, value in options.items() if name not in (*PINNED, "balance")}
-        self.balance = options.get("balance")
-        self.remarks: dict[Setting, list[str]] = {}
-        self._rated: dict[Setting, Choice | None] = {}
-        self._traced: dict[tuple[object, ...], Pipeline] = {}
-        self._costs: dict[tuple[object, ...], list[float]] = {}
-        self._groups: tuple[LayerGroup, ...] = ()
-        self._refusal: Exception | None = None
+    make: Callable[..., Pipeline]
+    batch: Shapes
+    tx: optax.GradientTransformation
+    chip: Chip
+    room: int
+    options: Mapping[str, object]
+    remarks: dict[Setting, list[str]] = field(default_factory=dict, init=False)
+    _rated: dict[Setting, Choice | None] = field(default_factory=dict, init=False)
+    _traced: dict[tuple[object, ...], Pipeline] = field(default_factory=dict, init=False)
+    _costs: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False)
+    _groups: tuple[LayerGroup, ...] = field(default=(), init=False)
+    _refusal: Exception | None = field(default=None, init=False)
 
     def run(self, num_devices: int, axes: str | Sequence[str] = ()) -> list[Choice]:
         """All that could be rated on so many devices, on meshes of `stage` and these axes, or those that layers name.
@@ -201,17 +192,17 @@ class Search:
             for start in ranked:
                 self._improve(start, space)
                 advance()
-        found = [choice for choice in self._rated.values() if choice is not None]
-        if not found:
+        if not possible:
             why = self._refusal or space.why_empty()
             raise ValueError(f"no setting is possible: {why}") from self._refusal
-        return found
+        return [choice for choice in self._rated.values() if choice is not None]
 
     def nothing_fits(self, where: str) -> str:
         """The message where no setting fits."""
         least = min((choice for choice in self._rated.values() if choice), key=lambda choice: choice.total_bytes)
-        part = max(least.bytes, key=lambda part: least.bytes[part])
-        with_others = 2 + least.memory.optimizer / max(1, least.memory.parameters)  # gradients, and the optimiser's
+        held = least.cost.bytes
+        part = max(held, key=lambda part: held[part])
+        with_others = 2 + held.optimizer / max(1, held.parameters)  # gradients, and the optimiser's
         size, layer = max((bytes_of(group.variables.get("params")), words_of(group)) for group in self._groups)
         remedy = "pass more devices, or a batch that can be cut into smaller micro-batches"
         if (alone := int(size * with_others)) > self.room:
@@ -221,27 +212,33 @@ class Search:
             )
         return (
             f"no plan fits in {bytes_in_words(self.room)} a device on {where}; the smallest takes "
-            f"{bytes_in_words(least.total_bytes)} ({least.words}), {bytes_in_words(least.bytes[part])} of it "
+            f"{bytes_in_words(held.total)} ({least.words}), {bytes_in_words(held[part])} of it "
             f"{part.replace('_', ' ')}; {remedy}"
         )
 
     def pipeline(self, setting: Setting, balance: object) -> Pipeline:
         """The pipeline of a setting, on devices that aren't there."""
         mesh = mesh_of_nowhere(dict(setting.axes))
-        return self.make(mesh=mesh, balance=balance, **setting.options, **self.options)
+        return self.make(mesh=mesh, balance=balance, **setting.options, **self._unsearched)
+
+    @property
+    def _unsearched(self) -> dict[str, object]:
+        """The user's arguments that every setting leaves as they are."""
+        return {name: value for name, value in self.options.items() if name not in (*PINNED, "balance")}
 
     def _space(self, num_devices: int, axes: Sequence[str]) -> Space:
         """All settings; which axes there may be follows from the layers' metadata, if the user names none."""
         mesh = mesh_of_nowhere({AXIS: 1, **dict.fromkeys(axes, 1)})
-        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **self.options)
+        whole = self.make(num_stages=1, num_microbatches=1, mesh=mesh, **self._unsearched)
         with warnings.catch_warnings(action="ignore"):
             self._groups = whole.planner.plan_for(self.batch).traced.groups
         named = {name for group in self._groups for name in group.asked_axes | group.constrained}
         names = ({*axes} or named) - {AXIS}
-        given = whole.planner.request.splits.batch_axes
-        data = given or tuple(name for name in BATCH_AXES if name in names) or ("data",)
+        request = whole.planner.request
+        data = request.splits.batch_axes or tuple(name for name in BATCH_AXES if name in names) or ("data",)
         others = tuple(sorted(names.difference(data)))
-        return Space(num_devices, data, others, batch_size(self.batch), len(whole.planner.request.layers), self.pinned)
+        pinned = _pinned(self.options)
+        return Space(num_devices, data, others, batch_size(self.batch), len(request.layers), pinned)
 
     def _improve(self, best: Setting, space: Space) -> None:
         """Varies a setting in one way after the other, until nothing gains."""
@@ -261,15 +258,16 @@ class Search:
         """Rates a setting by the models; None if it isn't possible."""
         if setting not in self._rated:
             try:
-                with warnings.catch_warnings(record=True, action="always") as given:
+                with warnings.catch_warnings(record=True, action="always") as caught:
                     self._rated[setting] = self._predict(setting)
-                self.remarks[setting] = [str(warning.message) for warning in given]
+                self.remarks[setting] = [str(warning.message) for warning in caught]
             except (ValueError, TypeError) as error:
                 self._rated[setting], self._refusal = None, self._refusal or error
         return self._rated[setting]
 
     def _predict(self, setting: Setting) -> Choice:
-        pipe = self._like_others(setting, self.balance if self.balance is not None else self._predicted_costs(setting))
+        balance = self.options.get("balance")
+        pipe = self._like_others(setting, self._predicted_costs(setting) if balance is None else balance)
         held = predict_memory(pipe.planner, self.batch, self.tx, self.chip)
         cost = replace(predict_time(pipe.planner, self.batch, self.chip, tx=self.tx), bytes=held)
         counts = list(pipe.partition.counts)

@@ -64,7 +64,7 @@ class Space:
     """All settings that are searched.
 
     Attributes:
-      num_devices: that the mesh has.
+      num_devices: the devices of the mesh.
       data_axes: names of axes that split examples.
       others: names of further axes, which split layers.
       batch_size: B.
@@ -81,15 +81,15 @@ class Space:
 
     def starts(self) -> list[Setting]:
         """A setting of each way to share the devices out, to be improved."""
-        found = []
+        starts = []
         for axes in shared_out(self.num_devices, (AXIS, *self.data_axes, *self.others)):
             setting = Setting(axes, 1)
             counts, ways = self._counts(setting), self._ways(setting.num_stages)
             most = MICROBATCHES_A_STAGE * setting.num_stages
             if setting.num_stages in self._allowed("num_stages", range(1, self.num_layers + 1)) and counts and ways:
                 count, (name, V) = max([m for m in counts if m <= most] or counts[:1]), ways[0]
-                found.append(self._given(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
-        return found
+                starts.append(self._with_pinned(replace(setting, num_microbatches=count, schedule=name, num_chunks=V)))
+        return starts
 
     def instead(self, start: Setting) -> list[Setting]:
         """Settings to begin with where a start isn't possible: a pinned schedule may need another V or remat."""
@@ -101,13 +101,13 @@ class Space:
         at = counts.index(setting.num_microbatches)
         yield [replace(setting, num_microbatches=m) for m in counts[max(0, at - 1) : at + 2]]
         yield [
-            self._given(replace(setting, schedule=name, num_chunks=V, remat=remat))
+            self._with_pinned(replace(setting, schedule=name, num_chunks=V, remat=remat))
             for name, V in self._ways(setting.num_stages)
             for remat in MODES
         ]
         splitting = tuple(name for name in self.data_axes if dict(setting.axes)[name] > 1)
         yield [
-            self._given(replace(setting, ends=ends, shard_over=names))
+            self._with_pinned(replace(setting, ends=ends, shard_over=names))
             for ends in (ENDS if setting.num_stages > 1 else ENDS[:1])
             for names in dict.fromkeys([(), splitting])
         ]
@@ -123,26 +123,25 @@ class Space:
 
     def _ways(self, num_stages: int) -> list[tuple[str | Schedule, int]]:
         """Schedules with V that there are layers for; of those that aren't known, any V that may suit."""
-        given = self.pinned.get("schedule"), self.pinned.get("num_chunks")
-        name, count = cast("tuple[str | Schedule | None, int | None]", given)
-        found = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
+        pinned = self.pinned.get("schedule"), self.pinned.get("num_chunks")
+        name, count = cast("tuple[str | Schedule | None, int | None]", pinned)
+        ways = [way for way in WAYS if name in (None, way[0]) and count in (None, way[1])]
         if num_stages == 1 and name is None and count is None:
-            found = found[:1]
-        found = found or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
-        return [(name, V) for name, V in found if V * num_stages <= self.num_layers]
+            ways = ways[:1]
+        ways = ways or [(name or "interleaved", V) for V in ([count] if count else (1, 2, 4))]
+        return [(name, V) for name, V in ways if V * num_stages <= self.num_layers]
 
     def _counts(self, setting: Setting) -> list[int]:
         """The M that there can be."""
         shards = math.prod(dict(setting.axes)[name] for name in self.data_axes)
-        return [m for m in self._allowed("num_microbatches", divisors(self.batch_size)) if self._divides(m * shards)]
-
-    def _divides(self, parts: int) -> bool:
-        return self.batch_size % parts == 0
+        counts = self._allowed("num_microbatches", divisors(self.batch_size))
+        return [m for m in counts if self.batch_size % (m * shards) == 0]
 
     def _allowed(self, name: str, values: Iterable[int]) -> list[int]:
+        """The values that an argument may have: the user's alone, if it is pinned."""
         return [value for value in values if self.pinned.get(name, value) == value]
 
-    def _given(self, setting: Setting) -> Setting:
+    def _with_pinned(self, setting: Setting) -> Setting:
         """Replaces the searched settings that the user gave."""
         return replace(setting, **{name: value for name, value in self.pinned.items() if name != "num_stages"})
 

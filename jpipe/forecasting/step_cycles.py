@@ -18,10 +18,10 @@ class StepCycles:
     """Cycles of a step.
 
     Attributes:
-      actions: by kind, of one action of each virtual stage `[K*V]`.
-      ticks: of all ticks, beyond their actions.
-      ends: of the first and the last layer where all stages compute them together.
-      update: of what isn't in ticks: the optimiser's update above all.
+      actions: by kind, the cycles of one action of each virtual stage `[K*V]`.
+      ticks: the cycles of all ticks, beyond their actions.
+      ends: the cycles of the first and the last layer where all stages compute them together.
+      update: the cycles outside of ticks: the optimiser's update above all.
       timeline: the schedule with these actions, in cycles.
     """
 
@@ -33,7 +33,7 @@ class StepCycles:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All cycles of the step."""
         return self.timeline.makespan + self.ticks + self.ends + self.update
 
 
@@ -42,15 +42,15 @@ def count_cycles(step: Step, program: Loop) -> StepCycles:
 
     Args:
       step: the step.
-      program: it compiled.
+      program: the step's compiled program.
 
     Raises:
       ValueError: the program has no loop over ticks.
     """
-    found = program.find("ticks")
-    if len(found) != 1:
-        raise ValueError(f"the compiled program has {len(found)} loops over ticks; a step has 1")
-    (ticks,), schedule = found, step.schedule
+    loops = program.find("ticks")
+    if len(loops) != 1:
+        raise ValueError(f"the compiled program has {len(loops)} loops over ticks; a step has 1")
+    (ticks,), schedule = loops, step.schedule
     virtual_stages = range(schedule.placement.num_virtual_stages)
     actions = {kind: tuple(_action(step, ticks, kind, s) for s in virtual_stages) for kind in sorted(schedule.kinds)}
     others = sum(_turned(loop) for loop in program.inner if loop is not ticks)

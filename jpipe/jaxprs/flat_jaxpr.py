@@ -1,13 +1,13 @@
 """Flattens a jaxpr to one list of equations: calls are replaced by what they call, and values have numbers.
 
-So what is known of a value, such as how it lies, is known wherever it is read.
+So a fact about a value, such as how it lies on devices, holds wherever the value is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
 import jax
@@ -75,15 +75,20 @@ class FlatJaxpr:
             number, indices = self.trips[number][indices[0]], indices[1:]
         return number, indices
 
+    @cached_property
+    def made_by(self) -> dict[int, int]:
+        """By number of a value, the index of the equation that makes it."""
+        return {number: i for i, equation in enumerate(self.equations) for number in equation.makes}
+
     def needed_for(self, values: Iterable[int]) -> list[int]:
-        """The indices of the equations that some values need, or that have an effect, in order."""
-        wanted, needed = set(values), list[int]()
-        for i in reversed(range(len(self.equations))):
-            equation = self.equations[i]
-            if equation.equation.effects or not wanted.isdisjoint(equation.makes):
-                wanted.update(equation.reads)
-                needed.append(i)
-        return needed[::-1]
+        """The indices of the equations that some values need, in order."""
+        todo, needed = list(values), set[int]()
+        while todo:
+            i = self.made_by.get(todo.pop())
+            if i is not None and i not in needed:
+                needed.add(i)
+                todo += self.equations[i].reads
+        return sorted(needed)
 
 
 def flatten(
@@ -93,7 +98,7 @@ def flatten(
     is_body: bool = False,
     unrolls: Callable[[JaxprEqn], bool] = lambda equation: False,
 ) -> FlatJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places.
+    """Puts the equations of the jaxprs that a jaxpr calls in their callers' places.
 
     Args:
       closed: the jaxpr.
@@ -172,7 +177,12 @@ class _Flattening:
     def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
         if array in self.trips:
             return self.trips[array][i]
-        (number,) = self.visit(_slice_at(self.avals[array], i), (array,), callers)
+        jaxpr, shape = _slice_of(self.avals[array].shape, self.avals[array].dtype), ShapedArray((), np.dtype(np.int32))
+        self.avals.append(shape)
+        index = len(self.avals) - 1
+        # The index is a number among the constants, so that slices that differ in it are one function.
+        self.constants[index] = np.int32(i)
+        (number,) = self.visit(jaxpr, (array, index), callers)
         self.slices[number] = array, i
         return number
 
@@ -183,18 +193,18 @@ class _Flattening:
         return number
 
 
-def _slice_at(array: ShapedArray, i: int) -> ClosedJaxpr:
-    """The jaxpr of `x[i]`. The index is an operand, so that slices that differ in it are one function of numbers."""
+@cache
+def _slice_of(shape: tuple[int, ...], dtype: np.dtype) -> ClosedJaxpr:
+    """The jaxpr of `x[i]`."""
 
-    def take(x: jax.Array) -> jax.Array:
-        at = [np.int32(i), *[np.int32(0)] * (x.ndim - 1)]
-        return lax.squeeze(lax.dynamic_slice(x, at, (1, *x.shape[1:])), [0])
+    def take(x: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.squeeze(lax.dynamic_slice(x, [i, *[np.int32(0)] * (x.ndim - 1)], (1, *x.shape[1:])), [0])
 
-    return jax.make_jaxpr(take)(jax.ShapeDtypeStruct(array.shape, array.dtype))
+    return jax.make_jaxpr(take)(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((), np.int32))
 
 
 def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> ClosedJaxpr:
-    """A jaxpr with the equations of those that it calls in their callers' places, and without literals.
+    """Puts the equations of the jaxprs that a jaxpr calls in their callers' places, and takes out literals.
 
     Each literal is a constant of its own. The arguments are those of `flatten`.
     """
@@ -239,11 +249,11 @@ def jaxpr_of(
 
 
 def aval_of(variable: Var | Literal) -> ShapedArray:
-    """The whole shape and the dtype of an operand or a result."""
+    """Returns the whole shape and the dtype of an operand or a result."""
     return cast(ShapedArray, variable.aval)
 
 
 def _without_mesh(constant: Leaf) -> Leaf:
-    """A constant without the mesh that it was made under, whose axes were of other types."""
+    """Takes a constant off the mesh that it was made under, whose axes were of other types."""
     plain = isinstance(constant, jax.Array) and not isinstance(constant, Tracer)
     return np.asarray(constant) if plain and not jnp.issubdtype(constant.dtype, jax.dtypes.extended) else constant

@@ -12,15 +12,16 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import no_mesh
-from jpipe.seam.inside import called_by, carry_out
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, shapes_of
-from jpipe.seam.primitives import CALLS, NUMPY, REDUCTIONS
+from jpipe.seam.inside import carry_out
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import NUMPY, REDUCTIONS
 
 
 @contextmanager
 def on_this_host() -> Iterator[None]:
-    """A context in which operations run at once on one device of this process, of the CPU if there is one."""
+    """Has operations run at once on one device of this process, of the CPU if there is one."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # there are accelerators only
@@ -30,7 +31,7 @@ def on_this_host() -> Iterator[None]:
 
 
 def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
-    """The outputs of a jaxpr without random numbers or side effects.
+    """Computes the outputs of a jaxpr without random numbers or side effects.
 
     Operations that aren't known here are left to JAX, one by one.
 
@@ -38,29 +39,21 @@ def interpret(closed: ClosedJaxpr, *arguments: ArrayLike) -> list[np.ndarray]:
       closed: the jaxpr.
       arguments: its inputs, arrays or numbers.
     """
+    flat = flatten(closed)
+    values = flat.constants | dict(zip(flat.arguments, arguments, strict=True))
+    read = lambda numbers: [np.asarray(values[i], flat.avals[i].dtype) for i in numbers]
     with np.errstate(all="ignore"):
-        return _run(closed.jaxpr, [*closed.consts, *arguments])
-
-
-def _run(jaxpr: Jaxpr, inputs: Sequence[ArrayLike]) -> list[np.ndarray]:
-    """The outputs of a jaxpr for its constants and arguments."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    read = lambda v: np.asarray(v.val if isinstance(v, Literal) else values[v], shapes_of([v])[0].dtype)
-    for equation in jaxpr.eqns:
-        results = _results(equation, list(map(read, equation.invars)))
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+        for equation, _, reads, makes in flat.equations:
+            values.update(zip(makes, _results(equation, read(reads)), strict=True))
+        return read(flat.results)
 
 
 def _results(equation: JaxprEqn, operands: list[np.ndarray]) -> Sequence[ArrayLike]:
-    """The results of an equation."""
+    """Computes the results of an equation."""
     name, params = equation.primitive.name, equation.params
-    if name in CALLS:
-        called = called_by(equation)
-        return _run(called.jaxpr, [*called.consts, *operands])
     if name == "cond":
         branch = params["branches"][int(np.clip(operands[0], 0, len(params["branches"]) - 1))]
-        return _run(branch.jaxpr, [*branch.consts, *operands[1:]])
+        return interpret(branch, *operands[1:])
     if name in _PLAIN:
         return [_PLAIN[name](*operands)]
     if name in _WITH_OPTIONS:
@@ -81,10 +74,7 @@ _PLAIN: dict[str, Callable[..., np.ndarray]] = {
     **{name: getattr(np, numpy) for name, numpy in NUMPY.items()},
     "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else np.trunc(a / b),
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "one_minus_square": lambda x: 1 - x * x,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "optimization_barrier"), lambda x: x),
 }
 """A function of the operands for each primitive; which dtype it gives doesn't matter."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from jpipe.seam.inside import called_by, needed_part, replaced
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.seam.inside import needed_part, replaced
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, shapes_of
-from jpipe.seam.primitives import CALLS
 from jpipe.types import PyTree
 
 Change = Callable[[JaxprEqn], JaxprEqn | None]
@@ -21,7 +21,7 @@ Change = Callable[[JaxprEqn], JaxprEqn | None]
 
 
 def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Equations, and those of the jaxprs that they hold."""
+    """Yields equations, and those of the jaxprs that they hold."""
     for equation in equations:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -29,27 +29,22 @@ def equations_in(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Collection[Var]) -> list[bool]:
-    """For each output of a jaxpr, whether it depends on any of `inputs`, which the jaxpr takes or has as constants.
+    """Finds which outputs of a jaxpr depend on any of `inputs`, which the jaxpr takes or has as constants.
 
-    All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
+    It looks into calls. All results of a loop are taken to depend on all of its operands; `uses` looks into loops.
     """
-    dependent = set(inputs)
-    depends = lambda v: not isinstance(v, Literal) and v in dependent
-    for equation in closed.jaxpr.eqns:
-        operands = list(map(depends, equation.invars))
-        if not any(operands):
-            continue
-        results = [True] * len(equation.outvars)
-        if equation.primitive.name in CALLS:  # a result may not depend on every operand
-            called = called_by(equation)
-            pairs = zip(called.jaxpr.invars, operands, strict=True)
-            results = depends_on(called, [v for v, is_dependent in pairs if is_dependent])
-        dependent.update(v for v, is_dependent in zip(equation.outvars, results, strict=True) if is_dependent)
-    return list(map(depends, closed.jaxpr.outvars))
+    flat, variables = flatten(closed), [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    # The constants of the jaxpr itself come first in `flat.constants`, before literals and those of jaxprs in it.
+    numbers = zip(variables, (*flat.arguments, *flat.constants), strict=False)
+    dependent = {number for variable, number in numbers if variable in inputs}
+    for _, _, reads, makes in flat.equations:
+        if not dependent.isdisjoint(reads):
+            dependent.update(makes)
+    return [number in dependent for number in flat.results]
 
 
 def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """For each input of a jaxpr, whether any of the wanted outputs needs it; it looks into loops.
+    """Finds which inputs of a jaxpr any of the wanted outputs needs; it looks into loops.
 
     Args:
       closed: the jaxpr.
@@ -59,13 +54,16 @@ def uses(closed: ClosedJaxpr, wanted: Sequence[bool] | None = None) -> list[bool
 
 
 def without_stops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without any `jax.lax.stop_gradient`, in the jaxprs inside of it too."""
-    change: Change = lambda equation: None if equation.primitive.name == "stop_gradient" else equation
+    """Takes out any `jax.lax.stop_gradient`, in the jaxprs inside too."""
+
+    def change(equation: JaxprEqn) -> JaxprEqn | None:
+        return None if equation.primitive.name == "stop_gradient" else equation
+
     return ClosedJaxpr(changed(closed.jaxpr, change), closed.consts)
 
 
 def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without equations that give nothing (`jax.debug.print`, `jax.debug.callback`), also in jaxprs inside.
+    """Takes out equations that give nothing (`jax.debug.print`, `jax.debug.callback`), in the jaxprs inside too.
 
     Dead code elimination keeps those, and with them whatever they show.
     """
@@ -77,7 +75,7 @@ def without_prints(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr without the `reduce_precision` to full precision that `jax.checkpoint` puts on what it saves.
+    """Takes out each `reduce_precision` to full precision, which `jax.checkpoint` puts on values that it saves.
 
     Those of narrow numbers stay: a compiler may compute with wider ones in between, and forward and backward are to see
     the same. Those of others are copies that nobody needs.
@@ -94,7 +92,7 @@ def without_roundings(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
-    """The jaxpr with `change` made to its equations, and to those of the jaxprs inside of it.
+    """Makes `change` to the equations of a jaxpr, and to those of the jaxprs inside of it.
 
     What is in a `shard_map` stays: there an array is one device's part.
     """
@@ -119,7 +117,7 @@ def changed(jaxpr: Jaxpr, change: Change) -> Jaxpr:
 
 
 def changed_inside(value: PyTree, change: Callable[[Jaxpr], Jaxpr]) -> PyTree:
-    """An equation's parameter, changed if it is a jaxpr (of `jit`, a loop) or several (branches)."""
+    """Changes an equation's parameter if it is a jaxpr (of `jit`, a loop) or several (branches)."""
     if isinstance(value, Jaxpr):
         return change(value)
     if isinstance(value, ClosedJaxpr):

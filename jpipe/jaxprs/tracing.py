@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
 from jpipe.jaxprs.rewriting import changed
-from jpipe.seam.inside import replaced, with_named_axes
+from jpipe.seam.inside import axes_of, replaced, with_named_axes
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
 from jpipe.types import PyTree, Shapes
@@ -76,19 +76,19 @@ def _is_opaque(jaxpr: Jaxpr) -> bool:
 
 
 def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
-    """The jaxpr without its reductions over the mesh axes called `names`."""
+    """Takes out reductions over the mesh axes called `names`."""
 
     def without(equation: JaxprEqn) -> JaxprEqn | None:
-        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple) else (axes,)
+        if equation.primitive.name not in SUMS_OVER_DEVICES | OVER_DEVICES:
+            return equation
+        axes = axes_of(equation)
         named = [a for a in axes if a in names]
-        if not named or equation.primitive.name not in SUMS_OVER_DEVICES | OVER_DEVICES:
+        if not named:
             return equation
         if equation.primitive.name in OVER_DEVICES or equation.params.get("axis_index_groups"):
             raise ValueError(
-                f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees the whole micro-batch and "
-                "all of its weights, so that only sums, means and the like over a whole axis have a meaning there; for "
-                "a program of single devices, use jax.shard_map in the layer"
+                f"{equation.primitive.name} over the mesh axis {named[0]!r}: a layer sees whole arrays, so that only "
+                "sums, means and the like over a whole axis have a meaning there; use jax.shard_map in the layer"
             )
         rest = tuple(a for a in axes if a not in names)  # of `jax.vmap`
         return replaced(equation, params=equation.params | {"axes": rest}) if rest else None
@@ -97,7 +97,7 @@ def _without_axes(jaxpr: Jaxpr, names: Sequence[str]) -> Jaxpr:
 
 
 def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
-    """The function that a jaxpr was traced from.
+    """Makes the function again that a jaxpr was traced from.
 
     Args:
       closed: the jaxpr, which takes and gives leaves.
@@ -107,15 +107,15 @@ def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
       A function of pytrees. It returns arrays alone: a jaxpr itself hands its literals back as Python scalars.
     """
     structure, run = jax.tree.structure(result), jaxpr_as_fun(closed)
-    as_array = lambda leaf, aval: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype)
 
     def call(*arguments: PyTree) -> PyTree:
-        leaves = run(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(structure, map(as_array, leaves, closed.out_avals))
+        pairs = zip(run(*jax.tree.leaves(arguments)), closed.out_avals, strict=True)
+        leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype) for leaf, aval in pairs]
+        return jax.tree.unflatten(structure, leaves)
 
     return call
 
 
 def no_mesh() -> AbstractContextManager[object]:
-    """A context in which there is no mesh."""
+    """Sets a context without a mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

@@ -33,9 +33,8 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        raise TypeError(
-            f"layers is a {type(layers).__name__}; pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
-        )
+        remedy = "pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
     marks = [layer if isinstance(layer, Marked) else Marked(layer) for layer in opened]
@@ -74,6 +73,7 @@ class _UsersLayer:
 
 
 def _taken_apart(layer: object) -> _UsersLayer:
+    """Takes `Shared` and `Frozen` off a layer."""
     use = Use(layer, None) if isinstance(layer, Shared) else layer
     shared, method = (use.shared, use.method) if isinstance(use, Use) else (None, None)
     inner = layer if shared is None else shared.layer
@@ -112,14 +112,13 @@ def _check_repeats(places: Sequence[_UsersLayer], in_sequential: bool) -> None:
             if at != index and looks_tied and not is_one_shared:
                 holder = first.module if is_module(first) else place.module
                 kind = type(part if isinstance(part, nn.Module) else holder).__name__
-                raise ValueError(
-                    f"layers[{index}] ({type(place.module).__name__}) is or holds the same {type(part).__name__} "
-                    f"object as layers[{at}]; {how_to_share(kind)}; or make two modules"
-                )
+                same = f"is or holds the same {type(part).__name__} object as layers[{at}]"
+                remedy = f"{how_to_share(kind)}; or make two modules"
+                raise ValueError(f"layers[{index}] ({type(place.module).__name__}) {same}; {remedy}")
 
 
 def _parts(layer: object) -> list[object]:
-    """The objects that a layer's parameters hang on: an nnx module's Variables, a linen module and those in its fields.
+    """Lists the objects that a layer's parameters hang on: an nnx module's Variables, a linen module and its fields'.
 
     A function's are itself and those of the modules that it names; an nnx module without Variables has none. Anything
     else is its own only part.
@@ -150,23 +149,21 @@ def _check_variable_types(layers: Sequence[AnyLayer]) -> None:
         for kind, name in layer.variable_types.items():
             other = types.setdefault(name, kind)
             if other is not kind:
-                raise ValueError(
-                    f"layers[{index}] ({layer.name}) has variables of the type {kind.__module__}.{kind.__qualname__}, "
-                    f"and their collection would be {name!r}, as that of {other.__module__}.{other.__qualname__}; give "
-                    "one of the two types another name"
-                )
+                first, second = (f"{one.__module__}.{one.__qualname__}" for one in (other, kind))
+                fault = f"layers[{index}] ({layer.name}) has variables of the type {second}, and their collection would"
+                raise ValueError(f"{fault} be {name!r}, as that of {first}; give one of the two types another name")
 
 
 def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict[int, int]:
-    """The places where a linen module stands once more as one would tie it, and the index at which it stands first.
+    """Finds places where a linen module stands once more as one would tie it; returns place -> its first place.
 
     `[block] * 6` and `[attention, mlp] * 6` are meant as so many layers with parameters of their own. But
     `[embed, *blocks, embed]` isn't: `embed` stands nowhere twice in a row, and the layers between the two are in no
     other place.
     """
     repeats: dict[int, int] = {}
-    kinds: list[int] = []  # of each layer: the first one that is the same function
-    places_of: dict[int, list[int]] = {}
+    kinds: list[int] = []  # for each layer, the index of the first one that is the same function
+    places_of: dict[int, list[int]] = {}  # by the id of a module
     for index, place in enumerate(places):
         if isinstance(place.module, nn.Module) and place.shared is None:
             places_of.setdefault(id(place.module), []).append(index)
@@ -184,30 +181,26 @@ def _repeats(places: Sequence[_UsersLayer], adapted: Sequence[AnyLayer]) -> dict
 def _as_layer(place: _UsersLayer, index: int) -> AnyLayer:
     layer, method = place.module, place.method
     if isinstance(layer, Marked):
-        raise TypeError(
-            f"layers[{index}] shares a layer with connections; mark its uses instead, as in "
-            "jpipe.stash(jpipe.Shared(layer), 'name')"
-        )
+        remedy = "mark its uses instead, as in jpipe.stash(jpipe.Shared(layer), 'name')"
+        raise TypeError(f"layers[{index}] shares a layer with connections; {remedy}")
     if isinstance(layer, nn.Module):
         return linen_layer(layer, index, method)
     if isinstance(layer, nnx.Module):
         return layer_of_module(layer, index, method)
     if isinstance(layer, Layer):
-        apply = _function_instead(method, layer.name, index)
-        return layer_of_functions(layer if apply is None else replace(layer, apply=apply))
+        return layer_of_functions(replace(layer, apply=_called_function(layer.apply, method, layer.name, index)))
     # Before the check for classes: a partial of an nnx class, with all but `rngs`, is a factory.
     if callable(layer) and not isinstance(layer, type) and "rngs" in signature_of(layer):
         return layer_of_factory(layer, index, method)
     function = layer.func if isinstance(layer, functools.partial) else layer
     if isinstance(function, type):
-        raise TypeError(
-            f"layers[{index}] is the class {function.__name__}, which makes layers and is none; call it, as in "
-            f"{function.__name__}(...), or for a class of nnx pass `lambda rngs: {function.__name__}(..., rngs=rngs)`"
-        )
+        kind = function.__name__
+        remedy = f"call it, as in {kind}(...), or for a class of nnx pass `lambda rngs: {kind}(..., rngs=rngs)`"
+        raise TypeError(f"layers[{index}] is the class {kind}, which makes layers and is none; {remedy}")
     if callable(layer):
         _check_no_method(layer, index)
         name = getattr(function, "__name__", type(function).__name__)
-        return layer_of_function(_function_instead(method, name, index) or layer, name)
+        return layer_of_function(_called_function(layer, method, name, index), name)
     raise TypeError(
         f"layers[{index}] is a {type(layer).__name__}, which is no layer; use a flax.linen module, an nnx module, "
         "`lambda rngs: Module(..., rngs=rngs)`, jpipe.Layer(init, apply) or a function of the activations"
@@ -219,17 +212,13 @@ def _check_no_method(layer: Callable, index: int) -> None:
     module = layer.__self__ if ismethod(layer) else None
     if isinstance(module, nnx.Module) or (isinstance(module, nn.Module) and module.scope is None):
         kind = type(module).__name__
-        raise TypeError(
-            f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters; "
-            f"{how_to_share(kind, layer.__name__)}"
-        )
+        fault = f"layers[{index}] is the method {layer.__name__!r} of a module ({kind}), which brings no parameters"
+        raise TypeError(f"{fault}; {how_to_share(kind, layer.__name__)}")
 
 
-def _function_instead(method: Method | None, name: str, index: int) -> Callable | None:
-    """The function through which functions are shared, checked; None if they are called as usual."""
+def _called_function(function: Callable, method: Method | None, name: str, index: int) -> Callable:
+    """Picks the function that is called: a layer's own, or the one through which its parameters are shared."""
     if isinstance(method, str):
-        raise TypeError(
-            f"layers[{index}] uses {name} through {method!r}, but functions have no methods; pass a function "
-            "`apply(params, x)`"
-        )
-    return method
+        wrong = f"layers[{index}] uses {name} through {method!r}, but functions have no methods"
+        raise TypeError(f"{wrong}; pass a function `apply(params, x)`")
+    return method or function

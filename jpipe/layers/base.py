@@ -53,18 +53,22 @@ class Context(NamedTuple):
     batch: Batch = None
 
 
+Apply = Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]]
+"""(variables, inputs, context) -> (outputs, new values of all collections but the parameters)."""
+
+
 def unchanged(variables: LayerVariables) -> Item:
-    """The variables themselves, for layers whose library has them by collection too."""
+    """Returns the variables themselves, for layers whose library has them by collection too."""
     return variables
 
 
 def split_over_nothing(variables: LayerVariables) -> Specs:
-    """The specs of a layer without metadata: no leaf is split over an axis."""
+    """Makes the specs of a layer without metadata: no leaf is split over an axis."""
     return {name: [PartitionSpec()] * len(jax.tree.leaves(tree)) for name, tree in variables.items()}
 
 
 def no_dropouts() -> AbstractContextManager[list[str]]:
-    """The context of a layer of which no dropout is known."""
+    """Makes the context of a layer without known dropouts."""
     return nullcontext([])
 
 
@@ -101,7 +105,7 @@ class AnyLayer:
     name: str
     made_of: Sequence[object]
     init: Callable[[jax.Array, Inputs, Batch], LayerVariables]
-    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]]
+    apply: Apply
     bind: Callable[[Item], Callable[..., Activation]]
     to_item: Callable[[LayerVariables], Item] = unchanged
     from_item: Callable[[Item], LayerVariables] = unchanged
@@ -117,11 +121,8 @@ class AnyLayer:
     variable_types: Mapping[type, str] = field(default_factory=dict)
 
 
-def bind_by_call(
-    apply: Callable[[LayerVariables, Inputs, Context], tuple[Activation, LayerVariables]],
-    from_item: Callable[[Item], LayerVariables],
-) -> Callable[[Item], Callable[..., Activation]]:
-    """An `AnyLayer.bind` that calls `apply` in evaluation mode, for layers whose library has no modules to bind."""
+def bind_by_call(apply: Apply, from_item: Callable[[Item], LayerVariables]) -> Callable[[Item], Callable]:
+    """Makes a `bind` that calls `apply` in evaluation mode, for layers whose library has no modules to bind."""
     return lambda item: lambda *inputs: apply(from_item(item), inputs, Context(None, train=False))[0]
 
 
@@ -139,7 +140,7 @@ def may_differ_in_numbers(a: AnyLayer, b: AnyLayer) -> bool:
 
 
 def describe(tree: PyTree) -> str:
-    """A pytree of arrays as text: `float32[8,16]`, or `{'a': float32[8], ...}`.
+    """Describes a pytree of arrays: `float32[8,16]`, or `{'a': float32[8], ...}`.
 
     >>> describe({"a": jax.numpy.zeros((2, 3)), "b": (jax.numpy.zeros(4), jax.numpy.zeros(4))})
     "{'a': float32[2,3], 'b': (float32[4], float32[4])}"
@@ -156,5 +157,5 @@ class _Text(str):
 
 
 def positional(inputs: Activation) -> Inputs:
-    """The positional arguments that a layer is called with: a tuple is passed as several."""
+    """Makes the positional arguments that a layer is called with: a tuple is passed as several."""
     return inputs if type(inputs) is tuple else (inputs,)

@@ -46,20 +46,18 @@ _TWICE = {
 
 
 def _mark(layer: object, function: str, field: str, value: str | Read) -> Marked:
+    """Checks the argument of one of the three functions, and notes it in a field of the marked layer."""
     marked = layer if isinstance(layer, Marked) else Marked(layer)
+    inner = marked.layer
+    name = getattr(inner, "name", None) or getattr(inner, "__name__", type(inner).__name__)
+    if function == "reads" and not callable(value):
+        raise TypeError(f"jpipe.reads({name}, {value!r}): pass a function of the batch")
+    if function != "reads" and not (isinstance(value, str) and value):
+        raise TypeError(f"jpipe.{function}({name}, {value!r}): the name has to be a non-empty string")
     if getattr(marked, field) is not None:
-        instead = _TWICE[function].format(value)
-        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({_name(marked.layer)}); {instead}")
+        remedy = _TWICE[function].format(value)
+        raise ValueError(f"jpipe.{function} is applied twice to the same layer ({name}); {remedy}")
     return replace(marked, **{field: value})
-
-
-def _check_name(function: str, layer: object, name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"jpipe.{function}({_name(layer)}, {name!r}): the name has to be a non-empty string")
-
-
-def _name(layer: object) -> str:
-    return getattr(layer, "name", None) or getattr(layer, "__name__", type(layer).__name__)
 
 
 def stash(layer: object, name: str) -> Marked:
@@ -69,13 +67,11 @@ def stash(layer: object, name: str) -> Marked:
       layer: any layer.
       name: different from that of other skips of the model.
     """
-    _check_name("stash", layer, name)
     return _mark(layer, "stash", "stashes", name)
 
 
 def pop(layer: object, name: str) -> Marked:
     """Calls the layer with `(x, kept)`: what the layer before it gives, and the skip called `name`."""
-    _check_name("pop", layer, name)
     return _mark(layer, "pop", "pops", name)
 
 
@@ -87,13 +83,11 @@ def reads(layer: object, read: Read) -> Marked:
       read: `batch -> any pytree of arrays`, called with the layer's own micro-batch on whatever stage it lies; nothing
         is sent through the boundaries, and nothing is differentiated with respect to it.
     """
-    if not callable(read):
-        raise TypeError(f"jpipe.reads({_name(layer)}, {read!r}): pass a function of the batch")
     return _mark(layer, "reads", "read", read)
 
 
 def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLayer, ...]:
-    """The adapted layers, with connections around each that has some or that skips pass.
+    """Puts connections around each adapted layer that has some, or that skips pass.
 
     Args:
       layers: the adapted layers.
@@ -103,9 +97,9 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
       ValueError: a stash without a later pop, a pop without an earlier stash, or a name used twice; layer and name
         are given.
     """
-    numbers: dict[str, int] = {}  # of the skips that are under way, by name
-    stashed: dict[str, int] = {}  # by name, the layer that stashes it
-    popped: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # by name, the number of each skip that is under way
+    stashed: dict[str, int] = {}  # by name, the index of the layer that stashes it
+    popped: dict[str, int] = {}  # by name, the index of the layer that pops it
     connected: list[AnyLayer] = []
     for index, (layer, mark) in enumerate(zip(layers, marks, strict=True)):
         where = f"layer {index} ({layer.name})"
@@ -125,9 +119,8 @@ def connect(layers: Sequence[AnyLayer], marks: Sequence[Marked]) -> tuple[AnyLay
             pops = numbers.pop(mark.pops)
         if mark.stashes is not None:
             if mark.stashes in stashed:
-                raise ValueError(
-                    f"{where} stashes {mark.stashes!r}, as layer {stashed[mark.stashes]} does; use another name"
-                )
+                first = stashed[mark.stashes]
+                raise ValueError(f"{where} stashes {mark.stashes!r}, as layer {first} does; use another name")
             stashed[mark.stashes] = index
             stashes = min(set(range(len(numbers) + 1)) - set(numbers.values()))
             numbers[mark.stashes] = stashes
@@ -165,7 +158,7 @@ class Connections(NamedTuple):
     read: Read | None = None
 
     def split(self, arriving: Inputs, batch: Batch) -> tuple[Inputs, dict[int, Activation]]:
-        """(the positional inputs of the layer itself, the skips that pass it)."""
+        """Splits the inputs: (the positional inputs of the layer itself, the skips that pass it)."""
         inputs, skips = arriving, dict[int, Activation]()
         if self.passing:
             ((x, skips_here),) = arriving
@@ -178,7 +171,7 @@ class Connections(NamedTuple):
 
     @contextmanager
     def called_with(self, inputs: Inputs) -> Iterator[None]:
-        """The context in which the layer is called: errors describe its inputs, unless they are a layer's outputs."""
+        """Lets errors describe the layer's inputs, unless these are just the outputs of the layer before."""
         names = ["x"] + ["kept"] * (self.pops is not None) + ["side"] * (self.read is not None)
         try:
             yield
@@ -190,7 +183,7 @@ class Connections(NamedTuple):
 
 
 def _around(layer: AnyLayer, connections: Connections) -> AnyLayer:
-    """A layer with connections. Where skips are under way it takes and gives `WithSkips`."""
+    """Puts connections around a layer. Where skips are under way it takes and gives `WithSkips`."""
 
     def init(key: jax.Array, arriving: Inputs, batch: Batch) -> LayerVariables:
         inputs, _ = connections.split(arriving, batch)
@@ -225,21 +218,20 @@ def _side_input(read: Read, batch: Batch) -> PyTree:
     try:
         side = read(batch)
     except Exception as error:
-        raise LayerError(
-            f"can't read its side input from the batch {describe(batch)}: its function raised "
-            f"{type(error).__name__}: {error}; pass the whole batch, to apply too where a layer reads it"
-        ) from error
+        fault = f"can't read its side input from the batch {describe(batch)}: its function raised"
+        remedy = "pass the whole batch, to apply too where a layer reads it"
+        raise LayerError(f"{fault} {type(error).__name__}: {error}; {remedy}") from error
     if side is None or not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(side)):
         raise LayerError(f"reads {side!r:.60} from the batch; its function has to return a pytree of arrays")
     return side
 
 
 def no_batch(batch: Batch) -> None:
-    """The side input of a layer where there is no batch, as it decodes: it is called with None instead."""
+    """Reads None: the side input of a layer as it decodes, where there is no batch."""
 
 
 def with_inputs(layers: Sequence[AnyLayer], read_inputs: Read) -> list[AnyLayer]:
-    """The layers, the first of which reads its inputs from the micro-batch, on whatever stage: nothing is sent to it.
+    """Lets the first layer read its inputs from the micro-batch, on whatever stage it lies: nothing is sent to it.
 
     Args:
       layers: the layers as `connect` gives them.

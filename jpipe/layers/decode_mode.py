@@ -18,7 +18,7 @@ CACHE = "cache"
 
 
 def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer:
-    """The layer in decode mode, with caches for sequences of a length. Other layers are called as in evaluation.
+    """Puts a layer in decode mode, with caches for sequences of a length. One without is called as in evaluation.
 
     A side input is None, since there is no batch.
 
@@ -33,7 +33,7 @@ def decoding(layer: AnyLayer, takes: Shapes, size: int, length: int) -> AnyLayer
 
 
 def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:
-    """The layer as it is called when tokens come a few at a time: always in evaluation mode.
+    """Makes the layer that takes a few tokens at a time: it is always in evaluation mode.
 
     Args:
       layer: its decode mode, or a layer without one.
@@ -41,9 +41,9 @@ def token_by_token(layer: AnyLayer, length: int) -> AnyLayer:
     """
 
     def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        # Variables as for whole sequences: Flax makes a cache as long as the inputs of `init` are.
-        whole = lambda a: jnp.zeros((a.shape[0], length, *a.shape[2:]), a.dtype)
-        return layer.init(key, jax.tree.map(whole, inputs), batch)
+        # Flax makes a cache as long as the inputs of `init` are, so these are whole sequences, [size, length, ...].
+        sequences = jax.tree.map(lambda a: jnp.zeros((a.shape[0], length, *a.shape[2:]), a.dtype), inputs)
+        return layer.init(key, sequences, batch)
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         return layer.apply(variables, inputs, Context(None, False, context.batch))

@@ -1,10 +1,10 @@
 """Decides when two values, functions above all, are the same, so that what was compiled for one serves the other.
 
 A function made twice from the same values is two objects that aren't equal, as are layers and optimisers built of such
-functions. So values are taken apart, down to what Python or its library compares, in two ways. `same_value` compares
-two values as they are now, part by part; what both hold as one object isn't taken apart. A `fingerprint` is kept, to be
-compared with those of values made later: it also holds the global variables that a function names, and takes nothing
-for the same that may have changed in the meantime.
+functions. So values are taken apart, down to parts that Python or a library compares. `same_value` compares
+two values as they are now, part by part; an object that both hold isn't taken apart. A `fingerprint` is kept, to be
+compared with those of values made later: it also holds the global variables that a function names, and a part that may
+have changed in the meantime counts as another.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def differ_in_numbers(a: object, b: object) -> bool:
     return _same(a, b, lambda value: isinstance(value, kinds) and not isinstance(value, bool))
 
 
-def _same(
-    a: object, b: object, ignored: Callable[[object], bool], pending: frozenset[tuple[int, int]] = frozenset()
-) -> bool:
+def _same(a: object, b: object, ignored: Callable[[object], bool], pending: frozenset = frozenset()) -> bool:
     """Whether two values are the same, part by part.
 
     Args:
@@ -81,7 +79,7 @@ def _same(
 
 @lru_cache(maxsize=32)
 def fingerprint(value: object) -> Hashable:
-    """Something hashable that is equal for two values only if they are sure to be the same, whenever they were made.
+    """Makes a hashable that is equal for two values only if they are sure to be the same, whenever they were made.
 
     Functions are the same if their code is, and their defaults, the variables that they enclose and the global ones
     that they name; numbers, if they are of one type and have the same bits; tuples, lists and dictionaries, if what is
@@ -96,7 +94,7 @@ def fingerprint(value: object) -> Hashable:
 
 
 def values_within(value: object, seen: set[int] | None = None) -> Iterator[object]:
-    """The value and everything that it consists of, as `same_value` compares it.
+    """Yields the value and all of its parts, as `same_value` compares them.
 
     Args:
       value: any Python value.
@@ -111,7 +109,7 @@ def values_within(value: object, seen: set[int] | None = None) -> Iterator[objec
 
 
 def _fingerprint(value: object, within: tuple[int, ...]) -> Hashable:
-    """A value's type and its parts' fingerprints, or the value itself where it has no parts.
+    """Returns a value's type and its parts' fingerprints, or the value itself where it has no parts.
 
     Args:
       value: any Python value.
@@ -127,7 +125,7 @@ def _fingerprint(value: object, within: tuple[int, ...]) -> Hashable:
 
 
 def _parts(value: object, kept: bool) -> Sequence[object] | None:
-    """The values that this one consists of, to be compared one by one; None if it is compared as a whole.
+    """Lists the parts of a value, to be compared one by one; None if it is compared as a whole.
 
     Args:
       value: any Python value.
@@ -155,7 +153,7 @@ def _parts(value: object, kept: bool) -> Sequence[object] | None:
 
 
 def _held(value: object) -> object:
-    """The attributes that an object holds; None for those of libraries, whose `==` looks at all that matters."""
+    """Returns the attributes of an object; None for those of libraries, whose `==` compares all that matters."""
     state = None if _is_library(type(value).__module__) else object.__getstate__(value)
     if not isinstance(state, dict):
         return state
@@ -164,21 +162,21 @@ def _held(value: object) -> object:
 
 
 def _parts_of_function(function: FunctionType, kept: bool) -> Sequence[object] | None:
-    """The code of a function, and all values that it finds outside of its arguments."""
+    """Lists the code of a function, and all values that it finds outside of its arguments."""
     try:
         enclosed = [variable.cell_contents for variable in function.__closure__ or ()]
     except ValueError:  # a variable isn't set yet
         return None
-    known = function.__globals__
+    variables = function.__globals__
     named: list[object] = []
     if kept and not _is_library(function.__module__):
-        named = [known[name] for name in _names(function.__code__) if name in known]
+        named = [variables[name] for name in _names(function.__code__) if name in variables]
     defaults = [function.__defaults__, function.__kwdefaults__]
-    return [function.__code__, _Whole(known), *defaults, enclosed, function.__dict__, named]
+    return [function.__code__, _Whole(variables), *defaults, enclosed, function.__dict__, named]
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The global variables and attributes that code names, or code inside of it."""
+    """Yields the global variables and attributes that code names, or code inside of it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

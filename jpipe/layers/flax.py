@@ -12,10 +12,7 @@ from jpipe.layers.base import Item, LayerError, LayerVariables
 from jpipe.layers.functions import MODE_NAMES
 from jpipe.layers.shared import Method
 
-SOWN = (
-    "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them "
-    "(the page on losses has an example)"
-)
+SOWN = "self.sow does; pass the values on with the activation, `return x, total + value`, to a loss_fn that adds them"
 NO_KEY = (
     "draws random numbers in evaluation mode, where there is no key; make it deterministic there, by an argument "
     f"`deterministic` or `train`, which jpipe gives it, as it does those called {MODE_NAMES}"
@@ -23,7 +20,7 @@ NO_KEY = (
 
 
 def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[object]]:
-    """The logical axis rules that are in context now (`nn.logical_axis_rules`), as a context that sets them later.
+    """Takes the logical axis rules in context now (`nn.logical_axis_rules`); returns a context that sets them later.
 
     Only these mesh axes stay in them: rules may name some that a mesh lacks, or `stage`, but constraints may not.
     """
@@ -38,7 +35,7 @@ def logical_rules(axes: Collection[str]) -> Callable[[], AbstractContextManager[
 
 
 def as_collections(item: Item) -> LayerVariables:
-    """A copy of a user's dict by collection.
+    """Copies a user's dict by collection.
 
     Raises:
       LayerError: it is no dict.
@@ -55,13 +52,12 @@ def check_method(module: type, name: str, method: Method | None, index: int) -> 
       ValueError: the module's class has no such method.
     """
     if isinstance(method, str) and not callable(getattr(module, method, None)):
-        raise ValueError(
-            f"layers[{index}] uses {name} through {method!r}, which it doesn't have; name one of its methods"
-        )
+        fault = f"layers[{index}] uses {name} through {method!r}, which it doesn't have"
+        raise ValueError(f"{fault}; name one of its methods")
 
 
 def dropout_in_words(part: object) -> list[str]:
-    """A module that draws what it drops, in words; nothing of other objects. At a rate of 1 it drops everything."""
+    """Describes a module that draws what it drops, not other objects. At a rate of 1 it draws nothing."""
     if isinstance(part, nn.Dropout | nnx.Dropout):
         rate = part.rate
     else:

@@ -37,7 +37,7 @@ def _everything(path: str) -> bool:
 
 
 def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
-    """The layer, with parameters that aren't trained: without gradients, optimiser state and sums of either.
+    """Keeps parameters of a layer from being trained: they have no gradients, optimiser state or sums of either.
 
     `blocks = [jpipe.freeze(Block(), lambda path: "lora" not in path) for _ in range(8)]`
 
@@ -58,7 +58,7 @@ def freeze(layer: object, where: Where = _everything) -> Frozen | Marked:
 
 
 def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
-    """A layer with some parameters in the collection `FROZEN`; in "params" their places are None.
+    """Moves some parameters of a layer to the collection `FROZEN`; in "params" their places are None.
 
     The layer inside has all of them in "params".
 
@@ -71,20 +71,18 @@ def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
 
     def apart(variables: LayerVariables) -> LayerVariables:
         if FROZEN in variables:
-            raise LayerError(
-                f"has a collection {FROZEN!r} of its own; don't freeze it, or give that another name (variables of a "
-                "frozen layer have all parameters in 'params', as its library has them)"
-            )
+            fault = f"has a collection {FROZEN!r} of its own, but a frozen layer has all parameters in 'params'"
+            raise LayerError(f"{fault}; don't freeze it, or give the collection another name")
         params = variables.get("params", {})
         flags = is_frozen(params)
-        only = lambda wanted: jax.tree.map(lambda leaf, flag: leaf if flag == wanted else None, params, flags)
-        return variables | {"params": only(False), FROZEN: only(True)}
+        trained = jax.tree.map(lambda leaf, flag: None if flag else leaf, params, flags)
+        frozen = jax.tree.map(lambda leaf, flag: leaf if flag else None, params, flags)
+        return variables | {"params": trained, FROZEN: frozen}
 
     def new(variables: LayerVariables) -> LayerVariables:
-        """New variables apart, some parameter of which has to be frozen."""
-        params = variables.get("params", {})
-        if jax.tree.leaves(params) and not any(jax.tree.leaves(is_frozen(params))):
-            paths = parameter_paths(params)
+        """Takes new variables apart, after a check that some parameter is frozen."""
+        paths = parameter_paths(variables.get("params", {}))
+        if paths and not any(map(where, paths)):
             raise LayerError(f"has no parameter that `where` of jpipe.freeze names; its parameters are {paths}")
         return apart(variables)
 
@@ -110,18 +108,18 @@ def frozen_layer(layer: AnyLayer, where: Where) -> AnyLayer:
 
 
 def parameter_paths(params: PyTree) -> list[str]:
-    """The paths of a layer's parameters, as users know them, in the order of the leaves."""
+    """Lists the paths of a layer's parameters, as users know them, in the order of the leaves."""
     return [_as_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def _as_text(path: tuple[object, ...]) -> str:
-    """A parameter's path as users know it, without the box that Flax's metadata is around it."""
+    """Writes a parameter's path as users know it, without the box of Flax's metadata around it."""
     boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
     return jax.tree_util.keystr(path[: len(path) - boxed], simple=True, separator="/")
 
 
 def thawed(variables: LayerVariables) -> LayerVariables:
-    """A layer's variables with frozen parameters among the others; a parameter that is in neither place is None."""
+    """Puts frozen parameters back among the others; a parameter that is in neither place is None."""
     trees = [variables[name] for name in ("params", FROZEN) if name in variables]
     if not trees:
         return variables
@@ -131,7 +129,7 @@ def thawed(variables: LayerVariables) -> LayerVariables:
 
 
 def _without_missing(variables: LayerVariables) -> LayerVariables:
-    """The variables of the layer inside, without frozen parameters if these are missing, as they are of gradients."""
+    """Makes the inner layer's variables, without frozen parameters where these are missing, as among gradients."""
     whole = thawed(variables)
     if FROZEN not in variables and "params" in whole:
         whole["params"] = _without_holes(whole["params"])
@@ -139,7 +137,7 @@ def _without_missing(variables: LayerVariables) -> LayerVariables:
 
 
 def _without_holes(tree: PyTree) -> PyTree:
-    """A dict without the entries that hold no arrays; anything else as it is."""
+    """Drops the entries of a dict that hold no arrays; anything else stays as it is."""
     if not isinstance(tree, dict):
         return tree
     return {name: _without_holes(part) for name, part in tree.items() if jax.tree.leaves(part)}

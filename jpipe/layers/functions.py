@@ -18,7 +18,7 @@ MODE_NAMES = f"{', '.join((*IN_TRAINING, *IN_EVALUATION[:-1]))} or {IN_EVALUATIO
 
 
 def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool] = lambda name: False) -> ModeArguments:
-    """The keyword arguments that tell `function` whether it trains: those of the known ones that its signature names.
+    """Picks the keyword arguments that tell `function` whether it trains: the known ones that its signature names.
 
     Args:
       function: any callable.
@@ -30,12 +30,12 @@ def mode_arguments(function: Callable, train: bool, taken: Callable[[str], bool]
 
 
 def modes(train: bool) -> ModeArguments:
-    """The value of every argument that tells a mode, in training or in evaluation."""
+    """Gives every argument that tells a mode its value, in training or in evaluation."""
     return dict.fromkeys(IN_TRAINING, train) | dict.fromkeys(IN_EVALUATION, not train)
 
 
 def signature_of(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of `function` by name, but for those fixed by `functools.partial`; a class's are its `__init__`'s.
+    """Reads the parameters of `function` by name, without those that `functools.partial` fixes; a class's `__init__`'s.
 
     Empty for functions that Python can't inspect.
     """

@@ -60,7 +60,7 @@ def _adapted(calls: _LinenCalls) -> AnyLayer:
         init=calls.init,
         apply=calls.apply,
         bind=calls.bind,
-        from_item=_from_item,
+        from_item=lambda item: _unboxed(as_collections(item)),  # values from elsewhere may lack boxes of metadata
         partition_specs=_partition_specs,
         decode=decode if can_decode else None,
         keeps_cache=can_decode,
@@ -130,9 +130,7 @@ class _LinenCalls:
         """
         called_dropouts: list[str] = []
 
-        def note(
-            called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext
-        ) -> object:
+        def note(called: Callable, args: tuple, kwargs: dict[str, object], where: nn.module.InterceptorContext):
             called_dropouts.extend(dropout_in_words(where.module))
             return called(*args, **kwargs)
 
@@ -149,16 +147,11 @@ def _is_turned_off(module: nn.Module) -> bool:
 
 
 def _like(old: PyTree, new: PyTree, collection: str) -> PyTree:
-    """The leaves of `new` in the structure of `old`, with its metadata boxes."""
+    """Puts the leaves of `new` into the structure of `old`, with its metadata boxes."""
     leaves, structure = jax.tree.leaves(new), jax.tree.structure(old)
     if len(leaves) != structure.num_leaves:
         raise LayerError(f"changes the structure of its collection {collection!r} in training, as {SOWN}")
     return jax.tree.unflatten(structure, leaves)
-
-
-def _from_item(item: Item) -> LayerVariables:
-    """The variables without metadata boxes, which values from elsewhere may lack."""
-    return _unboxed(as_collections(item))
 
 
 def _is_box(x: object) -> bool:
@@ -166,7 +159,7 @@ def _is_box(x: object) -> bool:
 
 
 def _unboxed(variables: LayerVariables) -> LayerVariables:
-    """The variables without metadata boxes."""
+    """Takes the variables out of their metadata boxes."""
 
     def unbox(x: Leaf | meta.AxisMetadata) -> Leaf:
         # Not meta.unbox: inside shard_map its sharding constraint could name an axis that is manual there.
@@ -178,7 +171,7 @@ def _unboxed(variables: LayerVariables) -> LayerVariables:
 
 
 def _partition_specs(variables: LayerVariables) -> Specs:
-    """The axes that `nn.with_partitioning` names, or rules for the names of `nn.with_logical_partitioning`.
+    """Reads the axes that `nn.with_partitioning` names, or rules for the names of `nn.with_logical_partitioning`.
 
     The rules are a box's own, or those in context; a logical name without a rule splits nothing.
     """
@@ -186,7 +179,7 @@ def _partition_specs(variables: LayerVariables) -> Specs:
 
 
 def _box_spec(x: Leaf | meta.AxisMetadata) -> PartitionSpec:
-    """The mesh axes that a variable's metadata box names; none for a variable without a box."""
+    """Reads the mesh axes that a variable's metadata box names; none for a variable without a box."""
     if not isinstance(x, nn.LogicallyPartitioned):
         return nn.get_partition_spec(x) or PartitionSpec()
     try:

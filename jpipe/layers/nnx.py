@@ -57,7 +57,7 @@ def layer_of_module(module: nnx.Module, index: int, method: Method | None) -> An
     calls, ready = _NnxCalls(graphdef, template, method), _collections(state)
 
     def copy(rngs: nnx.Rngs) -> nnx.Module:
-        """A module for decode mode, with zeros for values: `ready` stays where it is."""
+        """Makes a module for decode mode, with zeros for values: `ready` stays where it is."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), ready)
         return nnx.merge(graphdef, calls.state(zeros, None))
 
@@ -94,10 +94,8 @@ def layer_of_factory(factory: Factory, index: int, method: Method | None, writes
     with no_mesh():
         closed, (graphdef, template) = jax.make_jaxpr(make, return_shape=True)(jax.random.key(0))
     if any(isinstance(value, Tracer) for value in values_within(graphdef)):
-        raise TypeError(
-            f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function; "
-            "make the array an attribute of the module, or make it in __call__"
-        )
+        fault = f"layers[{index}] makes a module that keeps an array where nnx doesn't see it, such as in a function"
+        raise TypeError(f"{fault}; make the array an attribute of the module, or make it in __call__")
     constants = [(c.shape, str(c.dtype), bytes(np.asarray(c).data)) for c in closed.consts]
 
     # Factories of unlike initial values make unlike layers, unless traces of `init` show that only numbers differ.
@@ -202,7 +200,7 @@ class _NnxCalls:
         return getattr(module, self.method) if isinstance(self.method, str) else module
 
     def state(self, variables: LayerVariables, key: jax.Array | None) -> nnx.State:
-        """The module's whole state: the variables, and random number streams that start from `key`."""
+        """Fills the module's state: the variables, and random number streams that start from `key`."""
         seed, numbers = jax.random.key(0) if key is None else key, itertools.count()
         filled = []
         for path, variable in nnx.to_flat_state(self.template):
@@ -216,7 +214,7 @@ class _NnxCalls:
         return nnx.from_flat_state(filled)
 
     def partition_specs(self, variables: LayerVariables) -> Specs:
-        """The axes that `nnx.with_partitioning` names, translated by the rules in context and the variable's own."""
+        """Reads the axes of `nnx.with_partitioning`, translated by the rules in context and the variable's own."""
         try:
             specs = _collections(nnx.get_partition_spec(self.template))
         except ValueError as error:
@@ -232,7 +230,7 @@ class _NnxCalls:
 
 
 def _stream_key(variable: nnx.RngKey, key: jax.Array) -> jax.Array:
-    """`key` in the form in which a module keeps it."""
+    """Puts `key` into the form in which a module keeps it."""
     if not jnp.issubdtype(_value(variable).dtype, jax.dtypes.prng_key):
         return jax.random.key_data(key)  # modules of the older style keep raw keys
     shape = _value(variable).shape
@@ -256,7 +254,7 @@ def _value(variable: nnx.Variable | Leaf) -> Leaf:
 
 
 def _collection(kind: type) -> str:
-    """The collection of variables of a type, or of bare arrays."""
+    """Names the collection of variables of a type, or of bare arrays."""
     if not issubclass(kind, nnx.Variable):
         return ARRAYS
     if issubclass(kind, nnx.Param):  # also of a user's subclass, such as LoRAParam
@@ -265,7 +263,7 @@ def _collection(kind: type) -> str:
 
 
 def _collections(state: nnx.State) -> LayerVariables:
-    """`{collection: nested dict by path}` of every variable that is no random number state."""
+    """Collects every variable that is no random number state: `{collection: nested dict by path}`."""
     variables: dict[str, dict[tuple, Leaf]] = {}
     for path, variable in nnx.to_flat_state(state):
         if not isinstance(variable, nnx.RngState):
@@ -274,5 +272,5 @@ def _collections(state: nnx.State) -> LayerVariables:
 
 
 def _counts(state: nnx.State) -> dict[tuple, Leaf]:
-    """How often each random number stream was drawn from, by path."""
+    """Reads how often each random number stream was drawn from, by path."""
     return {path: _value(v) for path, v in nnx.to_flat_state(state) if isinstance(v, nnx.RngCount)}

@@ -48,9 +48,6 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
             options["key"] = context.key if context.train else None
         return layer.apply(variables["params"], *inputs, **options), {}
 
-    def to_item(variables: LayerVariables) -> Item:
-        return variables.get("params")
-
     def from_item(item: Item) -> LayerVariables:
         return {"params": item}
 
@@ -60,7 +57,7 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
         init=init,
         apply=apply,
         bind=bind_by_call(apply, from_item),
-        to_item=to_item,
+        to_item=lambda variables: variables.get("params"),
         from_item=from_item,
     )
 

@@ -34,7 +34,7 @@ class Shared:
             raise TypeError("jpipe.Shared: the layer is shared already; use it in several places as it is")
 
     def using(self, method: Method) -> Use:
-        """The same parameters in another place, through another method.
+        """Uses the same parameters in another place, through another method.
 
         Args:
           method: the name of a method of the module; of linen modules also a function of the module and its inputs;
@@ -46,7 +46,7 @@ class Shared:
 
 
 def how_to_share(kind: str, method: str = "") -> str:
-    """The words that tell how a module of the class `kind` has one set of parameters in two places."""
+    """Says in words how a module of the class `kind` has one set of parameters in two places."""
     method = method or ("attend" if kind == "Embed" else "a_method")
     return (
         f"to have the same parameters in both places, wrap it once, tied = jpipe.Shared({kind}(...)), and put tied in "

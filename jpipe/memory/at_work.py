@@ -9,7 +9,7 @@ At rest means between steps; at work means within a step. A `WorkLayout` says fo
 work. Once a step, `gathered` makes the buffers at work from those at rest: leaves that are split over all stages are
 brought to the stage that uses them, then all are gathered along data axes (unless layers do that at each use).
 Gradients are added up in buffers like those at work. At the end of the step `reduced` does the inverse: it adds them up
-over devices, and scatters what was brought together.
+over devices, and scatters the leaves that were brought together.
 """
 
 from __future__ import annotations
@@ -56,34 +56,33 @@ class WorkLayout:
         if not self.brings:
             return self.rest.storage
         types = self.rest.storage.record_types
-        brought = [[i for i, spec in enumerate(own.specs) if on_all_stages(spec)] for own in types]
-        ends = build_storage(
-            [[own.leaves[i] for i in leaves] for own, leaves in zip(types, brought, strict=True)],
-            [own.devices for own in types],
-            device_of=range(self.rest.num_stages),
-            specs=[[within_stage(own.specs[i]) for i in leaves] for own, leaves in zip(types, brought, strict=True)],
-        )
+        brought = [[i for i, spec in enumerate(one.specs) if on_all_stages(spec)] for one in types]
+        leaves = [[one.leaves[i] for i in indices] for one, indices in zip(types, brought, strict=True)]
+        specs = [[within_stage(one.specs[i]) for i in indices] for one, indices in zip(types, brought, strict=True)]
+        owners = [one.devices for one in types]
+        ends = build_storage(leaves, owners, device_of=range(self.rest.num_stages), specs=specs)
+        buffer_name = lambda name: f"ends_{name}"  # no buffer at rest is called so
         record_types = []
-        for at_rest, leaves, at_end in zip(types, brought, ends.record_types, strict=True):
+        for at_rest, indices, at_end in zip(types, brought, ends.record_types, strict=True):
             buffers, entries = list(at_rest.buffers), list(at_rest.entries)
-            for n, i in enumerate(leaves):
-                buffers[i], entries[i] = _end_buffer(at_end.buffers[n]), at_end.entries[n]
-            specs = tuple(map(within_stage, at_rest.specs))
-            record_types.append(replace(at_rest, specs=specs, buffers=tuple(buffers), entries=tuple(entries)))
+            for n, i in enumerate(indices):
+                buffers[i], entries[i] = buffer_name(at_end.buffers[n]), at_end.entries[n]
+            at_work = tuple(map(within_stage, at_rest.specs))
+            record_types.append(replace(at_rest, specs=at_work, buffers=tuple(buffers), entries=tuple(entries)))
         kept = [(name, buffer) for name, buffer in self.rest.storage.named_buffers if not on_all_stages(buffer.spec)]
-        added = [(_end_buffer(name), buffer) for name, buffer in ends.named_buffers]
+        added = [(buffer_name(name), buffer) for name, buffer in ends.named_buffers]
         return replace(self.rest.storage, record_types=tuple(record_types), named_buffers=(*kept, *added))
 
     @cached_property
     def brought(self) -> set[int]:
-        """The record types of which some leaf is brought from all stages to one."""
+        """The record types that have a leaf which is brought from all stages to one."""
         return {t for _, _, (t, _, _) in self._brought_leaves()}
 
     def zeros(self, dtype_of: Callable[[np.dtype], np.dtype] = lambda dtype: dtype) -> Buffers:
         """A device's own part of zero buffers at work, inside of a program on all devices.
 
         Args:
-          dtype_of: a buffer's dtype -> that of its array here.
+          dtype_of: a buffer's dtype -> the dtype of its array here, such as that of sums.
         """
         spec_at_work = lambda spec: split_by(spec, lambda name: name not in self.gathers)
         make = lambda a: part_zeros(a.shape, spec_at_work(a.spec), self.rest.mesh, dtype_of(a.dtype))
@@ -136,8 +135,3 @@ def _added_up(array: jax.Array, spec: PartitionSpec, over: Sequence[str]) -> jax
     others = tuple(name for name in over if not any(name in names_in(entry) for entry in spec))
     array = scatter_axes(array, spec, over)
     return jax.lax.psum(array, others) if others else array
-
-
-def _end_buffer(name: str) -> str:
-    """The name of a buffer of leaves that are brought; no buffer at rest has it."""
-    return f"ends_{name}"

@@ -1,11 +1,11 @@
-"""Lays out what travels from layer to layer and from stage to stage: any pytree, in buffers for every boundary.
+"""Lays out the values that travel from layer to layer and from stage to stage: any pytree, in buffers.
 
 Boundaries have leaves of their own shapes, while one program passes them on in all stages. So the activation at any
-boundary is a record of one storage (`jpipe.memory.storage`), of which a device holds one at a time. Leaves lie
-row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so that
-one can be read while another is written. Boundaries with equal leaves have equal places, so that a loop over a group of
-layers may use the first one's boundary for all. Only the first entries of a buffer cross between stages: as many as the
-largest activation at any cut needs.
+boundary is a record of one storage (`jpipe.memory.storage`), and a device holds one of these records at a time. Leaves
+lie row-major in it, so that no two loops disagree on their layout; several of one type have buffers of their own, so
+that one can be read while another is written. Boundaries with equal leaves have equal places, so that a loop over a
+group of layers may use the first one's boundary for all. Only the first entries of a buffer cross between stages: as
+many as the largest activation at any cut needs.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
     )
     sizes: dict[str, int] = {}
     for cut in cuts:
-        known = storage.record_types[cut]
-        for leaf, name, (entry,) in zip(known.leaves, known.buffers, known.entries, strict=True):
-            taken = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
-            sizes[name] = max(sizes.get(name, 0), entry + taken)
+        boundary = storage.record_types[cut]
+        for leaf, name, (entry,) in zip(boundary.leaves, boundary.buffers, boundary.entries, strict=True):
+            length = leaf.size if isinstance(storage.buffers[name], FlatBuffer) else 1
+            sizes[name] = max(sizes.get(name, 0), entry + length)
     crossing = tuple(sorted(sizes.items()))
     return Boundaries(storage.record_types, storage.named_buffers, storage.num_devices, crossing)
 

@@ -37,10 +37,10 @@ class LeafType(NamedTuple):
     """The properties that leaves in one stacked buffer have in common.
 
     Attributes:
-      shape, dtype: of a whole leaf, before `spec` splits it.
-      spec: how they are split over mesh axes besides `stage`.
+      shape, dtype: those of a whole leaf, before `spec` splits it.
+      spec: how the leaves are split over mesh axes besides `stage`.
       order: their dimensions in memory, the outermost first; None if the compiler chooses.
-      tag: what else tells their buffer from others, if anything.
+      tag: numbers that tell their buffer from others of the same shape and dtype, if there are such others.
     """
 
     shape: tuple[int, ...]
@@ -58,30 +58,30 @@ class LeafType(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of a leaf."""
+        """The number of a leaf's elements."""
         return int(np.prod(self.shape))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a leaf."""
+        """The number of a leaf's bytes."""
         return self.elements * jnp.dtype(self.dtype).itemsize
 
     @property
     def name(self) -> str:
         """The buffer's name: `float32_256x128`; behind it mesh axes, an order that isn't row-major, and a tag."""
-        axes = [] if not any(self.spec) else ["none" if entry is None else str(entry) for entry in self.spec]
-        moved = self.order is not None and self.order != tuple(range(len(self.shape)))
-        order = ["by", *map(str, self.order or ())] if moved else []
+        axes = ["none" if entry is None else str(entry) for entry in self.spec] if any(self.spec) else []
+        is_row_major = self.order in (None, tuple(range(len(self.shape))))
+        order = [] if is_row_major else ["by", *map(str, self.order or ())]
         tag = ["of", *map(str, self.tag)] if self.tag else []
         return "_".join([self.dtype, "x".join(map(str, self.shape)) or "scalar", *axes, *order, *tag])
 
 
 @dataclass(frozen=True)
 class StackedBuffer:
-    """Leaves of one type, `[size, *shape]`; an entry is a leaf.
+    """A buffer of leaves of one type, `[size, *shape]`; an entry is a leaf.
 
     Attributes:
-      type: of the leaves.
+      type: the type of the leaves.
       strides: `[K]`, by device along `stage`, the entries between one row and the next.
       size: the entries of the array.
     """
@@ -130,10 +130,10 @@ class StackedBuffer:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Leaves of one dtype, flattened, end to end, `[size]`; an entry is an element.
+    """A buffer of flattened leaves of one dtype, end to end, `[size]`; an entry is an element.
 
     Attributes:
-      dtype: of the leaves.
+      dtype: the dtype of the leaves.
       strides: `[K]`, by device along `stage`, the elements between one row and the next.
       size: the elements of the array.
     """

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.arrays.trees import check_same_shapes, check_same_structure, named_leaves
 from jpipe.layers.base import AnyLayer, LayerError
 from jpipe.layers.frozen import thawed
 from jpipe.memory.layout import Layout, StageTree
@@ -38,16 +38,16 @@ def to_layers(trees: dict[str, StageTree]) -> dict[int, dict[str, PyTree]]:
     that no device gets all of the model (`jpipe.memory.records`).
     """
     records = Records({name: tree.layout for name, tree in trees.items()})
-    arrays, taken = {name: dict(tree) for name, tree in trees.items()}, {}
+    arrays, layers = {name: dict(tree) for name, tree in trees.items()}, {}
     for v, j, users in records.places:
-        own = records.take(arrays, v, j)
-        whole = {name: jax.tree.unflatten(tree.layout.treedefs[v], own.get(name, [])) for name, tree in trees.items()}
-        taken |= dict.fromkeys(users, whole)
-    return dict(sorted(taken.items()))
+        leaves = records.take(arrays, v, j)
+        variables = {name: jax.tree.unflatten(trees[name].layout.treedefs[v], leaves[name]) for name in trees}
+        layers |= dict.fromkeys(users, variables)
+    return dict(sorted(layers.items()))
 
 
 def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, StageTree]:
-    """The inverse of `to_layers`: global arrays by collection. Outside of `jax.jit`; in a cluster by all processes.
+    """The inverse of `to_layers`: global arrays by collection. To be called outside of `jax.jit`, by all processes.
 
     Leaves may lie anywhere. Where this process can read all of them it gives each of its devices that device's part of
     the buffers; if it has only a part of some, all records are put in on the devices (`Records.put`), which all
@@ -58,17 +58,18 @@ def from_layers(layouts: Mapping[str, Layout], trees: LayerTrees) -> dict[str, S
       trees: as `to_layers` gives them, of any number of stages. Of layers that share variables the first one's count.
         The places of layers and collections that are missing hold zeros.
     """
-    records, places = Records(layouts), {}
+    records, leaves = Records(layouts), {name: {} for name in layouts}  # by collection and (record type, record)
     for v, j, users in records.places:
-        own = trees.get(users[0], {})
-        if found := {name: leaves for name in layouts if (leaves := jax.tree.leaves(own.get(name)))}:
-            places[v, j] = found
-    here, elsewhere = (places, {}) if all(map(is_whole, jax.tree.leaves(trees))) else ({}, places)
-    arrays = {}
-    for name, layout in layouts.items():
-        arrays[name] = _from_host(layout, {place: found[name] for place, found in here.items() if name in found})
-    for (v, j), found in elsewhere.items():
-        arrays = records.put(arrays, v, j, found)
+        for name in layouts:
+            if tree_leaves := jax.tree.leaves(trees.get(users[0], {}).get(name)):
+                leaves[name][v, j] = tree_leaves
+    if all(map(is_whole, jax.tree.leaves(trees))):
+        arrays = {name: _from_host(layout, leaves[name]) for name, layout in layouts.items()}
+    else:
+        arrays = {name: _from_host(layout, {}) for name, layout in layouts.items()}
+        for v, j, _ in records.places:
+            if record := {name: leaves[name][v, j] for name in layouts if (v, j) in leaves[name]}:
+                arrays = records.put(arrays, v, j, record)
     return {name: StageTree(arrays[name], layout) for name, layout in layouts.items()}
 
 
@@ -92,8 +93,8 @@ def to_items(model: Model, trees: LayerTrees) -> list[PyTree]:
     items = []
     for index in range(model.num_layers):
         group = model.group_at(index)
-        own = {name: tree for name, tree in trees.get(index, {}).items() if name in group.variables}
-        items.append(group.layer.to_item(_as_auto(own)))
+        variables = {name: tree for name, tree in trees.get(index, {}).items() if name in group.variables}
+        items.append(group.layer.to_item(_as_auto(variables)))
     return items
 
 
@@ -112,21 +113,26 @@ def from_items(model: Model, layouts: Mapping[str, Layout], trees: Sequence[PyTr
         raise TypeError(f"trees is a {type(trees).__name__}; pass a list of each layer's own variables")
     if len(trees) != model.num_layers:
         raise ValueError(f"there are {len(trees)} trees but {model.num_layers} layers; give one a layer")
-    _check_no_tracers(trees)
-    found: dict[int, dict[str, PyTree]] = {}
+    for name, leaf in named_leaves("trees", trees):
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"{name} is being traced; from_layer_variables puts values on devices, so call it outside of jax.jit "
+                "and its like"
+            )
+    layers: dict[int, dict[str, PyTree]] = {}
     for index, tree in enumerate(trees):
         group = model.group_at(index)
         try:
-            own = group.layer.from_item(tree)
+            variables = group.layer.from_item(tree)
         except LayerError as error:
             raise TypeError(f"trees[{index}]: {group.layer.name} {error}") from error
         # There and back, so that both have the containers that `from_item` makes.
         expected = group.layer.from_item(group.layer.to_item(group.variables))
         what = f"trees[{index}] ({group.layer.name})"
-        _check_item(what, thawed(own), thawed(expected), remedy=_remedy(model, index))
-        found[index] = {name: own[name] for name in group.variables}
-    _check_tied(model, found)
-    return from_layers(layouts, found)
+        _check_item(what, thawed(variables), thawed(expected), remedy=_remedy(model, index))
+        layers[index] = {name: variables[name] for name in group.variables}
+    _check_tied(model, layers)
+    return from_layers(layouts, layers)
 
 
 def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> Arrays:
@@ -138,24 +144,22 @@ def ready_values(layouts: Mapping[str, Layout], layers: Sequence[AnyLayer]) -> A
 
 def _remedy(model: Model, index: int) -> str:
     """The remedy for missing variables of a layer that shares those of an earlier layer; else empty."""
-    first = next((users[0] for known in model.variable_sets for users in known.users if index in users), index)
-    if first == index:
-        return ""
-    return f"; it shares its parameters with layer {first}: give it the same tree as trees[{first}]"
+    first = next((users[0] for one in model.variable_sets for users in one.users if index in users), index)
+    remedy = f"; it shares its parameters with layer {first}: give it the same tree as trees[{first}]"
+    return remedy if first != index else ""
 
 
-def _check_item(what: str, own: Mapping[str, PyTree], expected: Mapping[str, PyTree], *, remedy: str) -> None:
+def _check_item(what: str, variables: Mapping[str, PyTree], expected: Mapping[str, PyTree], *, remedy: str) -> None:
     """Checks one layer's variables by collection against their shapes.
 
     Raises:
       ValueError: a collection or leaf is missing, or has another shape.
     """
-    lacking = [name for name in expected if name not in own]
-    if lacking:
-        raise ValueError(f"{what} lacks the collection {lacking[0]!r}; got {sorted(own)}{remedy}")
     for name, tree in expected.items():
-        check_same_structure(f"{what}[{name!r}]", own[name], tree)
-        check_same_shapes(f"{what}[{name!r}]", own[name], tree)
+        if name not in variables:
+            raise ValueError(f"{what} lacks the collection {name!r}; got {sorted(variables)}{remedy}")
+        check_same_structure(f"{what}[{name!r}]", variables[name], tree)
+        check_same_shapes(f"{what}[{name!r}]", variables[name], tree)
 
 
 def _check_tied(model: Model, trees: LayerTrees) -> None:
@@ -164,7 +168,7 @@ def _check_tied(model: Model, trees: LayerTrees) -> None:
     Raises:
       ValueError: naming the first two that differ.
     """
-    for first, *others in (users for known in model.variable_sets for users in known.users):
+    for first, *others in (users for one in model.variable_sets for users in one.users):
         for other in others:
             pairs = zip(*(jax.tree.leaves(trees[index].get("params")) for index in (first, other)), strict=True)
             if not all(a is b or _are_equal(a, b) for a, b in pairs):
@@ -181,22 +185,8 @@ def _are_equal(a: Leaf, b: Leaf) -> bool:
         return np.array_equal(a, b)
     sharding = next(x.sharding for x in (a, b) if not is_whole(x))
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    known = ScatteredLeaf(jax.ShapeDtypeStruct(a.shape, a.dtype), PartitionSpec(), sharding.mesh)
-    return bool(jax.jit(jnp.array_equal, out_shardings=everywhere)(known.put(a), known.put(b)))
-
-
-def _check_no_tracers(trees: PyTree) -> None:
-    """Checks that arrays have values.
-
-    Raises:
-      TypeError: one is being traced.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if isinstance(leaf, Tracer):
-            raise TypeError(
-                f"trees{jax.tree_util.keystr(path)} is being traced; from_layer_variables puts values on devices, so "
-                "call it outside of jax.jit and its like"
-            )
+    scattered = ScatteredLeaf(jax.ShapeDtypeStruct(a.shape, a.dtype), PartitionSpec(), sharding.mesh)
+    return bool(jax.jit(jnp.array_equal, out_shardings=everywhere)(scattered.put(a), scattered.put(b)))
 
 
 def _as_auto(tree: PyTree) -> PyTree:

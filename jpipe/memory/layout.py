@@ -1,11 +1,11 @@
 """`Layout` and `StageTree`: which buffers hold the variables, as global arrays split over the stages.
 
-A `StageTree` is what optax, checkpoints and users hold: a pytree of arrays `[K, ...]` split over `stage`, which knows
-its `Layout`. `jpipe.memory.layer_trees` makes them of the layers' own trees, and these of them.
+Optax, checkpoints and users hold `StageTree`s: pytrees of arrays `[K, ...]` split over `stage`, which know their
+`Layout`. `jpipe.memory.layer_trees` makes them from the layers' own trees, and takes these out of them again.
 
 *At rest*, between steps, arrays are split over all mesh axes that their specs name. Weights that only the first or only
 the last stage holds may be split over `stage` too: then an array `[1, ...]` holds them, each stage has a part, and no
-other stage has room for them. `jpipe.memory.at_work` says what a step makes of that.
+other stage has room for them. `jpipe.memory.at_work` brings them to where a step uses them.
 """
 
 from __future__ import annotations
@@ -54,22 +54,24 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """K, the number of stages."""
         return self.mesh.shape[AXIS]
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
         """PartitionSpecs of the global arrays."""
         first = lambda spec: None if on_all_stages(spec) else AXIS
-        return {name: PartitionSpec(first(known.spec), *known.spec) for name, known in self.storage.named_buffers}
+        return {name: PartitionSpec(first(buffer.spec), *buffer.spec) for name, buffer in self.storage.named_buffers}
 
     @cached_property
     def shapes(self) -> StageTree:
-        """ShapeDtypeStructs of the global arrays, with their shardings."""
-        sharding = lambda name: NamedSharding(self.mesh, self.specs[name])
-        parts = lambda name: self.num_stages if self.specs[name][0] == AXIS else 1
-        whole = lambda name, a: jax.ShapeDtypeStruct((parts(name), *a.shape), a.dtype, sharding=sharding(name))
-        return StageTree({name: whole(name, buffer) for name, buffer in self.storage.named_buffers}, self)
+        """ShapeDtypeStructs of the global arrays `[K or 1, size, ...]`, with their shardings."""
+        shapes = {}
+        for name, buffer in self.storage.named_buffers:
+            shape = (1 if on_all_stages(buffer.spec) else self.num_stages, *buffer.shape)
+            sharding = NamedSharding(self.mesh, self.specs[name])
+            shapes[name] = jax.ShapeDtypeStruct(shape, buffer.dtype, sharding=sharding)
+        return StageTree(shapes, self)
 
     def tree_shapes(self, record_type: int) -> Shapes:
         """The tree of a layer whose variables are of this type, as shapes."""
@@ -109,14 +111,14 @@ class StageTree(dict):
         raise TypeError(NOT_SAVED)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[str, ...], Layout]]:
-        """The arrays in the order of their names, each with its key; what isn't an array."""
+        """Returns the arrays in the order of their names, each with its key, and the static part: names and layout."""
         names = tuple(sorted(self))
         return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.layout)
 
     @classmethod
-    def tree_unflatten(cls, kept: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
-        """The inverse."""
-        names, layout = kept
+    def tree_unflatten(cls, static: tuple[tuple[str, ...], Layout], leaves: Sequence[Leaf]) -> StageTree:
+        """The inverse of `tree_flatten_with_keys`."""
+        names, layout = static
         return cls(dict(zip(names, leaves, strict=True)), layout)
 
 
@@ -143,32 +145,24 @@ def make_layouts(
         holds ("spread"), or those that only the first and the last layer use ("shared").
     """
     stage_of = [placement.stage_of(s) for s, (start, stop) in enumerate(bounds) for _ in range(start, stop)]
-    sets = model.variable_sets
-    groups = [model.groups[known.group] for known in sets]
-    owners = [[stage_of[users[0]] for users in known.users] for known in sets]
+    groups = [model.groups[variables.group] for variables in model.variable_sets]
+    users = tuple(variables.users for variables in model.variable_sets)
+    owners = [[stage_of[layers[0]] for layers in records] for records in users]
     if ends == "spread":
-        split = [{*own} in ({stage_of[0]}, {stage_of[-1]}) for own in owners]
+        is_split = [{*stages} in ({stage_of[0]}, {stage_of[-1]}) for stages in owners]
     else:
-        at_ends = lambda known: {i for users in known.users for i in users} <= {0, len(stage_of) - 1}
-        split = [ends == "shared" and at_ends(known) for known in sets]
+        last = len(stage_of) - 1
+        is_split = [ends == "shared" and set().union(*records) <= {0, last} for records in users]
     layouts = {}
     for name in ["params", *sorted({name for group in groups for name in group.variables} - {"params"})]:
         trees = [group.variables.get(name, {}) for group in groups]
         leaves = [jax.tree.leaves(tree) for tree in trees]
-        specs = [
-            [_spread(*pair, mesh, ends) for pair in zip(own, group.specs.get(name, []), strict=True)]
-            if end and role_of(name, group.rules) in WEIGHTS
-            else group.specs.get(name, [])
-            for end, own, group in zip(split, leaves, groups, strict=True)
-        ]
-        storage = build_storage(
-            leaves,
-            owners,
-            device_of=range(placement.num_stages),
-            specs=specs,
-            tags=each_apart(leaves) if apart else None,
-        )
-        users = tuple(known.users for known in sets)
+        specs = [group.specs.get(name, []) for group in groups]
+        for v, group in enumerate(groups):
+            if is_split[v] and role_of(name, group.rules) in WEIGHTS:
+                specs[v] = [_spread(*pair, mesh, ends) for pair in zip(leaves[v], specs[v], strict=True)]
+        tags = each_apart(leaves) if apart else None
+        storage = build_storage(leaves, owners, device_of=range(placement.num_stages), specs=specs, tags=tags)
         layouts[name] = Layout(storage, tuple(map(jax.tree.structure, trees)), users, mesh)
     return layouts
 
@@ -181,14 +175,14 @@ def _spread(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh, ends: s
     """
     if leaf.size < SMALLEST:
         return spec
-    found = ScatteredLeaf(leaf, spec, mesh).sharding.spec
+    spread = ScatteredLeaf(leaf, spec, mesh).sharding.spec
     if ends == "spread":
-        return found
-    return spec_of([sorted(names_in(entry), key=lambda name: name != AXIS) for entry in found])
+        return spread
+    return spec_of([sorted(names_in(entry), key=lambda name: name != AXIS) for entry in spread])
 
 
 def part_zeros(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, dtype: np.dtype) -> jax.Array:
-    """A device's own part of zeros of a shape."""
+    """A device's own part of an array of zeros, whose whole shape is given."""
     return jnp.zeros(NamedSharding(mesh, spec).shard_shape(shape), dtype)
 
 

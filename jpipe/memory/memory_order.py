@@ -1,9 +1,9 @@
 """Fixes the order of dimensions in memory for arrays that one loop hands to another.
 
-A compiler chooses the layout of what a loop carries for the operations inside. Where the loops of forward and backward
-disagree, it copies whole buffers from one layout to the other in every tick. So what they hand to each other is held to
-one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The backward
-then reads a row in the order that it wants, and copies that row at most.
+A compiler chooses the layout of a loop's carry for the operations inside. Where the loops of forward and backward
+disagree, it copies whole buffers from one layout to the other in every tick. So the arrays that they hand to each other
+are held to one order: boundaries with their last dimension innermost, residuals as the layer's forward gives them. The
+backward then reads a row in the order that it wants, and copies that row at most.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Order = tuple[int, ...]
 
 
 def in_order(array: jax.Array, order: Order | None) -> jax.Array:
-    """The array, held to an order; as the compiler likes it if that is None."""
-    if order is None or array.ndim < 2:
-        return array
-    return held_to(array, order)
+    """Holds an array to an order; if that is None, the compiler chooses."""
+    return array if order is None or array.ndim < 2 else held_to(array, order)
 
 
 def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order | None]:
@@ -47,18 +45,17 @@ def result_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> lis
     inputs, outputs = set(jaxpr.jaxpr.invars), jaxpr.jaxpr.outvars
     shapes = [shape.shape for shape in shapes_of(outputs)]
     chosen = [i for i in results if len(shapes[i]) > 1 and outputs[i] not in inputs]
-    if mesh.devices.flat[0].platform != "tpu" or not chosen:
-        return [_row_major_order(shapes[i]) for i in results]
-    orders = _compiled_orders(jaxpr, chosen, mesh)
-    order_of = dict(zip(chosen, orders, strict=True)) if orders else {}
-    return [order_of.get(i, _row_major_order(shapes[i])) for i in results]
+    orders: dict[int, Order | None] = {i: tuple(range(n)) if (n := len(shapes[i])) > 1 else None for i in results}
+    if mesh.devices.flat[0].platform == "tpu" and chosen:
+        orders |= _compiled_orders(jaxpr, chosen, mesh)
+    return [orders[i] for i in results]
 
 
 def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
     """The order in which a TPU, which pads the innermost dimension to 128, holds an array in little memory.
 
     Args:
-      shape: such as that of images, `[b, 224, 224, 3]`.
+      shape: an array's shape, such as that of images, `[b, 224, 224, 3]`.
       mesh: the devices.
 
     Returns:
@@ -71,21 +68,19 @@ def compact_order(shape: Sequence[int], mesh: Mesh) -> Order | None:
     return (*sorted(by_size[:-2]), *by_size[-2:])
 
 
-def _row_major_order(shape: Sequence[int]) -> Order | None:
-    return tuple(range(len(shape))) if len(shape) > 1 else None
-
-
-def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> list[Order] | None:
+def _compiled_orders(jaxpr: ClosedJaxpr, results: Sequence[int], mesh: Mesh) -> dict[int, Order]:
+    """The orders of some results, by index, of a layer that is compiled alone; empty if JAX can't tell them."""
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     everywhere = NamedSharding(mesh, PartitionSpec())
     run = jaxpr_as_fun(jaxpr)
     shapes = [shape.update(sharding=everywhere) for shape in shapes_of(jaxpr.jaxpr.invars)]
 
-    def chosen(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    def with_results_first(*arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         outputs = run(*arguments)
         return [outputs[i] for i in results], outputs
 
     with no_mesh(), task("compiling a layer alone, for the order of its residuals"):
-        everything = PartitionSpec()
-        on_devices = jax.shard_map(chosen, mesh=mesh, in_specs=everything, out_specs=everything, check_vma=False)
-        return orders_chosen(on_devices, shapes, ([everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)))
+        whole = PartitionSpec()
+        on_devices = jax.shard_map(with_results_first, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        shardings = [everywhere] * len(results), [everywhere] * len(jaxpr.jaxpr.outvars)
+        return dict(zip(results, orders_chosen(on_devices, shapes, shardings) or (), strict=False))

@@ -1,13 +1,13 @@
 """Takes one layer's record out of the buffers of all stages, puts one in, or makes all anew.
 
 So whole states go to another layout, to a checkpoint and back, while no device holds more than its part of the model
-and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). Or all are made anew where they lie
-(`Records.updated`).
+and of one layer: a leaf that one stage has is scattered (`jpipe.memory.scattered`). `Records.updated` makes all records
+anew where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,9 +20,8 @@ from jpipe.arrays.indexing import Index, look_up, take_row
 from jpipe.memory.layout import Layout, add_stage_axis, device_index, drop_stage_axis
 from jpipe.memory.scattered import ScatteredLeaf
 from jpipe.memory.storage import Buffers
-from jpipe.mesh.axes import AXIS, stage_axes
+from jpipe.mesh.axes import stage_axes
 from jpipe.mesh.on_stages import on_stages
-from jpipe.mesh.specs import on_all_stages
 from jpipe.partitioner.shardings import Axis, Sharding, of_spec
 from jpipe.types import Leaf
 
@@ -46,7 +45,7 @@ class Records:
 
     @property
     def layout(self) -> Layout:
-        """One of them, for what all have in common."""
+        """One of the layouts, for the properties that all have in common."""
         return next(iter(self.layouts.values()))
 
     @property
@@ -57,18 +56,18 @@ class Records:
     @property
     def places(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """`(record type, record, the layers that use it)`, in the order of layers."""
-        found = [(v, j, users) for v, known in enumerate(self.layout.users) for j, users in enumerate(known)]
-        return sorted(found, key=lambda place: place[2])
+        places = [(v, j, users) for v, records in enumerate(self.layout.users) for j, users in enumerate(records)]
+        return sorted(places, key=lambda place: place[2])
 
     def leaves(self, record_type: int) -> dict[str, list[ScatteredLeaf]]:
-        """The leaves of a record of this type, by tree; those that have none are missing."""
+        """The leaves of a record of this type, by tree."""
         types = {name: layout.storage.record_types[record_type] for name, layout in self.layouts.items()}
-        pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items() if known.leaves}
-        return {name: [ScatteredLeaf(*pair, self.layout.mesh) for pair in own] for name, own in pairs.items()}
+        pairs = {name: zip(one.leaves, one.specs, strict=True) for name, one in types.items()}
+        return {name: [ScatteredLeaf(*pair, self.layout.mesh) for pair in pairs[name]] for name in pairs}
 
     def _scattered_specs(self, record_type: int) -> dict[str, list[PartitionSpec]]:
-        """PartitionSpecs of a scattered record's leaves."""
-        return {name: [leaf.sharding.spec for leaf in own] for name, own in self.leaves(record_type).items()}
+        """PartitionSpecs of a scattered record's leaves, by tree."""
+        return {name: [s.sharding.spec for s in leaves] for name, leaves in self.leaves(record_type).items()}
 
     @cached_property
     def take(self) -> Callable[[Arrays, int, int], Leaves]:
@@ -90,8 +89,9 @@ class Records:
           record: its index among the records of the type.
           leaves: by tree (some may be missing), on the host or split in any way over the layouts' devices.
         """
-        known = self.leaves(record_type)
-        parts = {name: [s.put(leaf) for s, leaf in zip(known[name], own, strict=True)] for name, own in leaves.items()}
+        scattered = self.leaves(record_type)
+        pairs = {name: zip(scattered[name], tree, strict=True) for name, tree in leaves.items()}
+        parts = {name: [s.put(leaf) for s, leaf in pairs[name]] for name in pairs}
         return self._put(arrays, record_type, parts, np.int32(record))
 
     @cached_property
@@ -102,68 +102,68 @@ class Records:
             def body(arrays: Arrays, parts: Leaves, record: Index) -> Arrays:
                 return add_stage_axis(self._with_parts(drop_stage_axis(arrays), record_type, record, parts))
 
-            specs = {name: spec for name, spec in self._scattered_specs(record_type).items() if name in parts}
-            in_specs = (self.specs, specs, PartitionSpec())
+            specs = self._scattered_specs(record_type)
+            in_specs = (self.specs, {name: specs[name] for name in parts}, PartitionSpec())
             return on_stages(body, self.layout.mesh, in_specs, self.specs)(arrays, parts, record)
 
         shardings = {n: {b: a.sharding for b, a in layout.shapes.items()} for n, layout in self.layouts.items()}
         return jax.jit(put, static_argnums=1, donate_argnums=0, out_shardings=shardings)
 
-    def updated(self, function: Callable[[int, Index, Leaves], Leaves], arrays: Arrays, given: Iterable[str]) -> Arrays:
-        """A device's arrays with what a function makes of each record, in a program on all stages.
+    def updated(
+        self, function: Callable[[int, Index, Leaves], Leaves], arrays: Arrays, names: Collection[str]
+    ) -> Arrays:
+        """Replaces each record in a device's arrays by the one that a function makes, in a program on all stages.
 
-        Records that one stage has are made on its devices, by a loop; what lies on all stages they make together.
+        Records that one stage has are made on its devices, by a loop; all stages together make those that lie on all.
 
         Args:
           function: `(record type, the first layer that uses the record, its leaves by tree) -> new leaves by tree` of a
             device's parts, which lie as `lying` says.
-          arrays: of one device, by tree.
-          given: the trees whose leaves it looks at.
+          arrays: those of one device, by tree.
+          names: the trees whose leaves the function reads.
         """
-        given, users = list(given), self.layout.users
+        users = self.layout.users
         together = [v for v in range(len(users)) if self._is_spread(v)]
 
         def read(v: int, record: Index, carry: Arrays) -> tuple[Index, Leaves]:
-            layer = take_row(jnp.asarray([own[0] for own in users[v]], jnp.int32), record)
-            return layer, {name: self.layouts[name].storage.read(carry[name], v, record) for name in given}
+            layer = take_row(jnp.asarray([layers[0] for layers in users[v]], jnp.int32), record)
+            return layer, {name: self.layouts[name].storage.read(carry[name], v, record) for name in names}
 
-        def visit(v: int, record: Index, found: tuple[Index, Leaves], carry: Arrays) -> Arrays:
-            made = function(v, *found).items()
-            return carry | {n: self.layouts[n].storage.write(carry[n], v, record, new) for n, new in made}
+        def visit(v: int, record: Index, layer_and_leaves: tuple[Index, Leaves], carry: Arrays) -> Arrays:
+            new = function(v, *layer_and_leaves)
+            return carry | {n: self.layouts[n].storage.write(carry[n], v, record, new[n]) for n in new}
 
         device = device_index(self.layout.mesh)
         arrays = self.layout.storage.for_each_local(read, visit, device, arrays, without=together)
         for v in together:
             for record, (layer, *_) in enumerate(users[v]):
-                own = self._parts(arrays, v, record)
-                made = function(v, layer, {name: own.get(name, []) for name in given})
-                arrays = self._with_parts(arrays, v, record, made)
+                parts = self._parts(arrays, v, record)
+                new = function(v, layer, {name: parts[name] for name in names})
+                arrays = self._with_parts(arrays, v, record, new)
         return arrays
 
     def lying(self, record_type: int) -> tuple[tuple[Axis, ...], dict[str, list[Sharding]]]:
         """The axes that split arrays while `updated` makes a record of this type, and how its leaves lie by tree."""
-        mesh, together = self.layout.mesh, self._is_spread(record_type)
-        axes = stage_axes(mesh, ()) + (Axis((AXIS,), (mesh.shape[AXIS],)),) * together
-        spec = lambda leaf, spec: ScatteredLeaf(leaf, spec, mesh).sharding.spec if together else spec
+        together = self._is_spread(record_type)
+        axes = stage_axes(self.layout.mesh, (), over_stages=together)
         types = {name: layout.storage.record_types[record_type] for name, layout in self.layouts.items()}
-        pairs = {name: zip(known.leaves, known.specs, strict=True) for name, known in types.items()}
-        return axes, {name: [of_spec(spec(*pair), axes) for pair in own] for name, own in pairs.items()}
+        specs = self._scattered_specs(record_type) if together else {name: one.specs for name, one in types.items()}
+        return axes, {name: [of_spec(spec, axes) for spec in specs[name]] for name in specs}
 
     def _is_spread(self, record_type: int) -> bool:
         """Whether any leaf of records of this type lies on all stages."""
-        known = [layout.storage.record_types[record_type] for layout in self.layouts.values()]
-        return any(on_all_stages(spec) for own in known for spec in own.specs)
+        return any(leaf.lies_so for leaves in self.leaves(record_type).values() for leaf in leaves)
 
     def _parts(self, arrays: Arrays, record_type: int, record: Index) -> Leaves:
         """A device's parts of a record's leaves, scattered over all devices, out of its own arrays."""
-        mine, found = self._mine(record_type, record), {}
-        for name, own in self.leaves(record_type).items():
-            read = self.layouts[name].storage.read(arrays[name], record_type, record)
-            found[name] = [known.scatter(leaf, mine) for known, leaf in zip(own, read, strict=True)]
-        return found
+        is_mine, parts = self._is_mine(record_type, record), {}
+        for name, scattered in self.leaves(record_type).items():
+            leaves = self.layouts[name].storage.read(arrays[name], record_type, record)
+            parts[name] = [s.scatter(leaf, is_mine) for s, leaf in zip(scattered, leaves, strict=True)]
+        return parts
 
     def _with_parts(self, arrays: Arrays, record_type: int, record: Index, parts: Leaves) -> Arrays:
-        """A device's arrays with a record, of which it is given its parts.
+        """A device's arrays with a record replaced, whose leaves are given as this device's parts.
 
         All devices run the same program, so each of them writes, also those that don't have the record. There something
         else lies in its place, and is written back (K = 4, a leaf w of record 2 of 3, which device 1 has):
@@ -174,17 +174,17 @@ class Records:
             at the record's entry           a       b       c       d       (`storage.read`)
             written there                   a       w       c       d
 
-        Of a leaf that is split over all stages at rest, each writes its own part.
+        If a leaf is split over all stages at rest, each stage writes its own part.
         """
-        mine, leaves = self._mine(record_type, record), self.leaves(record_type)
-        for name, own in parts.items():
+        is_mine, scattered = self._is_mine(record_type, record), self.leaves(record_type)
+        for name in parts:
             storage = self.layouts[name].storage
             old = storage.read(arrays[name], record_type, record)
-            known = zip(leaves.get(name, []), own, old, strict=True)
-            new = [jnp.where(leaf.lies_so or mine, leaf.unscatter(part), before) for leaf, part, before in known]
+            triples = zip(scattered[name], parts[name], old, strict=True)
+            new = [jnp.where(s.lies_so or is_mine, s.unscatter(part), before) for s, part, before in triples]
             arrays = arrays | {name: storage.write(arrays[name], record_type, record, new)}
         return arrays
 
-    def _mine(self, record_type: int, record: Index) -> jax.Array | bool:
+    def _is_mine(self, record_type: int, record: Index) -> jax.Array | bool:
         """Whether this device has the record."""
         return look_up(self.layout.storage.record_types[record_type].devices, record) == device_index(self.layout.mesh)

@@ -26,7 +26,7 @@ class ScatteredLeaf:
 
     Attributes:
       leaf: its shape.
-      spec: how it is split over other mesh axes; over `stage` too if it lies so at rest, and nothing is left to do.
+      spec: how it is split over other mesh axes; if also over `stage`, every stage has its part already (`lies_so`).
       mesh: the devices.
     """
 
@@ -56,13 +56,13 @@ class ScatteredLeaf:
             entries[self.dimension].append(AXIS)
         return NamedSharding(self.mesh, spec_of(entries))
 
-    def scatter(self, leaf: jax.Array, mine: jax.Array | bool) -> jax.Array:
-        """A device's part of the leaf, whoever has it (`mine` on that stage alone)."""
+    def scatter(self, leaf: jax.Array, is_mine: jax.Array | bool) -> jax.Array:
+        """A device's part of the leaf, whichever stage has it (`is_mine` is true on that stage alone)."""
         if self.lies_so:
             return leaf
         if leaf.dtype == jnp.bool_:
-            return self.scatter(leaf.astype(jnp.int8), mine).astype(jnp.bool_)
-        leaf = jnp.where(mine, leaf, jnp.zeros_like(leaf))
+            return self.scatter(leaf.astype(jnp.int8), is_mine).astype(jnp.bool_)
+        leaf = jnp.where(is_mine, leaf, jnp.zeros_like(leaf))
         if self.dimension is not None:
             return jax.lax.psum_scatter(leaf, AXIS, scatter_dimension=self.dimension, tiled=True)
         return jax.lax.psum(leaf, AXIS)
@@ -72,7 +72,7 @@ class ScatteredLeaf:
         return part if self.dimension is None else jax.lax.all_gather(part, AXIS, axis=self.dimension, tiled=True)
 
     def put(self, leaf: Leaf) -> jax.Array:
-        """The leaf shared out; of one that is on the host, or whole in this process, each device gets its part.
+        """Shares a leaf out: each device gets its part, also of a leaf on the host or whole in this process.
 
         Raises:
           ValueError: it is split over other devices, and this process has only a part.

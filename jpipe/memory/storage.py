@@ -7,7 +7,7 @@ Leaves that are stored together are a *record*: one layer's parameters, or one l
 the activation at one boundary. Records with equal leaves are of one *record type*. The *owner* of a record decides
 which records lie side by side: a stage, a virtual stage, a boundary. A *device* is an index k along `stage` here.
 `build_storage` gives each record its place, as plain data. The same class keeps parameters, gradients, state, an
-optimiser's state, residuals, and what crosses boundaries (`jpipe.memory.boundaries`).
+optimiser's state, residuals, and the values that cross boundaries (`jpipe.memory.boundaries`).
 
 Five equal layers and two ends, in two stages:
 
@@ -25,7 +25,7 @@ on several devices may have the same entry, since each device has arrays of its 
 record. They hold zeros, or whatever lies there.
 
 A buffer that holds many micro-batches in flight repeats this, a *row* for each of them. Row r begins at entry
-`r * stride`. A device's stride is what its own leaves need, so a device with few leaves may have more rows.
+`r * stride`. A device's stride is as large as its own leaves need, so a device with few leaves may have more rows.
 
     float32_4x4, rows = (1, 2)      w0  w1  w2  --      w3  w4 | w3' w4'        strides (3, 2), size 4
 
@@ -49,7 +49,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index, look_up, take_slice
-from jpipe.arrays.loops import each
+from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
 from jpipe.mesh.specs import on_all_stages
@@ -57,13 +57,12 @@ from jpipe.types import Leaf as Leaf
 
 Buffers = dict[str, jax.Array]
 """The arrays of one device, by the name of the buffer."""
-Carry = TypeVar("Carry")
 Read = TypeVar("Read")
 
 WASTE = 1 / 4
-"""How much memory stacking may cost, as a share. Types of leaves whose stacked buffer is used for more than half, or
-that mesh axes split, are always stacked. Others are, from the largest on, while all buffers take at most (1 + WASTE)
-times what they would take if none of these others were stacked."""
+"""How much memory stacking may cost, as a share. A type of leaves is always stacked if its stacked buffer is used for
+more than half, or if mesh axes split it. Other types are stacked, from the largest on, while all buffers take at most
+(1 + WASTE) times the bytes that they would take if all these others lay flat."""
 
 
 class Row(NamedTuple):
@@ -83,10 +82,10 @@ class RecordType:
     """Records with the same leaves, and where they lie.
 
     Attributes:
-      leaves: the shapes of a record's leaves.
-      specs: for each leaf, the mesh axes that it is split over.
-      buffers: for each leaf, the name of its buffer.
-      devices: for each record, the device that has it.
+      leaves: `[leaves]`, the shapes of a record's leaves.
+      specs: `[leaves]`, the mesh axes that each leaf is split over.
+      buffers: `[leaves]`, the name of each leaf's buffer.
+      devices: `[records]`, the device that has each record.
       entries: `[leaves][records]`, where each leaf begins in its buffer, in row 0: the index of a leaf (stacked) or of
         its first element (flat). Records of different owners may have the same entry.
     """
@@ -96,14 +95,6 @@ class RecordType:
     buffers: tuple[str, ...]
     devices: tuple[int, ...]
     entries: tuple[tuple[int, ...], ...]
-
-
-class _Place(NamedTuple):
-    """Where a leaf of a record lies: its buffer's name, its entry, and the order of its dimensions there."""
-
-    name: str
-    entry: Index
-    order: Order
 
 
 @dataclass(frozen=True)
@@ -184,10 +175,10 @@ class Storage:
         for (t, record), values in leaves.items():
             if device in (None, self.record_types[t].devices[record]):
                 for leaf, value in enumerate(values):
-                    place = self._place(t, leaf, record)
-                    if place.name == name:
-                        elements = np.ravel(np.transpose(np.asarray(value), place.order))
-                        flat[place.entry * entry_size :][: elements.size] = elements
+                    buffer_name, entry, order = self._place(t, leaf, record)
+                    if buffer_name == name:
+                        elements = np.ravel(np.transpose(np.asarray(value), order))
+                        flat[entry * entry_size :][: elements.size] = elements
         return array
 
     def for_each_local(
@@ -213,35 +204,35 @@ class Storage:
           carry: any pytree of arrays.
           without: the record types that are left out.
         """
-        for t, record_type in enumerate(self.record_types):
-            if t in without:
-                continue
-            lines = [[j for j, owner in enumerate(record_type.devices) if owner == k] for k in range(self.num_devices)]
+
+        def for_each_of(t: int, carry: Carry) -> Carry:
+            devices = self.record_types[t].devices
+            lines = [[j for j, owner in enumerate(devices) if owner == k] for k in range(self.num_devices)]
             longest = max(map(len, lines))
             table = jnp.asarray([line + [0] * (longest - len(line)) for line in lines], jnp.int32)
-            count = look_up([len(line) for line in lines], device)
 
-            def reads(
-                i: Index, _: tuple[()], carry: Carry, t: int = t, table: jax.Array = table
-            ) -> tuple[jax.Array, Read]:
+            def reads(i: Index, _: tuple[()], carry: Carry) -> tuple[jax.Array, Read]:
                 record = take_slice(table, (device, i), (1, 1)).reshape(())
                 return record, read(t, record, carry)
 
-            def visit(_: Index, values: tuple[jax.Array, Read], carry: Carry, t: int = t) -> Carry:
+            def visit(_: Index, values: tuple[jax.Array, Read], carry: Carry) -> Carry:
                 return body(t, *values, carry)
 
-            carry = each(0, count, (), visit, carry, reads=reads)
+            return each(0, look_up([len(line) for line in lines], device), (), visit, carry, reads=reads)
+
+        for t in range(len(self.record_types)):
+            carry = carry if t in without else for_each_of(t, carry)
         return carry
 
-    def _place(self, t: int, leaf: int, record: Index, at: Row | None = None) -> _Place:
-        """Looks up where a leaf of a record lies."""
+    def _place(self, t: int, leaf: int, record: Index, at: Row | None = None) -> tuple[str, Index, Order]:
+        """Looks up where a leaf of a record lies: `(buffer's name, entry, order of the leaf's dimensions there)`."""
         record_type = self.record_types[t]
         name, shape = record_type.buffers[leaf], record_type.leaves[leaf].shape
         buffer, entry = self.buffers[name], look_up(record_type.entries[leaf], record)
         if at is not None:
             entry = entry + at.row * look_up(buffer.strides, at.device)
         is_turned = isinstance(buffer, StackedBuffer) and buffer.type.shape != shape
-        return _Place(name, entry, largest_first(shape) if is_turned else tuple(range(len(shape))))
+        return name, entry, largest_first(shape) if is_turned else tuple(range(len(shape)))
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -270,18 +261,15 @@ def build_storage(
       rows: for each device, how many rows it needs (default: one).
       orders: for each record type and leaf, the order of its dimensions in memory. By default the compiler chooses, and
         leaves that few owners have lie turned if several types become one then.
-      tags: for each record type and leaf, what else tells its stacked buffer from others (`each_apart`).
+      tags: for each record type and leaf, numbers that tell its stacked buffer from others (`each_apart`).
       waste: how much more memory stacked buffers may take than flat ones would, as a share; `inf` if none may be flat.
     """
     num_devices = max(device_of, default=0) + 1
     specs = specs or [[PartitionSpec()] * len(record) for record in leaves]
     nothing = [[None] * len(record) for record in leaves]
-    types = [
-        [LeafType(tuple(a.shape), a.dtype.name, spec, order, tag) for a, spec, order, tag in zip(*record, strict=True)]
-        for record in zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
-    ]
-    all_types = {leaf_type for record in types for leaf_type in record}
-    assert len({leaf_type.name for leaf_type in all_types}) == len(all_types), "two types of leaves share a buffer"
+    leaf_type_of = lambda leaf, *rest: LeafType(tuple(leaf.shape), leaf.dtype.name, *rest)
+    records = zip(leaves, specs, orders or nothing, tags or nothing, strict=True)
+    types = [[leaf_type_of(*fields) for fields in zip(*record, strict=True)] for record in records]
     needs = _Needs(_counts(types, owners, len(device_of)), device_of, rows or (1,) * num_devices)
     if orders is None:
         turned = needs.turned()
@@ -298,7 +286,7 @@ def build_storage(
     # Each owner's leaves are put down one after the other, as if it had its device to itself.
     ends: Counter[tuple[str, int | None]] = Counter()  # by (buffer, owner), the first entry that is free
     record_types = []
-    for record, spec, leaf_types, owner_of in zip(leaves, specs, types, owners, strict=True):
+    for record, record_specs, leaf_types, owner_of in zip(leaves, specs, types, owners, strict=True):
         names = tuple(leaf_type.name if leaf_type in stacked else leaf_type.dtype for leaf_type in leaf_types)
         entries: list[list[int]] = [[] for _ in leaf_types]
         for owner in owner_of:
@@ -307,7 +295,7 @@ def build_storage(
                 begins.append(ends[place])
                 ends[place] += 1 if leaf_type in stacked else leaf_type.elements
         devices = tuple(device_of[owner] for owner in owner_of)
-        record_types.append(RecordType(tuple(record), tuple(spec), names, devices, tuple(map(tuple, entries))))
+        record_types.append(RecordType(tuple(record), tuple(record_specs), names, devices, tuple(map(tuple, entries))))
     return Storage(tuple(record_types), tuple(buffers.items()), num_devices)
 
 
@@ -319,13 +307,14 @@ def _counts(
     for leaf_types, owner_of in zip(types, owners, strict=True):
         by_owner = np.bincount(owner_of, minlength=num_owners)
         for leaf_type in leaf_types:
-            more = np.full(num_owners, len(owner_of)) if on_all_stages(leaf_type.spec) else by_owner
-            counts[leaf_type] = counts.get(leaf_type, 0) + more
+            counts.setdefault(leaf_type, np.zeros(num_owners, int))
+            counts[leaf_type] += len(owner_of) if on_all_stages(leaf_type.spec) else by_owner
+    assert len({leaf_type.name for leaf_type in counts}) == len(counts), "two types of leaves share a buffer"
     return counts
 
 
 def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
-    """Makes tags for `build_storage` by which no two leaves share a stacked buffer; flat leaves still share one.
+    """Makes tags for `build_storage` so that no two leaves share a stacked buffer; flat leaves still share one.
 
     With `unroll` each leaf is an array of its own.
     """
@@ -364,7 +353,7 @@ class _Needs:
         return total
 
     def strides(self, counts: np.ndarray) -> tuple[int, ...]:
-        """`[K]`, the leaves or elements (as in `counts`) of a row on each device: what its fullest owner needs."""
+        """`[K]`, the leaves or elements (as in `counts`) of a row on each device: as many as its fullest owner has."""
         most = np.zeros(len(self.rows), counts.dtype)
         np.maximum.at(most, np.asarray(self.device_of), counts)
         return tuple(most.tolist())

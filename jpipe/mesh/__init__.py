@@ -1,1 +1,1 @@
-"""The mesh: what its axes mean, which device goes where, what weights and examples are split over."""
+"""The mesh: the meaning of its axes, the order of its devices, the axes that split weights and examples."""

@@ -25,26 +25,26 @@ def check_batch_axes(mesh: Mesh, names: object) -> tuple[str, ...]:
 
     Raises:
       TypeError: they are no names in an order.
-      ValueError: `stage`, an axis twice, or, but for the default's, one that the mesh lacks.
+      ValueError: they name `stage`, an axis twice, or an axis that the mesh lacks (the default's may be lacking).
     """
-    given = (names,) if isinstance(names, str) else names
-    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+    axes = (names,) if isinstance(names, str) else names
+    if not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
         raise TypeError(f"batch_axes={names!r} aren't names of mesh axes; pass a tuple, such as ('data', 'fsdp')")
-    given, others = tuple(given), [name for name in mesh.axis_names if name != AXIS]
-    if AXIS in given:
+    axes, others = tuple(axes), [name for name in mesh.axis_names if name != AXIS]
+    if AXIS in axes:
         raise ValueError(
             f"batch_axes={names!r} names {AXIS!r}, along which devices have other layers, not other examples; name "
             f"other axes of the mesh, which has {others}"
         )
-    for name in given:
-        if given.count(name) > 1:
-            raise ValueError(f"batch_axes={names!r} names {name!r} {given.count(name)} times; name it once")
-        if name not in mesh.axis_names and given != BATCH_AXES:
+    for name in axes:
+        if axes.count(name) > 1:
+            raise ValueError(f"batch_axes={names!r} names {name!r} {axes.count(name)} times; name it once")
+        if name not in mesh.axis_names and axes != BATCH_AXES:
             raise ValueError(
                 f"batch_axes={names!r} names {name!r}, which the mesh {dict(mesh.shape)} lacks; name some of its axes "
                 f"{others}, or leave batch_axes out"
             )
-    return tuple(name for name in given if name in mesh.axis_names)
+    return tuple(name for name in axes if name in mesh.axis_names)
 
 
 def stage_axes(
@@ -60,9 +60,9 @@ def stage_axes(
       jointly: whether the data axes are one.
       over_stages: `stage` is one of the others, the last.
     """
-    longer = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
-    data, others = longer(batch_axes), longer(n for n in mesh.axis_names if n not in (AXIS, *batch_axes))
-    parts = [data] * bool(data) if jointly else [(name,) for name in data]
-    first = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in parts]
-    others += longer([AXIS]) if over_stages else ()
-    return (*first, *[Axis((name,), (mesh.shape[name],)) for name in others])
+    of_several_devices = lambda names: tuple(name for name in names if mesh.shape[name] > 1)
+    data = of_several_devices(batch_axes)
+    others = [name for name in mesh.axis_names if name not in (AXIS, *batch_axes)] + [AXIS] * over_stages
+    together = [data] * bool(data) if jointly else [(name,) for name in data]
+    data_axes = [Axis(names, tuple(mesh.shape[n] for n in names), is_data=True) for names in together]
+    return (*data_axes, *[Axis((name,), (mesh.shape[name],)) for name in of_several_devices(others)])

@@ -48,10 +48,10 @@ def on_stages(
     is_explicit = AxisType.Explicit in mesh.axis_types
 
     def run(*arguments: PyTree) -> PyTree:
-        given = None if is_explicit else mesh  # else that of the context, in which `auto_axes` has made its axes Auto
-        # Loop bounds vary from stage to stage, and users' layers know nothing of varying types.
-        of_parts = jax.shard_map(function, mesh=given, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return after(of_parts(*before(*arguments)))
+        devices = None if is_explicit else mesh  # None is the mesh of the context, whose axes `auto_axes` has made Auto
+        # Unchecked, since loop bounds vary from stage to stage, and users' layers know nothing of varying types.
+        on_parts = jax.shard_map(function, mesh=devices, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return after(on_parts(*before(*arguments)))
 
     def call(*arguments: PyTree) -> PyTree:
         specs = out_specs if result_specs is None else result_specs

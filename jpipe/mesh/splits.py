@@ -3,7 +3,7 @@
 At rest, between the computations of its layer, a weight is split as the layer's metadata says, and over the mesh axes
 that the pipeline was told to split all weights over (`shard_over`, as in FSDP). At work, as its layer is given it, it
 is gathered along the data axes and remains split over the others, if weights are gathered once a step; if they are
-gathered at each use, it lies as at rest, and what the layer needs whole is gathered in it (`jpipe.partitioner.choice`).
+gathered at each use, it lies as at rest, and the layer gathers what it needs whole (`jpipe.partitioner.choice`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Splits:
     def axes(self) -> tuple[Axis, ...]:
         """The axes that arrays are split over at work: the data axes, and each of the others (`stage_axes`).
 
-        The data axes are one, unless weights are gathered at each use: then some of them may split what layers take.
+        The data axes are one, unless weights are gathered at each use: then some of them may split a layer's arguments.
         """
         jointly = self.gather == "step"
         return stage_axes(self.mesh, self.batch_axes, jointly=jointly, over_stages=self.over_stages)
@@ -102,17 +102,17 @@ class Splits:
         Raises:
           ValueError: axes that don't divide a dimension, or one named twice; layer, leaf and axes are named.
         """
-        found: dict[str, list[PartitionSpec]] = {}
-        is_split = lambda name: name != AXIS and self.mesh.shape.get(name, 1) > 1
+        at_rest: dict[str, list[PartitionSpec]] = {}
+        splitting = {axis for axis, size in self.mesh.shape.items() if axis != AXIS and size > 1}
         for collection, tree in variables.items():
-            found[collection] = []
-            without, more = ((), self.shard_over) if collection in weights else (self.batch_axes, ())
+            at_rest[collection] = []
+            axes, more = (splitting, self.shard_over) if collection in weights else (splitting - {*self.batch_axes}, ())
             for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs[collection], strict=True):
+                spec = split_by(spec, axes.__contains__)
                 what = f"{name} asks for {collection}{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-                spec = split_by(spec, lambda name, without=without: is_split(name) and name not in without)
                 self._check(what, leaf.shape, spec)
-                found[collection].append(self._split_over(more, leaf.shape, spec))
-        return found
+                at_rest[collection].append(self._split_over(more, leaf.shape, spec))
+        return at_rest
 
     def check_names(self, asked: Mapping[str, set[str]], constrained: Collection[str]) -> None:
         """Checks that no axis is misspelt: that layers ask for one that the mesh lacks, and none for one that it has.
@@ -136,10 +136,11 @@ class Splits:
 
     def idle(self, names: Collection[str]) -> list[str]:
         """The mesh axes of several devices that split no examples, and that aren't among `names`."""
-        known = (AXIS, *self.batch_axes, *names)
-        return [name for name, size in self.mesh.shape.items() if size > 1 and name not in known]
+        used = (AXIS, *self.batch_axes, *names)
+        return [name for name, size in self.mesh.shape.items() if size > 1 and name not in used]
 
     def _check(self, what: str, shape: Shape, spec: PartitionSpec) -> None:
+        """Checks that a leaf `what` of a shape can be split by a spec; errors as of `at_rest`."""
         seen: set[str] = set()
         if len(spec) > len(shape):
             raise ValueError(
@@ -158,6 +159,7 @@ class Splits:
                 )
 
     def _devices(self, names: Sequence[str]) -> int:
+        """The number of parts into which these mesh axes split a dimension."""
         return math.prod(self.mesh.shape[name] for name in names)
 
     def _split_over(self, more: Sequence[str], shape: Shape, spec: PartitionSpec) -> PartitionSpec:

@@ -2,13 +2,13 @@
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
-evaluated, and with custom derivatives forward and backward too, where alone the rules of these show. Where the traces
-are the same but for scalars, the layers are one function, and the scalars its `Constants`.
+evaluated. A layer with custom derivatives is also traced forward and backward, because its rules show only there. Where
+the traces are the same but for scalars, the layers are one function, and the scalars are its `Constants`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,25 +16,19 @@ from functools import partial
 import jax
 import numpy as np
 
+from jpipe.jaxprs.flat_jaxpr import flatten
+from jpipe.jaxprs.rewriting import depends_on, equations_in
 from jpipe.layers.base import AnyLayer, is_same, may_differ_in_numbers
 from jpipe.layers.decode_mode import CACHE, decoding
 from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import (
-    Constants,
-    differing,
-    has_custom_derivatives,
-    outputs_that_depend,
-    scalars_of,
-    skeleton,
-    whole,
-    without_plain_calls,
-)
+from jpipe.model.constants import Constants, bits, differing, scalar_places, scalars_of, without_plain_calls
 from jpipe.model.groups import DECODE, EVALUATION, INIT, TRAIN, LayerGroup, strong
 from jpipe.model.layer_function import LayerFunction, trace_call, trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
 from jpipe.model.traced_layer import trace_layer
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr
+from jpipe.seam.primitives import CALLS, PLAIN_CALLS
 from jpipe.types import Shapes
 
 
@@ -44,9 +38,9 @@ class LayerTraces:
 
     Attributes:
       jaxprs: by mode, its trace without plain calls; a mode that it can't be called in is missing.
-      scalars: by mode, those of the trace.
-      results: by mode, the shapes of what it gives: (outputs, new variables by collection).
-      rest: all that has to be the same where layers differ in scalars alone.
+      scalars: by mode, the scalars of that trace.
+      results: by mode, the shapes of its results: (outputs, new variables by collection).
+      rest: everything besides scalars: layers that differ in scalars alone have the same.
     """
 
     jaxprs: Mapping[str, ClosedJaxpr]
@@ -55,7 +49,7 @@ class LayerTraces:
     rest: object
 
     def dependent(self, mode: str, constants: Constants) -> set[str]:
-        """The collections whose new values depend on constants."""
+        """Finds the collections whose new values depend on constants."""
         outputs, new = self.results[mode]
         names = [name for name in sorted(new) for _ in jax.tree.leaves(new[name])]
         depend = outputs_that_depend(self.jaxprs[mode], constants.places)[len(jax.tree.leaves(outputs)) :]
@@ -94,10 +88,10 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
         every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
-        own = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
-        traced = trace_layer(LayerFunction(own, key_shape(), MODES["none"], batch))
+        alone = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
+        traced = trace_layer(LayerFunction(alone, key_shape(), MODES["none"], batch))
         computed += [whole(traced.forward), whole(traced.backward)]
-    structures = jax.tree.structure(variables), {mode: jax.tree.structure(own) for mode, own in results.items()}
+    structures = jax.tree.structure(variables), {mode: jax.tree.structure(shapes) for mode, shapes in results.items()}
     return LayerTraces(jaxprs, scalars, results, (computed, structures, layer.partition_specs(variables)))
 
 
@@ -114,11 +108,11 @@ class Alike:
         self._traces: dict[int, LayerTraces | None] = {}
 
     def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
-        """The group with one more layer, which takes the same; None if that is another function.
+        """Adds a layer that takes the same to a group; returns None if it is another function.
 
         Args:
           group: the layers.
-          index: of the layer.
+          index: the index of the layer that is added.
           before: whether they are one group at the shapes of the first batch.
         """
         first, together = group.indices[0], (*group.indices, index)
@@ -127,21 +121,23 @@ class Alike:
             return replace(group, indices=together)
         if not may_differ_in_numbers(layer, other):
             return None
-        traces = {i: found for i in together if (found := self._traced(group, i)) is not None}
+        traces = {i: layer_traces for i in together if (layer_traces := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
-        scalars = lambda mode: {i: own.scalars[mode] for i, own in traces.items()}
-        constants = {mode: differing(scalars(mode), first) for mode in traces[first].scalars}
-        if not before and not any(own.places for own in constants.values()):
+        constants = {
+            mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first)
+            for mode in traces[first].scalars
+        }
+        if not before and not any(of_mode.places for of_mode in constants.values()):
             return None  # at these shapes their numbers do nothing; at others they may
-        depend = {mode: traces[first].dependent(mode, own) for mode, own in constants.items()}
+        depend = {mode: traces[first].dependent(mode, of_mode) for mode, of_mode in constants.items()}
         # A group has one rate of running averages, and its caches start from one number.
         if "moments" in map(group.rules.get, depend[TRAIN]) or any(CACHE in depend.get(m, ()) for m in (INIT, DECODE)):
             return None
         return replace(group, indices=together, constants=constants)
 
     def _traced(self, group: LayerGroup, index: int) -> LayerTraces | None:
-        """A layer's traces; None if it can't be traced, which whoever runs it will be told."""
+        """Traces a layer; None if it raises an error, which it raises again where it is run."""
         if index not in self._traces:
             layer = self._layers[index]
             twin = next((i for i in group.indices if i in self._traces and is_same(self._layers[i], layer)), None)
@@ -149,3 +145,47 @@ class Alike:
             with suppress(Exception):
                 self._traces[index] = trace_modes(layer, group, self._batch) if twin is None else self._traces[twin]
         return self._traces[index]
+
+
+# --- comparing traces ---
+
+
+def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
+    """For each output of a trace, whether it depends on the scalars in these places."""
+    at = scalar_places(flat)
+    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
+
+
+def skeleton(flat: ClosedJaxpr) -> object:
+    """Describes a trace without the scalars that can be taken out, to be compared by `same_value`.
+
+    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
+    """
+    return _described(flat, without=scalar_places(flat))
+
+
+def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
+    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
+
+
+def whole(value: object) -> object:
+    """Describes a trace, or an equation's parameter, for `same_value`: jaxprs with all of their numbers."""
+    if isinstance(value, ClosedJaxpr):
+        return _described(value)
+    if isinstance(value, Jaxpr):
+        return _described(ClosedJaxpr(value, ()))
+    if isinstance(value, np.ndarray | jax.Array):
+        return bits(value)
+    return list(map(whole, value)) if isinstance(value, tuple | list) else value
+
+
+def _described(closed: ClosedJaxpr, without: Collection[int] = ()) -> object:
+    """Describes a jaxpr by nested lists, without the constants at the indices `without`.
+
+    Calls are replaced by what they call: their parameters are names and derivative rules.
+    """
+    flat = flatten(closed)
+    constants = [None if i in without else bits(constant) for i, constant in enumerate(flat.constants.values())]
+    equations = [(e.primitive.name, whole(sorted(e.params.items())), *numbers) for e, _, *numbers in flat.equations]
+    return list(map(str, flat.avals)), list(flat.constants), constants, flat.arguments, equations, flat.results

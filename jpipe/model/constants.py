@@ -9,7 +9,7 @@ arguments: so all of them are one program. Only literals outside of loops, branc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -18,10 +18,8 @@ import numpy as np
 
 from jpipe.arrays.indexing import Index, take_row
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.jaxprs.rewriting import depends_on, equations_in
-from jpipe.seam.inside import called_by
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, Literal, Var
-from jpipe.seam.primitives import CALLS, PLAIN_CALLS
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import PLAIN_CALLS
 from jpipe.types import Leaf
 
 
@@ -31,8 +29,8 @@ class Constants:
 
     Attributes:
       scalars: all scalars of the trace of the layer that stands for the group, in the order of `scalars_of`.
-      places: the indices among them of those that differ.
-      values: for each layer, by its index in the model, what it has in these places.
+      places: the indices of the scalars that differ.
+      values: by a layer's index in the model, its scalars in these places.
     """
 
     scalars: Sequence[np.ndarray] = ()
@@ -41,11 +39,11 @@ class Constants:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the numbers that differ."""
+        """The shapes of the numbers that differ, all of them scalars."""
         return [jax.ShapeDtypeStruct((), self.scalars[place].dtype) for place in self.places]
 
     def of(self, layer: Index) -> list[Leaf]:
-        """The scalars that a layer, given by its index in the model, has in the places."""
+        """Returns the scalars that a layer, given by its index in the model, has in the places."""
         if not self.places:
             return []
         if isinstance(layer, int):
@@ -55,103 +53,52 @@ class Constants:
         return [take_row(jnp.asarray(np.stack(column)), layer) for column in zip(*rows, strict=True)]
 
     def put_into(self, closed: ClosedJaxpr, new: Sequence[Leaf]) -> ClosedJaxpr:
-        """A trace of the layer that stands for the group, with other scalars in the places.
+        """Puts other scalars into the places of a trace of the layer that stands for the group.
 
         Raises:
           ValueError: it isn't the trace that layers were compared by.
         """
         flat = without_plain_calls(closed)
-        at = _scalar_places(flat)
-        if list(map(_bits, scalars_of(flat))) != list(map(_bits, self.scalars)):
-            raise ValueError(
-                "layers that differ in numbers alone are one function, found with random keys of JAX's default "
-                "implementation, but under other keys the layer computes with other numbers; use keys of the default "
-                "implementation (jax.random.key without impl=)"
-            )
-        known = dict(zip((at[place] for place in self.places), new, strict=True))
-        return ClosedJaxpr(flat.jaxpr, [known.get(i, constant) for i, constant in enumerate(flat.consts)])
+        at = scalar_places(flat)
+        if list(map(bits, scalars_of(flat))) != list(map(bits, self.scalars)):
+            fault = "layers that differ in numbers alone are one function, but under other keys the layer computes with"
+            raise ValueError(f"{fault} other numbers; use keys of JAX's default implementation, without impl=")
+        by_index = dict(zip((at[place] for place in self.places), new, strict=True))
+        return ClosedJaxpr(flat.jaxpr, [by_index.get(i, constant) for i, constant in enumerate(flat.consts)])
 
 
 def differing(scalars: Mapping[int, Sequence[np.ndarray]], first: int) -> Constants:
-    """The constants of a group.
+    """Compares the scalars of layers, and returns the constants of their group.
 
     Args:
       scalars: of each layer's trace, by its index in the model; of equal number and types.
       first: the index of the layer that stands for the group.
     """
-    columns = zip(*(map(_bits, own) for own in scalars.values()), strict=True)
+    columns = zip(*(map(bits, numbers) for numbers in scalars.values()), strict=True)
     places = tuple(place for place, column in enumerate(columns) if len(set(column)) > 1)
-    return Constants(scalars[first], places, {i: [own[place] for place in places] for i, own in scalars.items()})
+    values = {i: [numbers[place] for place in places] for i, numbers in scalars.items()}
+    return Constants(scalars[first], places, values)
 
 
 def without_plain_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A trace whose literals are constants, in plain calls too (`jit`): what the functions below take."""
+    """Makes constants of a trace's literals, in plain calls too (`jit`); the functions below take such a trace."""
     return without_calls(closed, PLAIN_CALLS)
 
 
 def scalars_of(flat: ClosedJaxpr) -> list[np.ndarray]:
-    """The scalars of a trace that can be taken out, floating-point numbers and integers."""
-    return [np.asarray(flat.consts[i]) for i in _scalar_places(flat)]
+    """Lists the scalars of a trace that can be taken out: floating-point numbers and integers."""
+    return [np.asarray(flat.consts[i]) for i in scalar_places(flat)]
 
 
-def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool]:
-    """For each output of a trace, whether it depends on the scalars in these places."""
-    at = _scalar_places(flat)
-    return depends_on(flat, [flat.jaxpr.constvars[at[place]] for place in places])
-
-
-def skeleton(flat: ClosedJaxpr) -> object:
-    """A trace without the scalars that can be taken out, to be compared by `same_value`.
-
-    The rules of custom derivatives aren't in it (`has_custom_derivatives`).
-    """
-    return _told(flat.jaxpr, flat.consts, _scalar_places(flat))
-
-
-def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
-    return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
-
-
-def _scalar_places(flat: ClosedJaxpr) -> list[int]:
-    """The indices of scalars among the constants of a jaxpr."""
+def scalar_places(flat: ClosedJaxpr) -> list[int]:
+    """Lists the indices of scalars among the constants of a jaxpr."""
     is_number = lambda dtype: jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     return [i for i, constant in enumerate(flat.consts) if np.ndim(constant) == 0 and is_number(constant.dtype)]
 
 
-def _bits(constant: Leaf | object) -> object:
-    """Type and bits of a constant; random keys are known by what they are as objects."""
+def bits(constant: Leaf | object) -> object:
+    """Returns the type and the bits of a constant; random keys are compared as objects."""
     if isinstance(constant, jax.Array) and jnp.issubdtype(constant.dtype, jax.dtypes.extended):
         return constant
     array = np.asarray(constant)
     return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
-
-
-def whole(value: object) -> object:
-    """A trace, or a parameter of an equation, as what `same_value` compares: jaxprs with all of their numbers."""
-    if isinstance(value, ClosedJaxpr):
-        return _told(value.jaxpr, value.consts, ())
-    if isinstance(value, Jaxpr):
-        return _told(value, (), ())
-    if isinstance(value, np.ndarray | jax.Array):
-        return _bits(value)
-    return list(map(whole, value)) if isinstance(value, tuple | list) else value
-
-
-def _told(jaxpr: Jaxpr, constants: Sequence[Leaf], without: Collection[int]) -> object:
-    """A jaxpr as nested lists, its variables by number; of the constants some are left out.
-
-    Of an equation that calls a jaxpr only that jaxpr counts: the other parameters are names and derivative rules.
-    """
-    numbers: dict[Var, int] = {}
-
-    def values(variables: Sequence[Var | Literal]) -> list[object]:
-        number = lambda v: _bits(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))
-        return [(str(v.aval), number(v)) for v in variables]
-
-    known = [None if i in without else _bits(constant) for i, constant in enumerate(constants)]
-    told: list[object] = [values(jaxpr.constvars), known, values(jaxpr.invars)]
-    for e in jaxpr.eqns:
-        params = called_by(e) if e.primitive.name in CALLS else sorted(e.params.items())
-        told.append((e.primitive.name, values(e.invars), whole(params), values(e.outvars)))
-    return [*told, values(jaxpr.outvars)]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.decode_mode import CACHE
 from jpipe.model.constants import Constants
-from jpipe.partitioner.shardings import Axis, Sharding, names_in, part_structs
+from jpipe.partitioner.shardings import Axis, Sharding, named, part_structs
 from jpipe.types import PyTree, Shapes
 
 KEEP, GRADIENT = "keep", "gradient"
@@ -29,7 +29,7 @@ DEFAULT_RULES: Mapping[str, str] = {"batch_stats": "moments", "frozen": KEEP, "_
 
 
 def role_of(collection: str, rules: Mapping[str, str]) -> str:
-    """The role of a collection: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
+    """Returns a collection's role: "params", `KEEP`, `GRADIENT`, or else "state", of which forwards give new values.
 
     Args:
       collection: its name.
@@ -95,17 +95,16 @@ class LayerGroup:
 
     @property
     def names(self) -> list[str]:
-        """All collections in the order in which a layer is called with them: parameters, state, what is only read."""
+        """All collections, in the order in which a layer is called with them: parameters, state, those only read."""
         return ["params"] * ("params" in self.variables) + self.state_names + self.fixed_names
 
     @property
     def asked_axes(self) -> set[str]:
-        """The mesh axes that the layers' metadata names for parameters, under Flax's logical axis rules of now."""
-        specs = self.layer.partition_specs(self.variables).get("params", [])
-        return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
+        """The mesh axes that the layers' metadata names for parameters, by the logical axis rules in context now."""
+        return named(self.layer.partition_specs(self.variables).get("params", []))
 
     def leaves(self, names: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the leaves of some collections, in order."""
+        """Lists the shapes of the leaves of some collections, in order."""
         return [leaf for name in names for leaf in jax.tree.leaves(self.variables[name])]
 
 
@@ -148,12 +147,12 @@ class Model:
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The index of each layer's group, `[N]`."""
-        found = {i: g for g, group in enumerate(self.groups) for i in group.indices}
-        return tuple(found[i] for i in sorted(found))
+        pairs = sorted((i, g) for g, group in enumerate(self.groups) for i in group.indices)
+        return tuple(g for _, g in pairs)
 
     @property
     def num_layers(self) -> int:
-        """N."""
+        """The number N of layers."""
         return len(self.group_of)
 
     @property
@@ -162,16 +161,15 @@ class Model:
         return len(self.groups) - 1
 
     def described(self) -> str:
-        """How much there is to compile, in words."""
-        count = len(self.groups)
-        return f"{count} group{'s' * (count > 1)} of layers"
+        """Says in words how much there is to compile."""
+        return f"{len(self.groups)} group{'s' * (len(self.groups) > 1)} of layers"
 
     def group_at(self, layer: int) -> LayerGroup:
-        """A layer's group."""
+        """Returns the group of a layer."""
         return self.groups[self.group_of[layer]]
 
     def called_with(self, layer: int) -> Shapes:
-        """The shapes of what a layer is called with, of the first one's inputs too."""
+        """Returns the shapes that a layer is called with; for the first one the shapes of the model's inputs."""
         return self.inputs if layer == 0 else self.group_at(layer).takes
 
     @property
@@ -181,7 +179,7 @@ class Model:
 
 
 def with_variable_sets(model: Model) -> Model:
-    """A model with its sets of variables, of which each group knows its own."""
+    """Collects the sets of variables of a model, and notes in each group the index of its own."""
     sets: list[VariableSet] = []
     set_of: dict[int, int] = {}  # by the identity of a group, or of what its layers share
     groups = []
@@ -199,7 +197,7 @@ def with_variable_sets(model: Model) -> Model:
 
 
 def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
-    """The same model with at most one layer of each group on a virtual stage, so that no loop over layers is left.
+    """Makes groups with at most one layer on each virtual stage, so that no loop over layers is left.
 
     The first, second, ... layer of a group on each virtual stage form groups of their own.
 
@@ -214,7 +212,7 @@ def unrolled(model: Model, bounds: Sequence[tuple[int, int]]) -> Model:
             g = model.group_of[i]
             indices.setdefault((g, seen[g]), []).append(i)
             seen[g] += 1
-    groups = tuple(replace(model.groups[g], indices=tuple(own)) for (g, _), own in indices.items())
+    groups = tuple(replace(model.groups[g], indices=tuple(layers)) for (g, _), layers in indices.items())
     return with_variable_sets(replace(model, groups=groups, traced_as=tuple(g for g, _ in indices)))
 
 
@@ -226,10 +224,9 @@ def same_shapes(a: PyTree, b: PyTree) -> bool:
 
 def same_type(a: PyTree, b: PyTree) -> bool:
     """Whether two pytrees of arrays or shapes are equal in structure, shapes and dtypes."""
-    dtypes = lambda tree: [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    return same_shapes(a, b) and dtypes(a) == dtypes(b)
+    return jax.tree.flatten(strong(a)) == jax.tree.flatten(strong(b))
 
 
 def strong(shapes: Shapes) -> Shapes:
-    """Shapes without weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
+    """Drops weak types, which say how Python numbers are promoted: in buffers there are arrays only."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)

@@ -5,8 +5,8 @@ flat lists of leaves. It stands for all layers of a group: what differs between 
 is in the arguments. Arrays are whole here. It is one layer that is differentiated: never the loop over layers, never a
 collective. `LayerShardings` says how each of these arrays lies on the devices of a stage.
 
-Forward and backward are called with the same `Arguments`. So between the two nothing has to be stored but what depends
-on the layer's activation (`jpipe.model.traced_layer`).
+Forward and backward are called with the same `Arguments`. So between the two only values that depend on the layer's
+activation have to be stored (`jpipe.model.traced_layer`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from jpipe.partitioner.choice import Wanted, always, as_it_lies
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Sharding, replicated
 from jpipe.seam.jaxpr_types import ClosedJaxpr
 from jpipe.types import Batch, Leaf, PyTree, Shapes
+
+TracedInit = tuple[ClosedJaxpr, dict[str, Shapes]]
+"""(a jaxpr that gives a layer's variables, their shapes by collection)."""
 
 
 class Arguments(NamedTuple):
@@ -149,21 +152,19 @@ class LayerFunction:
         """Casts outputs to the dtypes that the layer was traced with; other shapes are an error."""
         gives = self.group.gives
         if not same_shapes(outputs, gives):
-            raise ValueError(
-                f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in "
-                f"{'training' if self.train else 'evaluation'}, not {describe(gives)} as it was traced; give the "
-                "same structure and shapes in both modes"
-            )
+            fault = f"{self.group.layer.name} gives {describe(jax.tree.map(jnp.asarray, outputs))} in"
+            mode = "training" if self.train else "evaluation"
+            raise ValueError(f"{fault} {mode}, not {describe(gives)} as it was traced; give the same in both modes")
         return jax.tree.map(lambda leaf, want: jnp.asarray(leaf, want.dtype), outputs, gives)
 
     def differentiated(self, outputs: list[Leaf]) -> list[Leaf]:
-        """The outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
+        """Picks the outputs that have cotangents: the sums of the loss's terms, or else the floating-point leaves."""
         if self.loss is not None:
             return outputs[: 2 * len(self.loss.terms) : 2]
         return [leaf for leaf in outputs if is_float(leaf)]
 
     def shardings(self, splits: Splits) -> LayerShardings:
-        """How all that the layer works on lies, where the mesh axes of `splits` split arrays."""
+        """Decides how all arrays that the layer works on lie, where the mesh axes of `splits` split them."""
         group, axes, whole = self.group, splits.axes, replicated(splits.axes)
         by_name = {name: list(map(splits.at_work, group.specs[name])) for name in group.names}
         if caches := self.caches_at(splits):
@@ -173,7 +174,6 @@ class LayerFunction:
         fixed = [at for name in group.fixed_names for at in by_name[name]]
         batch = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(self.arguments.batch)]
         takes_at, gives_at = (_with_stage(at, splits) for at in (group.takes_at, group.gives_at))
-        has_loss = self.loss is not None
         input_gradients = [*(fixed[i] for i in self.overwritten), *_of_floats(group.takes, takes_at)]
         return LayerShardings(
             variables=variables,
@@ -181,29 +181,27 @@ class LayerFunction:
             state=[at for name in group.state_names for at in by_name[name]],
             arguments=[*variables, *[whole] * self.train, *batch],
             activation=takes_at,
-            outputs=None if has_loss else gives_at,
+            outputs=gives_at if self.loss is None else None,
             sums=_added_up_over_stages if splits.over_stages else as_it_lies,
             cotangents=[whole] * len(self.loss.terms) if self.loss is not None else _of_floats(group.gives, gives_at),
             gradients=[*(_unreduced(at, axes) for at in by_name.get("params", ())), *map(always, input_gradients)],
         )
 
     def caches_at(self, splits: Splits) -> list[Sharding]:
-        """How the leaves of a decoding layer's cache lie: split over examples where they are `[b, ...]`.
+        """Decides how the leaves of a decoding layer's cache lie: split over examples where they are `[b, ...]`.
 
         Empty for other layers.
         """
         group, size = self.group, jax.tree.leaves(self.batch)[0].shape[0]
         if group.rules.get(CACHE) != CACHE or CACHE not in group.variables:
             return []
-        return [
-            splits.of_examples(size) if leaf.shape[:1] == (size,) else replicated(splits.axes)
-            for leaf in group.leaves([CACHE])
-        ]
+        whole, split = replicated(splits.axes), splits.of_examples(size)
+        return [split if leaf.shape[:1] == (size,) else whole for leaf in group.leaves([CACHE])]
 
 
 @dataclass(frozen=True)
 class LayerShardings:
-    """How all that a layer works on lies on the devices of its stage, leaf by leaf.
+    """How all arrays that a layer works on lie on the devices of its stage, leaf by leaf.
 
     Attributes:
       variables: its variables at work (`Arguments.variables`).
@@ -229,7 +227,7 @@ class LayerShardings:
     gradients: list[Wanted]
 
     def results(self, results: Results) -> list[Wanted]:
-        """How each leaf of `results` has to lie."""
+        """Says how each leaf of `results` has to lie."""
         state = self.state if results.state else []  # evaluation gives no new state
         if self.outputs is None:
             return [*[self.sums] * len(results.outputs), *map(always, state)]
@@ -255,21 +253,15 @@ def trace_call(
 def _check_outputs(outputs: Activation) -> None:
     """Checks that a layer gives a pytree of plain arrays, which a boundary can carry."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        place = jax.tree_util.keystr(path)
         if not isinstance(leaf, jax.Array | np.ndarray):
-            raise LayerError(
-                f"gives a {type(leaf).__name__} at outputs{jax.tree_util.keystr(path)}; layers pass pytrees of "
-                "arrays on, so make it an array or leave it out"
-            )
+            raise LayerError(f"gives a {type(leaf).__name__} at outputs{place}; make it an array, or leave it out")
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise LayerError(
-                f"gives {leaf.dtype} at {jax.tree_util.keystr(path)}; a boundary carries plain arrays only, such as "
-                "jax.random.key_data(key)"
-            )
+            remedy = "a boundary carries plain arrays only, such as jax.random.key_data(key)"
+            raise LayerError(f"gives {leaf.dtype} at {place}; {remedy}")
 
 
-def trace_init(
-    layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes
-) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+def trace_init(layer: AnyLayer, key: jax.ShapeDtypeStruct, takes: Shapes, batch: Shapes) -> TracedInit:
     """Traces a layer's initialisation: (jaxpr: random key -> its variables, their shapes).
 
     There are two tries. The first is without a mesh: Flax constrains new variables to the mesh axes in their metadata,
@@ -290,20 +282,21 @@ def trace_init(
         return trace(init, key)
 
 
-def trace_group_init(
-    group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes
-) -> tuple[ClosedJaxpr, dict[str, Shapes]]:
+def trace_group_init(group: LayerGroup, key: jax.ShapeDtypeStruct, batch: Shapes) -> TracedInit:
     """Traces the initialisation of a group's layers: (jaxpr: random key, constants -> variables, their shapes)."""
     jaxpr, made = trace_init(group.layer, key, group.takes, batch)
     constants = group.constants.get(INIT, Constants())
     if constants.places:
-        init = lambda key, *new: replay(constants.put_into(jaxpr, new), made)(key)
-        jaxpr, _ = trace(init, key, *constants.shapes)
+
+        def init(key: jax.Array, *scalars: jax.Array) -> LayerVariables:
+            return replay(constants.put_into(jaxpr, scalars), made)(key)
+
+        return trace(init, key, *constants.shapes)
     return jaxpr, made
 
 
 def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
-    """Activations' shardings, with an entry for each of a layer's axes.
+    """Extends activations' shardings to an entry for each of a layer's axes.
 
     Along `stage`, where all stages compute the layer together, activations are whole. Costs ask for one device, without
     axes, of a model that was traced for more.
@@ -312,17 +305,17 @@ def _with_stage(shardings: list[Sharding], splits: Splits) -> list[Sharding]:
 
 
 def _of_floats(tree: Shapes, shardings: list[Sharding]) -> list[Sharding]:
-    """The shardings of the floating-point leaves of a tree, from those of all its leaves."""
+    """Picks the shardings of the floating-point leaves of a tree from those of all its leaves."""
     return [at for leaf, at in zip(jax.tree.leaves(tree), shardings, strict=True) if is_float(leaf)]
 
 
 def _added_up_over_stages(sharding: Sharding) -> Sharding:
-    """The sharding of a sum that is whole along `stage`, the last axis."""
+    """Makes a sum whole along `stage`, the last axis."""
     return (*sharding[:-1], REPLICATED)
 
 
 def _unreduced(sharding: Sharding, axes: tuple[Axis, ...]) -> Wanted:
-    """How a parameter's gradient has to lie: as the parameter, but partial where the sum can wait for the step's end.
+    """Decides how a parameter's gradient lies: as the parameter, but partial where the sum can wait for the step's end.
 
     Those are axes that don't split the parameter: the data axes always, and others if the gradient isn't whole on each
     device anyway. Along `stage` the sum can't wait, because only one stage holds the parameter.

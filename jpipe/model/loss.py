@@ -1,9 +1,9 @@
-"""Traces the loss function, and makes its result sums over examples that can be added up and divided once."""
+"""Traces the loss function, and turns its result into sums over examples, which are added up and divided once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -42,18 +42,22 @@ def loss_parts(returned: PyTree) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def loss_sums(returned: PyTree) -> list[jax.Array]:
-    """The sums over examples in a loss function's result: of each term a sum and its weight, and so of each metric.
+    """Lists the sums over examples in a loss function's result: for each term, then each metric, a sum and its weight.
 
     A mean has weight 1. All are in the dtype of the loss's sums: a count of tokens may be too large or too fine for a
     narrow loss.
     """
     terms, metrics = loss_parts(returned)
-    as_pair = lambda value: value if isinstance(value, tuple) else (value, 1.0)
-    pairs = [(jnp.asarray(total), weight) for total, weight in (as_pair(terms[name]) for name in sorted(terms))]
-    dtype = accumulator_dtype(jnp.result_type(*(total for total, _ in pairs)))
+    pairs = [_as_pair(terms[name], 1.0) for name in sorted(terms)]
+    dtype = accumulator_dtype(jnp.result_type(*(jnp.asarray(total) for total, _ in pairs)))
     constant = lambda value: jax.lax.stop_gradient(jnp.asarray(value)).astype(dtype)
-    measured = [constant(part) for name in sorted(metrics) for part in as_pair(metrics[name])]
-    return [*(part for total, weight in pairs for part in (total, constant(weight))), *measured]
+    metric_parts = [constant(part) for name in sorted(metrics) for part in _as_pair(metrics[name], 1.0)]
+    return [*(part for total, weight in pairs for part in (jnp.asarray(total), constant(weight))), *metric_parts]
+
+
+def _as_pair(value: PyTree, weight: object) -> tuple:
+    """Makes a pair of a term or a metric: itself if it is a tuple, else with this weight."""
+    return value if isinstance(value, tuple) else (value, weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,7 @@ class TracedLoss:
     constrained: frozenset[str]
 
     def sums(self, outputs: PyTree, batch: Batch, key: Leaf | None) -> list[jax.Array]:
-        """The sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
+        """Computes the sums of a micro-batch (`loss_sums`); `key` is the last layer's, None in evaluation.
 
         Raises:
           ValueError: the loss can't be computed without a key.
@@ -95,39 +99,35 @@ class TracedLoss:
                 raise ValueError("it returns other terms or metrics than with one")
             return sums
         except Exception as error:
-            raise ValueError(
-                f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}. It was called with "
-                "key=None, as in evaluation, where nothing is drawn; let it do without a key there, and return as much"
-            ) from error
+            fault = f"loss_fn {loss_name(self.function)} raised {type(error).__name__}: {error}"
+            remedy = "It was called with key=None, as in evaluation; let it do without a key there, and return as much"
+            raise ValueError(f"{fault}. {remedy}") from error
 
     def means(self, sums: list[jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the loss of the whole batch, its terms and metrics by name), from the sums over all micro-batches."""
-        found = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
-        named = dict(zip((*self.terms, *self.metrics), found, strict=True))
+        """Divides the sums over all micro-batches: (the loss of the whole batch, its terms and metrics by name)."""
+        quotients = [total / weight for total, weight in zip(sums[::2], sums[1::2], strict=True)]
+        named = dict(zip((*self.terms, *self.metrics), quotients, strict=True))
         named.pop(ONLY, None)
-        return sum(found[1 : len(self.terms)], found[0]), named
+        return sum(quotients[1 : len(self.terms)], quotients[0]), named
 
     def warn_of_late_weight(self) -> None:
-        """Warns of a weight that is known only after the forward, since the backward can't start from 1 / weight then.
+        """Warns of a weight that is known only after the forward: the backward can't start from 1 / weight then.
 
         A pair is most likely (loss, metric), and would be read as (loss_sum, weight_sum).
         """
         if self.weights is not None:
             return
-        alone = "return the loss alone, or (loss, 1.0, {'accuracy': accuracy})"
-        meant = f"If the second is a metric, such as an accuracy, {alone}. "
+        metric = "If the second value is a metric, return the loss alone, or (loss, 1.0, {'accuracy': accuracy}). "
         warn_user(
             f"loss_fn {loss_name(self.function)} returned a weight_sum that depends on the model's outputs or on its "
-            "key. The loss is the sum of the loss_sums over all micro-batches, divided by the sum of the weight_sums, "
-            f"each taken as a constant. {meant * self.is_pair}This weight isn't known before the backward, so jpipe "
-            "divides the gradients at the end of the step: a backward rule that isn't linear (a jax.custom_vjp that "
-            "clips or rounds) sees cotangents that are larger by the weight. Compute the weight from the batch alone "
-            "to have them as in the whole model"
+            f"key. {metric * self.is_pair}Such a weight isn't known before the backward. So jpipe divides gradients at "
+            "the end of the step, and a backward rule that isn't linear (a jax.custom_vjp that clips or rounds) sees "
+            "cotangents that are larger by the weight. Compute the weight from the batch alone to avoid this"
         )
 
 
 def loss_name(function: LossFn) -> str:
-    """The name of a user's function, for messages."""
+    """Returns the name of a user's function, for messages."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, "__qualname__", type(inner).__name__)
 
@@ -155,14 +155,13 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
     except Exception as error:
         bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(batch))
         hint = "; the first batch that a pipeline sees has to be a whole one, not its inputs alone" * bare
-        raise ValueError(
-            f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}; it was called with the outputs "
-            f"{describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
-        ) from error
+        fault = f"loss_fn(outputs, batch) raised {type(error).__name__}: {error}"
+        called = f"the outputs {describe(outputs)} and the batch {describe(batch)} of one micro-batch{hint}"
+        raise ValueError(f"{fault}; it was called with {called}") from error
     terms, metrics = loss_parts(returned)
     _check_terms(returned, terms)
     _check_metrics(returned, terms, metrics)
-    sums = without_prints(trace(lambda *given: loss_sums(call(*given)), outputs, batch, key_shape())[0])
+    sums = without_prints(trace(lambda *arguments: loss_sums(call(*arguments)), outputs, batch, key_shape())[0])
     names = tuple(sorted(terms))
     return TracedLoss(
         function=loss_fn,
@@ -177,7 +176,7 @@ def trace_loss(loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> TracedLoss:
 
 
 def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> ClosedJaxpr | None:
-    """Micro-batch -> the weights of the terms; None if the only term has one that depends on more than the batch.
+    """Traces micro-batch -> the terms' weights; None if the only term's weight depends on more than the batch.
 
     Args:
       sums: leaves of the outputs, of the micro-batch, random key -> `loss_sums`.
@@ -187,22 +186,25 @@ def _weights(sums: ClosedJaxpr, names: Sequence[str], num_outputs: int) -> Close
     Raises:
       ValueError: there are several terms, and a weight depends on more than the batch.
     """
-    is_weight = lambda *terms: [i in {2 * t + 1 for t in terms} for i in range(len(sums.out_avals))]
     of_batch = [num_outputs <= i < len(sums.in_avals) - 1 for i in range(len(sums.in_avals))]
+
+    def are_weights(terms: Collection[int]) -> list[bool]:
+        return [i in {2 * t + 1 for t in terms} for i in range(len(sums.out_avals))]
+
     for t, name in enumerate(names):
-        if any(used and not known for used, known in zip(uses(sums, is_weight(t)), of_batch, strict=True)):
+        if any(used and not is_known for used, is_known in zip(uses(sums, are_weights([t])), of_batch, strict=True)):
             if len(names) == 1:
                 return None
-            raise ValueError(
-                f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs. The weights of "
-                "several terms have to follow from the batch alone, since the gradients of each are divided by its own "
-                "before they are added up; compute it from the batch, or return one pair (loss_sum, weight_sum)"
-            )
-    return needed_part(sums, is_weight(*range(len(names))), keep=of_batch)[0]
+            fault = f"loss_fn returned the term {name!r} with a weight that depends on the model's outputs"
+            remedy = "compute it from the batch alone, or return one pair (loss_sum, weight_sum)"
+            raise ValueError(f"{fault}; {remedy}")
+    return needed_part(sums, are_weights(range(len(names))), keep=of_batch)[0]
 
 
-def _is_scalar(value: Leaf) -> bool:
-    return hasattr(value, "shape") and value.shape == ()
+def _are_scalars(value: PyTree) -> bool:
+    """Whether a term or a metric is a scalar or a pair of scalars."""
+    pair = _as_pair(value, value)
+    return len(pair) == 2 and all(hasattr(part, "shape") and part.shape == () for part in pair)
 
 
 def _check_terms(returned: Shapes, terms: dict[str, PyTree]) -> None:
@@ -212,20 +214,18 @@ def _check_terms(returned: Shapes, terms: dict[str, PyTree]) -> None:
       ValueError: there are none, a name is no string or one of jpipe's own metrics', or a value is neither a
         floating-point scalar nor a pair of scalars of which the first is one.
     """
-    pairs = {name: value if isinstance(value, tuple) else (value, value) for name, value in terms.items()}
-    fits = [isinstance(name, str) and len(pair) == 2 and all(map(_is_scalar, pair)) for name, pair in pairs.items()]
-    if not fits or not all(fits):
+    if not terms or not all(isinstance(name, str) and _are_scalars(value) for name, value in terms.items()):
         raise ValueError(
             f"loss_fn returned {describe(returned)}; it has to return a scalar (the mean loss), a pair of scalars "
             "(loss_sum, weight_sum), or (loss_sum, weight_sum, metrics); or, for a loss of several means, a dict of "
             "such scalars or pairs by name, alone or as (dict, metrics)"
         )
-    for name, (total, _) in pairs.items():
-        of = f" as {name!r}" if name else ""
-        if not jnp.issubdtype(total.dtype, jnp.floating):
-            raise ValueError(f"loss_fn returned a loss of dtype {total.dtype}{of}; it has to be floating-point")
+    for name, value in terms.items():
+        as_name, dtype = f" as {name!r}" if name else "", _as_pair(value, value)[0].dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"loss_fn returned a loss of dtype {dtype}{as_name}; it has to be floating-point")
         if name in OWN_METRICS:
-            raise ValueError(f"loss_fn returned a loss{of}, as one of jpipe's own metrics is called; use another name")
+            raise ValueError(f"loss_fn returned a loss{as_name}, as one of jpipe's own metrics is called; rename it")
 
 
 def _check_metrics(returned: Shapes, terms: dict[str, PyTree], metrics: PyTree) -> None:
@@ -236,16 +236,12 @@ def _check_metrics(returned: Shapes, terms: dict[str, PyTree], metrics: PyTree) 
         of them.
     """
     if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"loss_fn returned {describe(returned)}; its last part, metrics, has to be a dict with names as keys"
-        )
+        remedy = "its last part, metrics, has to be a dict with names as keys"
+        raise ValueError(f"loss_fn returned {describe(returned)}; {remedy}")
     for name, value in metrics.items():
         if name in OWN_METRICS or name in terms:
             other = "a term of the loss" if name in terms else "one of jpipe's own"
             raise ValueError(f"loss_fn returned a metric called {name!r}, as {other} is; use another name")
-        pair = value if isinstance(value, tuple) else (value, value)
-        if len(pair) != 2 or not all(map(_is_scalar, pair)):
-            raise ValueError(
-                f"loss_fn returned {describe(value)} as the metric {name!r}; it has to be a scalar (the mean of the "
-                "micro-batch) or a pair of scalars (sum, weight)"
-            )
+        if not _are_scalars(value):
+            remedy = "it has to be a scalar (the mean of the micro-batch) or a pair of scalars (sum, weight)"
+            raise ValueError(f"loss_fn returned {describe(value)} as the metric {name!r}; {remedy}")

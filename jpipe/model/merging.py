@@ -6,9 +6,10 @@ collection: the *mean* of floating-point values, their *sum* (of the changes), t
 micro-batch's new state is that of all its examples already, on whatever devices they are. The default is "moments"
 for "batch_stats", and for others the mean of floating-point leaves and the last value of the rest.
 
-Two rules are for collections that a forward only reads. *Keep* is that nothing becomes of them: weights that aren't
-trained. *Gradient* is that their gradients are their new values, of several micro-batches the largest, as of Flax's
-fp8 operations, which keep the largest amplitudes that they saw in "_overwrite_with_gradient".
+Two rules are for collections that a forward only reads. *Keep* leaves them as they are: weights that aren't trained.
+*Gradient* makes their gradients their new values, and takes the largest of several micro-batches. It is for Flax's fp8
+operations: their gradients in "_overwrite_with_gradient" are the largest amplitudes that they saw, and the largest of
+the mini-batch is the maximum over micro-batches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jpipe.model.running_averages import PathsAndLeaves, RunningAverages, find_r
 from jpipe.types import Leaf
 
 Flag = bool | jax.Array
-"""Known, or of a value that is traced."""
+"""Either known while tracing, or traced."""
 
 
 class MergeRule(NamedTuple):
@@ -78,7 +79,7 @@ class Merging:
     averages: RunningAverages
 
     def accumulate(self, totals: Sequence[Leaf], old: Sequence[Leaf], new: Sequence[Leaf], is_last: Flag) -> list[Leaf]:
-        """Totals with one more micro-batch's new state.
+        """Adds one more micro-batch's new state to the totals.
 
         `spread` adds to each new variance the square of its mean's change over the rate, and `finish` takes away
         the square of the average change over the rate, so that the variance of the means is counted.
@@ -95,7 +96,7 @@ class Merging:
         return [MERGE_RULES[rule].accumulate(total, a, b, is_last) for rule, total, a, b in leaves]
 
     def finish(self, totals: Sequence[Leaf], old: Sequence[Leaf], num_microbatches: int) -> list[Leaf]:
-        """The new state of the mini-batch, in the dtypes of the old one."""
+        """Computes the new state of the mini-batch, in the dtypes of the old one."""
         wide = [a.astype(total.dtype) for a, total in zip(old, totals, strict=True)]
         leaves = zip(self.rules, totals, wide, strict=True)
         merged = [MERGE_RULES[rule].finish(total, a, num_microbatches) for rule, total, a in leaves]
@@ -103,7 +104,7 @@ class Merging:
 
 
 def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
-    """How the state of a layer is merged.
+    """Decides how the state of a layer is merged.
 
     Args:
       function: the layer in training.
@@ -113,23 +114,23 @@ def make_merging(function: LayerFunction, splits: Splits = WHOLE) -> Merging:
       ValueError: running averages move at a rate that depends on what the layer is called with.
     """
     group = function.group
-    found: list[str] = []
+    leaf_rules: list[str] = []
     pairs: list[tuple[int, int]] = []
     for name in group.state_names:
         paths_and_leaves = jax.tree_util.tree_leaves_with_path(group.variables[name])
         rule = group.rules.get(name)
         if rule == "moments":
-            pairs += [(len(found) + i, len(found) + j) for i, j in mean_variance_pairs(paths_and_leaves)]
-        found += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
-    means = [mean for mean, _ in pairs]
-    state_at = function.shardings(splits).state
+            first = len(leaf_rules)
+            pairs += [(first + i, first + j) for i, j in mean_variance_pairs(paths_and_leaves)]
+        leaf_rules += [_rule_of(leaf, rule) for _, leaf in paths_and_leaves]
+    means, state_at = [mean for mean, _ in pairs], function.shardings(splits).state
     lying = tuple(state_at[i] for i in means)
     averages = RunningAverages(tuple(pairs), find_rates(function, means), lying, splits.axes)
-    return Merging(tuple(found), averages)
+    return Merging(tuple(leaf_rules), averages)
 
 
 def _rule_of(leaf: Leaf, rule: str | None) -> str:
-    """The rule of a leaf in a collection: only numbers can be added up, and only floating-point ones averaged."""
+    """Returns the rule of a leaf: only numbers can be added up, and only floating-point ones averaged."""
     if leaf.dtype == jnp.bool_:
         return "last"
     if rule in ("last", "sum"):
@@ -138,7 +139,7 @@ def _rule_of(leaf: Leaf, rule: str | None) -> str:
 
 
 def check_rules(rules: object) -> dict[str, str]:
-    """The user's rules by collection.
+    """Checks the user's rules by collection.
 
     Raises:
       TypeError: no mapping of strings.
@@ -154,10 +155,8 @@ def check_rules(rules: object) -> dict[str, str]:
         if rule not in CHOICES:
             raise ValueError(f"merge[{name!r}]={rule!r} is unknown; use one of {list(CHOICES)}")
         if DEFAULT_RULES.get(name) == KEEP != rule:
-            raise ValueError(
-                f"merge[{name!r}]={rule!r}: {name!r} is the collection of what jpipe.freeze freezes, which is kept; "
-                "leave it out, or give a collection of your own another name"
-            )
+            remedy = "leave it out, or give a collection of your own another name"
+            raise ValueError(f"merge[{name!r}]={rule!r}: jpipe.freeze keeps that collection as it is; {remedy}")
     return dict(rules)
 
 
@@ -167,17 +166,14 @@ def check_collections(rules: Mapping[str, str], groups: Sequence[LayerGroup]) ->
     Raises:
       ValueError: naming the first that isn't.
     """
-    known = sorted({name for group in groups for name in group.variables} - {"params"})
-    unknown = [name for name in rules if name not in known]
-    if unknown:
-        raise ValueError(f"merge has a rule for {unknown[0]!r}, a collection that no layer has; they have {known}")
+    collections = sorted({name for group in groups for name in group.variables} - {"params"})
     for name, rule in rules.items():
+        if name not in collections:
+            raise ValueError(f"merge has a rule for {name!r}, a collection that no layer has; they have {collections}")
         trees = [group.variables[name] for group in groups if name in group.variables]
         if not any(_applies(rule, jax.tree_util.tree_leaves_with_path(tree)) for tree in trees):
-            raise ValueError(
-                f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none: "
-                f"{describe(trees[0])}; use another rule, or leave it out"
-            )
+            fault = f"merge[{name!r}]={rule!r} merges {CHOICES[rule]}, of which the collection has none"
+            raise ValueError(f"{fault}: {describe(trees[0])}; use another rule, or leave it out")
 
 
 def _applies(rule: str, paths_and_leaves: PathsAndLeaves) -> bool:

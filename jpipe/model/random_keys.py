@@ -37,24 +37,24 @@ def layer_key(key: Key, layer: Index, microbatch: Index, *, of_model: bool = Fal
 
 
 def loss_key(key: Key) -> Key:
-    """The random key of the loss for one micro-batch, from that of the last layer (`layer_key`)."""
+    """Derives the random key of the loss for one micro-batch from that of the last layer (`layer_key`)."""
     return jax.random.fold_in(key, _LOSS)
 
 
 def key_shape(key: Key | None = None) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a random key; by default of one of JAX's default implementation."""
+    """Returns the shape and dtype of a random key; without one, of a key of JAX's default implementation."""
     return jax.eval_shape(lambda: jax.random.key(0)) if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
 
 
 def example_key(shape: jax.ShapeDtypeStruct) -> Key:
-    """A random key of the implementation of `shape`, always the same."""
+    """Makes a random key of the implementation of `shape`, always the same."""
     implementations = []  # JAX tells them of keys, not of their dtypes
     jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), shape)
     return jax.random.key(0, impl=implementations[0])
 
 
 def as_key(key: Leaf) -> Key:
-    """A user's random key, typed or raw, as a typed one.
+    """Makes a typed random key of a user's, which may be typed or raw.
 
     Nothing in a raw key says of which implementation it is; it is taken to be of JAX's default one.
 
@@ -69,9 +69,7 @@ def as_key(key: Leaf) -> Key:
     default = jax.random.key(0)
     expected = jax.random.key_data(default).shape
     if key.shape != expected:
-        raise TypeError(
-            f"key is a raw key of shape {key.shape}, but those of JAX's default implementation "
-            f"({jax.random.key_impl(default)!r}) have {expected}; pass a key with a type, as "
-            "jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
-        )
+        fault = f"key is a raw key of shape {key.shape}, but those of {jax.random.key_impl(default)!r} have {expected}"
+        remedy = "pass a key with a type, as jax.random.key(0, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')"
+        raise TypeError(f"{fault}; {remedy}")
     return jax.random.wrap_key_data(key)

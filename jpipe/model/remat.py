@@ -46,7 +46,7 @@ class Remat:
     policy: Policy
 
     def wrap(self, function: Callable) -> Callable:
-        """`function` under the policy; differentiating it is a ValueError if the policy offloads."""
+        """Puts a function under the policy; differentiating it is a ValueError if the policy offloads."""
         # Forward and backward are in different loops: there is nothing to guard against common subexpressions.
         return jax.checkpoint(function, policy=partial(_answer, self.policy), prevent_cse=False)
 
@@ -57,7 +57,7 @@ def save_but_elementwise(primitive: Primitive, *_: object, **__: object) -> bool
 
 
 def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: object) -> bool:
-    """The answer of a policy about an operation.
+    """Asks a policy about an operation.
 
     Raises:
       TypeError: it fails, or answers with another policy.
@@ -69,16 +69,14 @@ def _answer(policy: Policy, primitive: Primitive, *types: object, **parameters: 
         answer = error
     name = getattr(policy, "__qualname__", repr(policy))
     if callable(answer) or isinstance(answer, TypeError):
-        raise TypeError(
-            f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}; if it "
-            f"makes policies, call it, as in jax.checkpoint_policies.{name}(...)"
-        )
+        fault = f"remat={name} is no jax.checkpoint policy: asked whether to save a value, it gave {answer!r}"
+        raise TypeError(f"{fault}; if it makes policies, call it, as in jax.checkpoint_policies.{name}(...)")
     if isinstance(answer, tuple):  # JAX's answer of a policy that offloads: from where, to where
-        what = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
+        operation = f"{primitive.name} {parameters['name']!r}" if "name" in parameters else primitive.name
         raise ValueError(
-            f"remat={name} moves what the operation {what} gives to other memory ({answer}), which a pipeline doesn't "
-            "do; use a policy that saves it where it is, such as jax.checkpoint_policies.save_only_these_names(...) or "
-            "dots_with_no_batch_dims_saveable, or remat='layer'"
+            f"remat={name} moves the result of the operation {operation} to other memory ({answer}), which a pipeline "
+            "doesn't do; use a policy that saves it where it is, such as "
+            "jax.checkpoint_policies.save_only_these_names(...) or dots_with_no_batch_dims_saveable, or remat='layer'"
         )
     return answer
 
@@ -93,7 +91,7 @@ MODES = {
 
 
 def as_remat(remat: str | Policy) -> Remat:
-    """The mode of a name, or of a `jax.checkpoint` policy.
+    """Finds the mode of a name, or makes one of a `jax.checkpoint` policy.
 
     Raises:
       ValueError: an unknown name (the known ones are listed), or a policy that offloads products.
@@ -104,8 +102,8 @@ def as_remat(remat: str | Policy) -> Remat:
             raise ValueError(f"remat={remat!r} is unknown; use one of {sorted(MODES)} or a jax.checkpoint policy")
         return MODES[remat]
     if callable(remat):
-        found = Remat(False, remat)  # asked about a product and a sine, as `jax.checkpoint` does
-        function = found.wrap(lambda x: jnp.sin(x @ x))
+        mode = Remat(False, remat)
+        function = mode.wrap(lambda x: jnp.sin(x @ x))  # the policy is asked about a product and a sine
         jax.eval_shape(lambda x: jax.vjp(function, x)[0], jax.ShapeDtypeStruct((2, 2), jnp.float32))
-        return found
+        return mode
     raise TypeError(f"remat={remat!r} is neither a name ({sorted(MODES)}) nor a jax.checkpoint policy")

@@ -6,8 +6,8 @@ values: of the mean a + r (m_i - a), of the variance likewise. With u_i = r (m_i
 of the new variances lacks is r var(m_i), or mean(u_i^2) / r - mean(u_i)^2 / r. The first term is added to each
 micro-batch's new variance, the second is subtracted once at the end, so that only the averages are summed up.
 
-The rate is nowhere to be read: it is found by differentiating the layer's new state by its old one, when a step is
-laid out. It is a number of the layer's code alone, 1 - d(new)/d(old), and a constant in the step.
+Nothing in a layer says its rate. When a step is laid out, it is found by differentiating the layer's new state by the
+old one: it is 1 - d(new)/d(old), a number of the layer's code alone, and a constant in the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunningAverages:
     axes: tuple[Axis, ...] = ()
 
     def spread(self, old: Sequence[Leaf], new: Sequence[Leaf], sign: int) -> list[Leaf]:
-        """The new state with more or less in its variances; `old` is the state before the step.
+        """Adds to the variances of the new state, or subtracts from them; `old` is the state before the step.
 
         u_i^2 / r is added for a micro-batch (`sign` 1), and mean(u_i)^2 / r is subtracted from the mean over
         micro-batches (-1), which gives the mini-batch's new state.
@@ -62,7 +62,7 @@ class RunningAverages:
         return changed
 
     def _square_over_rate(self, change: jax.Array, i: int) -> jax.Array:
-        """change^2 / rate, of a device's part; 0 for an average that doesn't move."""
+        """Computes change^2 / rate of a device's part; 0 for an average that doesn't move."""
         whole = self.rates[i]
         if np.all(whole == whole.flat[0]):
             rate = jnp.asarray(whole.flat[0], change.dtype)
@@ -72,7 +72,7 @@ class RunningAverages:
 
 
 def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int]]:
-    """The pairs of leaves called "mean" and "var" that lie side by side in a collection."""
+    """Finds the pairs of leaves called "mean" and "var" that lie side by side in a collection."""
     index = {(path[:-1], getattr(path[-1], "key", None)): i for i, (path, _) in enumerate(paths_and_leaves) if path}
     pairs = [(i, index.get((parent, "var"))) for (parent, name), i in index.items() if name == "mean"]
     leaves = [leaf for _, leaf in paths_and_leaves]
@@ -80,7 +80,7 @@ def mean_variance_pairs(paths_and_leaves: PathsAndLeaves) -> list[tuple[int, int
 
 
 def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """How fast leaves of a layer's state move towards a micro-batch's value: 1 - d(new)/d(old), of each leaf's shape.
+    """Finds the rates at which state moves towards a micro-batch's values: 1 - d(new)/d(old), of each leaf's shape.
 
     Args:
       function: the layer in training.
@@ -111,12 +111,8 @@ def find_rates(function: LayerFunction, leaves: Sequence[int]) -> tuple[np.ndarr
     traced = trace(rates, *jax.tree.leaves((shapes, activation)))[0]
     alone, used = needed_part(traced, [True] * len(leaves))
     if any(used):
-        raise ValueError(
-            f"layer {function.group.indices[0]} ({function.group.layer.name}) keeps a running mean and variance that "
-            "move at a rate which depends on what it is called with (a count, a parameter, its inputs), so that their "
-            "values over the mini-batch can't be told from those over micro-batches; pass "
-            'merge={"batch_stats": "mean"} (by the name of the collection) for the mean of the micro-batches\' values, '
-            "or let them move at a fixed rate"
-        )
+        fault = "keeps a running mean and variance at a rate that depends on a count, a parameter or its inputs"
+        remedy = 'pass merge={"batch_stats": "mean"} (by the name of the collection), or let them move at a fixed rate'
+        raise ValueError(f"layer {function.group.indices[0]} ({function.group.layer.name}) {fault}; {remedy}")
     with on_this_host():
         return tuple(map(np.asarray, interpret(alone)))

@@ -8,9 +8,9 @@ equation is in both. For y = gelu(x @ w + b) @ v:
     I   dg = dy @ v.T, dh = dg * gelu'(h), db = sum(dh), dx = dh @ w.T
     W   dv = gelu(h).T @ dy, dw = x.T @ dh
 
-What W needs of the layer's residuals waits for it a little longer (`kept`: x and h), what it needs of I is stored a
-second time, between I and W (the *stash*: dy and dh). The results of elementwise operations, such as
-gelu(h), are made again, which takes less time than to write them down and read them back.
+The residuals that W needs wait for it a little longer (`kept`: x and h). The values of I that it needs are stored
+between I and W (the *stash*: dy and dh). The results of elementwise operations, such as gelu(h), are made again, which
+takes less time than to write them down and read them back.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_o
 from jpipe.seam.primitives import CHEAP, FREE, is_by_element
 
 SLACK = 1.25
-"""How many times its own bytes the residuals may have of which a value is made again, not stashed."""
+"""A value is made again, not stashed, if its residuals have at most so many times its own bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SplitBackward:
-    """The two programs.
+    """The two programs of a split backward.
 
     Attributes:
       inputs: I: arguments of the backward -> its results in `early`, the stash.
@@ -60,7 +60,7 @@ class SplitBackward:
 
 
 def split_in_two(
-    backward: ClosedJaxpr, urgent: Collection[int], residuals: Collection[int], given: int
+    backward: ClosedJaxpr, urgent: Collection[int], residuals: Collection[int], num_leaves: int
 ) -> SplitBackward:
     """Deals out the equations of a backward.
 
@@ -69,7 +69,7 @@ def split_in_two(
       urgent: the indices of the results that another stage waits for. Where there are none (a first layer), all is
         early: then nothing would wait.
       residuals: the indices of the arguments that are residuals.
-      given: how many arguments there are before the cotangents.
+      num_leaves: how many arguments there are before the cotangents: the leaves of the vjp.
     """
     closed = without_calls(backward)
     jaxpr = closed.jaxpr
@@ -80,38 +80,35 @@ def split_in_two(
             deferred.update(equation.outvars)
     late = tuple(i for i, v in enumerate(jaxpr.outvars) if _has(deferred, [v]))
     early = tuple(i for i in range(len(jaxpr.outvars)) if i not in late)
-    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(jaxpr.invars[:given]) if i not in residuals)}
+    leaves = jaxpr.invars[:num_leaves]
+    at_hand = {*jaxpr.constvars, *(v for i, v in enumerate(leaves) if i not in residuals)}
     cut = _Cut(jaxpr.eqns, first, deferred, at_hand, {jaxpr.invars[i] for i in residuals})
     for i in late:
         cut.bring(jaxpr.outvars[i])
-    reads = tuple(i for i, v in enumerate(jaxpr.invars[:given]) if v in cut.found)
+    reads = tuple(i for i, v in enumerate(leaves) if v in cut.needed)
     later = [e for e in jaxpr.eqns if not cut.made_later.isdisjoint(e.outvars)]
     later = _made_once(later, cut.made_later - deferred)
     stash = [v for v in cut.stash if all(v not in e.outvars for e in later)]
-    chosen = lambda v: [jaxpr.outvars[i] for i in v]
+    results = lambda indices: [jaxpr.outvars[i] for i in indices]
 
     def part(equations: Sequence[JaxprEqn], **fields: list[Var | Literal]) -> ClosedJaxpr:
         # Some kernels count as needed in what takes out dead code; it looks into loops, though.
         needed = _needed_for(fields["outvars"], equations)
-        own = [e for e in equations if e.effects or _has(needed, e.outvars)]
-        found = ClosedJaxpr(replaced(jaxpr, eqns=own, **fields), closed.consts)
-        return needed_part(found, [True] * len(fields["outvars"]), keep=True)[0]
+        equations = [e for e in equations if e.effects or _has(needed, e.outvars)]
+        program = ClosedJaxpr(replaced(jaxpr, eqns=equations, **fields), closed.consts)
+        return needed_part(program, [True] * len(fields["outvars"]), keep=True)[0]
 
-    return SplitBackward(
-        inputs=part(jaxpr.eqns, outvars=[*chosen(early), *stash]),
-        weights=part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=chosen(late)),
-        early=early,
-        late=late,
-        reads=reads,
-    )
+    inputs = part(jaxpr.eqns, outvars=[*results(early), *stash])
+    weights = part(later, invars=[*(jaxpr.invars[i] for i in reads), *stash], outvars=results(late))
+    return SplitBackward(inputs, weights, early, late, reads)
 
 
 def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]:
-    """Equations that have the values in `again` made before products read them, not within these.
+    """Has the values in `again` made before products read them, not within these.
 
     If a product's operand is a cheap expression, a TPU's compiler may compute it once for each tile of the product.
     """
-    found: list[JaxprEqn] = []
+    ordered: list[JaxprEqn] = []
     made: dict[Var, Var] = {}
     for equation in equations:
         operands = equation.invars
@@ -119,11 +116,11 @@ def _made_once(equations: Sequence[JaxprEqn], again: set[Var]) -> list[JaxprEqn]
             for v in operands:
                 if not isinstance(v, Literal) and v in again and v not in made:
                     (barrier,) = traced_apart(jax.lax.optimization_barrier, [v]).eqns
-                    found.append(replaced(barrier, invars=[v]))
+                    ordered.append(replaced(barrier, invars=[v]))
                     (made[v],) = barrier.outvars
             operands = [v if isinstance(v, Literal) else made.get(v, v) for v in operands]
-        found.append(replaced(equation, invars=operands))
-    return found
+        ordered.append(replaced(equation, invars=operands))
+    return ordered
 
 
 def _is_heavy(equation: JaxprEqn) -> bool:
@@ -132,17 +129,17 @@ def _is_heavy(equation: JaxprEqn) -> bool:
 
 
 class _Cut:
-    """The equations and values that W needs, found from its results backwards.
+    """Finds the equations and values that W needs, from its results backwards.
 
     Args:
-      equations: of the whole backward.
-      first: what results in I need.
-      deferred: what W makes, and what follows from it.
-      at_hand: what both have.
-      residuals: what both can have.
+      equations: the equations of the whole backward.
+      first: the values that results in I need.
+      deferred: the values that W makes, and those that follow from them.
+      at_hand: the values that both programs have.
+      residuals: the values that both programs may be given.
 
     Attributes:
-      found: all values that W needs.
+      needed: all values that W needs.
       made_later: those that its own equations make.
       stash: those that I has to hand over.
     """
@@ -152,16 +149,17 @@ class _Cut:
     ):
         self._maker = {v: equation for equation in equations for v in equation.outvars}
         self._first, self._deferred, self._at_hand, self._residuals = first, deferred, at_hand, residuals
-        self.found: set[Var] = set()
+        self.needed: set[Var] = set()
         self.made_later: set[Var] = set()
         self.stash: list[Var] = []
 
     def bring(self, v: Var | Literal) -> None:
-        """Sees to it that W has a value."""
-        if isinstance(v, Literal) or v in self.found:
+        """Decides how W gets a value, and brings the values that this one needs."""
+        if isinstance(v, Literal) or v in self.needed:
             return
+        # It is asked before v counts as needed: a value that is needed already costs nothing more.
         is_made = v in self._deferred or self._is_made_again(v)
-        self.found.add(v)
+        self.needed.add(v)
         if is_made:
             self.made_later.add(v)
             for operand in self._maker[v].invars:
@@ -170,18 +168,18 @@ class _Cut:
             self.stash.append(v)
 
     def _is_made_again(self, v: Var) -> bool:
-        """Whether W makes a value itself that could be made in I: cheaply, of what takes about as many bytes."""
+        """Whether W makes a value itself that I could make: cheaply, from values of about as many bytes."""
         equation = self._maker.get(v)
         if equation is None or equation.primitive.name not in CHEAP:
             return False
         roots = self._roots(v)
         if roots is not None:
-            return _bytes(roots - self.found) <= SLACK * _bytes({v})
-        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.found - self._at_hand
+            return _bytes(roots - self.needed) <= SLACK * _bytes({v})
+        new = {u for u in equation.invars if not isinstance(u, Literal)} - self.needed - self._at_hand
         return v not in self._first and _bytes(new) <= _bytes({v})
 
     def _roots(self, v: Var) -> set[Var] | None:
-        """The residuals of which alone a value follows by cheap operations; None if it needs anything else."""
+        """Finds the residuals from which a value follows by cheap operations; None if it needs anything else."""
         if v in self._at_hand or v in self._residuals:
             return {v} & self._residuals
         equation = self._maker.get(v)
@@ -192,7 +190,7 @@ class _Cut:
 
 
 def _needed_for(results: Sequence[Var | Literal], equations: Sequence[JaxprEqn]) -> set[Var]:
-    """All values that some results follow from, and what equations with an effect do."""
+    """Collects all values that some results, and equations with an effect, follow from."""
     needed = {v for v in results if not isinstance(v, Literal)}
     for equation in reversed(equations):
         if equation.effects or _has(needed, equation.outvars):

@@ -104,10 +104,8 @@ def _read(read_inputs: Callable[[Batch], PyTree], batch: Shapes) -> Shapes:
     try:
         inputs = trace(read_inputs, batch)[1]
     except (LookupError, AttributeError) as error:
-        raise ValueError(
-            f"inputs raised {type(error).__name__}: {error} for the batch {describe(batch)}; it has to return "
-            "what the first layer takes"
-        ) from error
+        fault = f"inputs raised {type(error).__name__}: {error} for the batch {describe(batch)}"
+        raise ValueError(f"{fault}; it has to return the inputs of the first layer") from error
     if not jax.tree.leaves(inputs):
         raise ValueError(f"inputs returned {inputs!r} for the batch {describe(batch)}, which holds no arrays")
     return inputs
@@ -147,10 +145,8 @@ def _trace_layer(
         weights = [collection for collection in variables if role_of(collection, rules) in WEIGHTS]
         caches = [collection for collection in variables if rules.get(collection) == CACHE]
         if layer.shared is not None and set(variables).difference(weights, caches):
-            raise LayerError(
-                f"is shared but has the collections {sorted(variables)}; only layers without state besides their "
-                "parameters can be shared"
-            )
+            remedy = "only layers without state besides their parameters can be shared"
+            raise LayerError(f"is shared but has the collections {sorted(variables)}; {remedy}")
         with layer.dropouts() as dropouts:
             jaxpr, (gives, updates) = trace_call(layer, variables, takes, batch, key_shape())
         _check_updates(variables, updates, jaxpr)
@@ -165,8 +161,14 @@ def _trace_layer(
             lines.append(f"It is layer {layer.repeats} once more; {how_to_share(layer.name)}")
         raise ValueError("\n  ".join(lines)) from shortened(error)
     needs_key = uses(jaxpr)[-1]
-    if dropouts and not needs_key and rules.get(CACHE) != CACHE:  # layers that decode are in evaluation mode
-        _warn_of_dropout(name, dropouts[0], variables)
+    decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
+    is_frozen = FROZEN in variables and not jax.tree.leaves(variables["params"])
+    if dropouts and not needs_key and not decodes and not is_frozen:
+        warn_once(
+            f"{name} holds a {dropouts[0]}, but draws no random numbers in training, so nothing is dropped. Most "
+            f"likely it isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where "
+            "dropout is meant to be off, give it the rate 0"
+        )
     specs, named = splits.at_rest(name, variables, asked, weights), named_axes(jaxpr)
     group = LayerGroup(layer, (index,), takes, strong(gives), variables, specs, takes_at, [], needs_key, named, rules)
     # The second `try` asks the partitioner, whose errors need the layer's name alone: such as that a `jax.shard_map`
@@ -177,19 +179,8 @@ def _trace_layer(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _warn_of_dropout(name: str, dropout: str, variables: dict[str, Shapes]) -> None:
-    """Warns of a layer that holds dropout and draws no random numbers in training, unless all of it is frozen."""
-    if FROZEN in variables and not jax.tree.leaves(variables["params"]):
-        return
-    warn_once(
-        f"{name} holds a {dropout}, but draws no random numbers in training, so nothing is dropped. Most likely it "
-        f"isn't told that it trains: an argument that says so has to be called {MODE_NAMES}. Where dropout is meant to "
-        "be off, give it the rate 0"
-    )
-
-
 def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Splits) -> list[Sharding]:
-    """How a layer's outputs lie in training: as the rules alone say, with partial sums added up."""
+    """Decides how a layer's outputs lie in training: as the rules alone say, with partial sums added up."""
     weights = [splits.gathered(spec) for name in sorted(group.variables) for spec in group.specs[name]]
     examples = [splits.of_examples(leaf.shape[0]) for leaf in jax.tree.leaves(batch)]
     arguments_at = [*weights, *group.takes_at, *examples, replicated(splits.axes)]
@@ -199,7 +190,7 @@ def _outputs_at(jaxpr: ClosedJaxpr, group: LayerGroup, batch: Shapes, splits: Sp
 
 @cache
 def _io_effects() -> frozenset[object]:
-    """The effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
+    """Collects the effects of a jaxpr that calls back into Python exactly once for each call, or in order."""
 
     def run() -> None:
         for ordered in (False, True):
@@ -213,10 +204,8 @@ def _check_parameters(variables: dict[str, Shapes]) -> None:
     """Checks that parameters can be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise LayerError(
-                f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; parameters have to be "
-                "floating-point (keep integers out of them)"
-            )
+            remedy = "parameters have to be floating-point (keep integers out of them)"
+            raise LayerError(f"has the parameter {jax.tree_util.keystr(path)} of dtype {leaf.dtype}; {remedy}")
 
 
 def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jaxpr: ClosedJaxpr) -> None:
@@ -226,30 +215,24 @@ def _check_updates(variables: dict[str, Shapes], updates: dict[str, Shapes], jax
     `Merging.finish` casts them back. Frozen parameters aren't written, because new values of them would be lost.
     """
     if jaxpr.effects & _io_effects():
-        raise LayerError(
-            "calls back into Python by io_callback or in order, which can't be differentiated or computed again; use "
-            "jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp"
-        )
-    numbers = lambda tree: [_category(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+        fault = "calls back into Python by io_callback or in order, which can't be differentiated or computed again"
+        raise LayerError(f"{fault}; use jax.debug.callback, or jax.pure_callback inside of a jax.custom_vjp")
     for name, new in updates.items():
         old = variables[name]
-        if not same_shapes(old, new) or numbers(old) != numbers(new):
-            raise LayerError(
-                f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}; keep "
-                "structure, shapes and dtypes (cast what is stored)"
-            )
+        if not same_shapes(old, new) or _categories(old) != _categories(new):
+            fault = f"changes the type of its collection {name!r} in training: {describe(new)} after {describe(old)}"
+            raise LayerError(f"{fault}; keep structure, shapes and dtypes (cast what is stored)")
     names = [name for name in sorted(updates) for _ in jax.tree.leaves(updates[name])]
     new = jaxpr.jaxpr.outvars[len(jaxpr.jaxpr.outvars) - len(names) :]
     if any(name == FROZEN and value not in jaxpr.jaxpr.invars for name, value in zip(names, new, strict=True)):
-        raise LayerError(
-            f"writes to its collection {FROZEN!r} in training, which is that of parameters that aren't trained "
-            "(jpipe.freeze) and is kept as it is; give it another name"
-        )
+        fault = f"writes to its collection {FROZEN!r} in training, which jpipe.freeze keeps as it is"
+        raise LayerError(f"{fault}; give it another name")
 
 
-def _category(dtype: jnp.dtype) -> object:
-    """The kind of a dtype: integer, floating-point, or the dtype itself."""
-    return next((category for category in (jnp.integer, jnp.inexact) if jnp.issubdtype(dtype, category)), dtype)
+def _categories(tree: Shapes) -> list[object]:
+    """Names the kind of each leaf's dtype: integer, floating-point, or the dtype itself."""
+    kinds, dtypes = (jnp.integer, jnp.inexact), [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    return [next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype) for dtype in dtypes]
 
 
 def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[LayerGroup]) -> str:
@@ -270,22 +253,21 @@ def _way_here(before: Sequence[AnyLayer], inputs: Shapes, groups: Sequence[Layer
 
 
 def _fault(error: Exception) -> str:
-    """The words for an error that a layer raised."""
+    """Says in words which error a layer raised, and the likely remedy."""
+    fault = f"raised {raised(error)}"
     if is_of_a_constraint(error):
         return (
-            f"constrains an array to be split as it can't be. It raised {raised(error)}. Name as many axes as the "
-            "array has dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions "
-            "that Flax makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
+            f"constrains an array to be split as it can't be. It {fault}. Name as many axes as the array has "
+            "dimensions, of the mesh and not of the stages; a parameter's metadata too counts the dimensions that Flax "
+            "makes it with: nn.DenseGeneral makes its kernel flat, [in, out]"
         )
     if lacks_rngs(error):
-        return (
-            f"raised {raised(error)}. It was called with activations; a function that makes an nnx module is known by "
-            "its argument's name, which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)"
-        )
+        remedy = "which has to be rngs, as in lambda rngs: Block(width, rngs=rngs)"
+        return f"{fault}. A function that makes an nnx module is known by its argument's name, {remedy}"
     if lacks_an_argument(error):
         return (
-            f"raised {raised(error)}. Whether it trains, a layer is told by an argument called {MODE_NAMES}. A layer "
-            "before it can give a tuple, which is passed as "
-            'positional arguments; what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
+            f"{fault}. Whether it trains, a layer is told by an argument called {MODE_NAMES}. A layer before it can "
+            "give a tuple, which is passed as positional arguments; "
+            'what the batch holds is read by jpipe.reads(layer, lambda batch: batch["mask"])'
         )
-    return f"raised {raised(error)}"
+    return fault

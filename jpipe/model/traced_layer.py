@@ -135,7 +135,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
 def _sources(
     forward: ClosedJaxpr, num_results: int, num_variables: int, num_arguments: int
 ) -> tuple[tuple[Source, ...], list[int], list[int]]:
-    """(where the backward finds each leaf of the vjp, indices of the leaves that are remade, of the residuals).
+    """Sorts the leaves of the vjp: (the source of each, indices of those that are remade, of the residuals).
 
     The same variable of the forward may be several leaves. They have one source, and only the first of them is remade
     or stored. For y = x @ w16, where w16 = w cast, z = sin(y), and remat "none", the leaves of the vjp are
@@ -183,7 +183,7 @@ class DeviceForward:
     unsplit: list[Unsplit]
 
     def __call__(self, arguments: Arguments, activation: list[Leaf]) -> tuple[Results, list[Leaf]]:
-        """(results, residuals)."""
+        """Runs the forward: (results, residuals)."""
         values = _replayed(self.jaxpr, arguments, activation)
         leaves, structure = jax.tree.flatten(self.results)
         return jax.tree.unflatten(structure, values[: len(leaves)]), _chosen(values, self.residual_indices)
@@ -235,14 +235,14 @@ class DeviceLayer:
     def backward_inputs(
         self, arguments: Arguments, residuals: list[Leaf], cotangents: list[Leaf]
     ) -> tuple[Gradients, list[Leaf]]:
-        """The first part of a split backward: (gradients, with None for those of the second part; the stash)."""
+        """Runs the first part of a split backward: (gradients, with None for those of the second part; the stash)."""
         assert self.split is not None
         values = _replayed(self.split_programs[0], self._vjp_leaves(arguments, residuals), cotangents)
         count = len(self.split.early)
         return self._gradients(values[:count], self.split.early), values[count:]
 
     def backward_weights(self, arguments: Arguments, kept: list[Leaf], stash: list[Leaf]) -> list[Leaf | None]:
-        """The second part: the other gradients of the parameters, with None for those of the first part.
+        """Runs the second part: the other gradients of the parameters, with None for those of the first part.
 
         Args:
           arguments: as in the forward.
@@ -257,15 +257,11 @@ class DeviceLayer:
 
     def _vjp_leaves(self, arguments: Arguments, residuals: Sequence[Leaf]) -> list[Leaf]:
         """Collects the leaves of the vjp from the three places where the backward finds them."""
-        values = {
-            "argument": jax.tree.leaves(arguments),
-            "remade": _replayed(self.remake, arguments.variables),
-            "residual": residuals,
-        }
-        return [values[source.where][source.number] for source in self.sources]
+        remade = _replayed(self.remake, arguments.variables)
+        return _picked(self.sources, argument=jax.tree.leaves(arguments), remade=remade, residual=residuals)
 
     def _gradients(self, values: Sequence[Leaf], indices: Sequence[int]) -> Gradients:
-        """The `Gradients` whose leaves at these indices are the values; the others are None."""
+        """Makes the `Gradients` whose leaves at these indices are the values; the others are None."""
         by_index = dict(zip(indices, values, strict=True))
         leaves, structure = jax.tree.flatten(self.gradients)
         return jax.tree.unflatten(structure, map(by_index.get, range(len(leaves))))
@@ -278,7 +274,7 @@ def trace_forward(function: LayerFunction, splits: Splits = WHOLE) -> DeviceForw
 
 
 def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: bool = False) -> DeviceLayer:
-    """Makes of a traced layer what one device of a stage runs.
+    """Makes the programs that one device of a stage runs of a traced layer.
 
     Args:
       layer: the forward and backward on whole arrays.
@@ -288,42 +284,36 @@ def partition_layer(layer: TracedLayer, splits: Splits = WHOLE, *, in_parts: boo
     shardings, axes = layer.function.shardings(splits), splits.axes
     forward = _partition_forward(layer.forward, layer.results, layer.stored, shardings, axes)
     remake = jaxpr_per_device(layer.remake, axes, shardings.variables, [summed] * len(layer.remake.out_avals))
-    values_at = {
-        "argument": shardings.arguments,
-        "remade": remake.shardings,
-        "residual": _chosen(forward.results_at, forward.residual_indices),
-    }
-    leaves_at = [values_at[source.where][source.number] for source in layer.sources]
+    residuals_at = _chosen(forward.results_at, forward.residual_indices)
+    leaves_at = _picked(layer.sources, argument=shardings.arguments, remade=remake.shardings, residual=residuals_at)
     backward = jaxpr_per_device(layer.backward, axes, [*leaves_at, *shardings.cotangents], shardings.gradients)
-    split = _split(layer, backward.jaxpr) if in_parts else None
-    parts = () if split is None else (split.inputs, split.weights)
-    as_computed = weight_products_as_they_lie if splits.on_cpu else _unchanged
+    programs, split = [backward.jaxpr], None
+    if in_parts:
+        # Other stages wait for all results of the backward but parameters' gradients.
+        urgent = range(len(layer.gradients.params), len(backward.jaxpr.jaxpr.outvars))
+        residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
+        split = split_in_two(backward.jaxpr, urgent, residuals, len(layer.sources))
+        programs += [split.inputs, split.weights]
+    backward_program, *split_programs = map(weight_products_as_they_lie, programs) if splits.on_cpu else programs
     return DeviceLayer(
         forward=forward,
         remake=remake.jaxpr,
         backward_jaxpr=backward.jaxpr,
-        backward_program=as_computed(backward.jaxpr),
+        backward_program=backward_program,
         gradients=layer.gradients,
         sources=layer.sources,
         residuals=shapes_of(_chosen(forward.jaxpr.jaxpr.outvars, forward.residual_indices)),
         gradients_at=backward.shardings[: len(layer.function.arguments.params)],
         split=split,
-        split_programs=tuple(map(as_computed, parts)),
+        split_programs=tuple(split_programs),
         unsplit=remake.unsplit + backward.unsplit,
     )
-
-
-def _split(layer: TracedLayer, backward: ClosedJaxpr) -> SplitBackward:
-    """Splits a device's backward in two: other stages wait for all of its results but parameters' gradients."""
-    urgent = range(len(layer.gradients.params), len(backward.jaxpr.outvars))
-    residuals = {i for i, source in enumerate(layer.sources) if source.where == "residual"}
-    return split_in_two(backward, urgent, residuals, len(layer.sources))
 
 
 def _partition_forward(
     jaxpr: ClosedJaxpr, results: Results, stored: Sequence[int], shardings: LayerShardings, axes: tuple[Axis, ...]
 ) -> DeviceForward:
-    """Makes of a forward on whole arrays what one device runs; `stored` says which leaves of the vjp are residuals."""
+    """Makes one device's forward of one on whole arrays; `stored` says which leaves of the vjp are residuals."""
     count = len(jax.tree.leaves(results))
     inputs_at = [*shardings.arguments, *shardings.activation]
     # Residuals lie as the rules alone say for gathered weights, with partial sums added up. A plan of the forward might
@@ -335,21 +325,22 @@ def _partition_forward(
     return DeviceForward(local.jaxpr, shapes, local.shardings, tuple(count + i for i in stored), local.unsplit)
 
 
-def _unchanged(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    return jaxpr
-
-
 def _replayed(jaxpr: ClosedJaxpr, *arguments: PyTree) -> list[Leaf]:
-    """The results of a jaxpr for these arguments, in a flat list."""
+    """Runs a jaxpr, and returns its results in a flat list."""
     return replay(jaxpr, [0] * len(jaxpr.out_avals))(*arguments)
 
 
+def _picked(sources: Sequence[Source], **places: Sequence[T]) -> list[T]:
+    """Picks for each leaf of the vjp the item at its source: its value, or how it lies."""
+    return [places[where][number] for where, number in sources]
+
+
 def _chosen(items: Sequence[T], indices: Sequence[int]) -> list[T]:
-    """The items at these indices."""
+    """Picks the items at these indices."""
     return [items[i] for i in indices]
 
 
 def _replaced(items: Sequence[T], indices: Sequence[int], new: Sequence[T]) -> list[T]:
-    """The items, with those at these indices replaced."""
+    """Replaces the items at these indices."""
     by_index = dict(zip(indices, new, strict=True))
     return [by_index.get(i, item) for i, item in enumerate(items)]

@@ -20,7 +20,7 @@ from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES
 
 
 def weight_products_as_they_lie(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr of one device with its gradients of weights so computed, inside of calls and loops too.
+    """Rewrites one device's jaxpr to compute gradients of weights so, inside of calls and loops too.
 
     Those are products that are summed over the first dimensions of both operands, turned or not. The same numbers are
     multiplied and added up, maybe in another order.
@@ -81,7 +81,7 @@ def _swaps(product: JaxprEqn, transpose: JaxprEqn) -> bool:
 
 
 def _as_they_lie(product: JaxprEqn) -> list[JaxprEqn]:
-    """Equations that give x.T @ dy, `[examples, n]` and `[examples, m]`, or the transpose of dy.T @ x if n > m.
+    """Makes equations for x.T @ dy, `[examples, n]` and `[examples, m]`, or the transpose of dy.T @ x if n > m.
 
     With few columns on the left XLA's product is faster. Without the barrier its compiler would swap them back.
     """

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
 from jpipe.partitioner.prices import cost_of_work
-from jpipe.partitioner.rule import RuleResult
+from jpipe.partitioner.rule import Operation, RuleResult
 from jpipe.partitioner.rules import RULES, part_params
-from jpipe.partitioner.shardings import REPLICATED, Shape, Sharding, is_possible, part_shape
+from jpipe.partitioner.shardings import REPLICATED, Sharding, is_possible, part_shape
 from jpipe.partitioner.way import Axes, Way
 from jpipe.seam.inside import carry_out
 from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is_last: bool = False) -> Way:
-    """The way of an equation by its operation's rule.
+    """Makes the way of an equation by its operation's rule.
 
     Args:
       equation: of whole arrays.
@@ -38,8 +37,11 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
     taken = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.invars, operands, strict=True)]
     made = [part_shape(aval_of(v).shape, s, axes) for v, s in zip(equation.outvars, results, strict=True)]
 
+    def run_on_parts(*parts: jax.Array) -> list[jax.Array]:
+        return carry_out(equation, parts, part_params(equation, [np.shape(x) for x in parts], made))
+
     def run(*parts: jax.Array) -> list[jax.Array]:
-        operation = partial(_run_on_parts, equation, made)
+        operation: Operation = run_on_parts
         for along in along_axes:
             operation = along.wrap(operation) if along.wrap else operation
         arrays = operation(*parts)
@@ -51,7 +53,7 @@ def way_by_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, *, is
 
 
 def _apply_rule(equation: JaxprEqn, lying: Sequence[Sharding], axes: Axes, is_last: bool) -> list[RuleResult]:
-    """How an equation is carried out along each axis; where there is no way, operands are whole."""
+    """Asks the rule about each axis; along those where there is no way, operands are whole."""
     rule = RULES.get(equation.primitive.name)
     whole = RuleResult([REPLICATED] * len(lying), [REPLICATED] * len(equation.outvars))
     along_axes: list[RuleResult] = []
@@ -69,8 +71,3 @@ def _is_possible(equation: JaxprEqn, along_axes: list[RuleResult], axes: Axes) -
     shardings = zip(*[(*along.operands, *along.results) for along in along_axes], strict=True)
     variables = (*equation.invars, *equation.outvars)
     return all(is_possible(aval_of(v).shape, s, axes) for v, s in zip(variables, shardings, strict=True))
-
-
-def _run_on_parts(equation: JaxprEqn, shapes: list[Shape], *operands: jax.Array) -> list[jax.Array]:
-    """Carries out an equation on a device's parts of its operands; `shapes` are those of its parts of the results."""
-    return carry_out(equation, operands, part_params(equation, [np.shape(x) for x in operands], shapes))

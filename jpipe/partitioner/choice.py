@@ -2,9 +2,9 @@
 
 A *sharding* says how an array lies along each mesh axis. A *way* of an equation says how its operands have to lie and
 how its results lie then. A *plan* has a way for every equation of a jaxpr, and the conversions of operands in between.
-What is minimised is the price of a plan's cost (`jpipe.partitioner.prices`): the bytes that a device sends, and what it
-computes and writes, as the bytes that could be sent meanwhile. Without these two it would be cheapest to compute
-everything on every device.
+The chooser minimises the price of a plan's cost (`jpipe.partitioner.prices`): the bytes that a device sends, and its
+operations and written bytes, counted as the bytes that could be sent meanwhile. If sending alone were counted, it would
+be cheapest to compute everything on every device.
 
 A rule (`jpipe.partitioner.rules`) says how an equation is carried out, given how its operands lie. The rules alone make
 a plan, from the first equation to the last, but they don't look ahead. So where a rule converts an operand, other
@@ -30,16 +30,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.early_conversions import Early, added_to_whole, summed_twice, summed_wide
 from jpipe.partitioner.prices import NOTHING, PRICES, SPLIT_SUMS, Cost, cost_of_conversion, itemsize, price
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    AxisSharding,
-    Shape,
-    Shard,
-    Sharding,
-    is_possible,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, AxisSharding, Shard, Sharding, is_possible, replicated
 from jpipe.partitioner.sub_axes import apart, taken_apart, together
 from jpipe.partitioner.way import Axes, Conversion, DevicePlan, PlannedEquation, Way
 from jpipe.seam.jaxpr_types import JaxprEqn
@@ -58,12 +49,12 @@ Forms = dict[int, tuple[Sharding, ...]]
 
 
 def always(sharding: Sharding) -> Wanted:
-    """However a result lies by itself, it has to lie like this."""
+    """Wants one sharding of a result, however it lies by itself."""
     return lambda _: sharding
 
 
 def as_it_lies(sharding: Sharding) -> Sharding:
-    """A result may lie as it does by itself."""
+    """Wants a result to lie as it does by itself."""
     return sharding
 
 
@@ -74,32 +65,20 @@ def cheapest_plan(
     arguments: Sequence[Sharding],
     wanted: Sequence[Wanted],
 ) -> DevicePlan:
-    """The cheapest of the plans that are made in all `ROUNDS`, along the axes and along axes `taken_apart`.
+    """Makes plans in all `ROUNDS`, along the axes and along axes `taken_apart`, and returns the cheapest.
 
     Arguments are those of `Chooser` and `Chooser.make_plan`. The plan speaks of its own axes.
     """
-    plans = [
-        _plan_along(parts, axes, Chooser(parts, handlers, prices, horizon), flat, arguments, wanted)
-        for parts in dict.fromkeys([axes, taken_apart(flat, axes)])
-        for prices, horizon in ROUNDS
-    ]
+    plans: list[DevicePlan] = []
+    for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
+        lying, wishes = [apart(s, axes, parts) for s in arguments], [_along_parts(w, axes, parts) for w in wanted]
+        plans += [Chooser(parts, handlers, *choices).make_plan(flat, lying, wishes) for choices in ROUNDS]
     return min(plans, key=lambda plan: price(PRICES, plan.cost))
 
 
-def _plan_along(
-    parts: Axes,
-    axes: Axes,
-    chooser: Chooser,
-    flat: FlatJaxpr,
-    arguments: Sequence[Sharding],
-    wanted: Sequence[Wanted],
-) -> DevicePlan:
-    """A plan along parts of axes, for arguments and wishes that speak of the axes."""
-
-    def of_parts(choose: Wanted) -> Wanted:
-        return lambda sharding: apart(choose(together(sharding, axes, parts)), axes, parts)
-
-    return chooser.make_plan(flat, [apart(s, axes, parts) for s in arguments], list(map(of_parts, wanted)))
+def _along_parts(wish: Wanted, axes: Axes, parts: Axes) -> Wanted:
+    """Makes the wish along parts of axes that says the same as one along the axes."""
+    return lambda sharding: apart(wish(together(sharding, axes, parts)), axes, parts)
 
 
 class Chooser:
@@ -111,7 +90,8 @@ class Chooser:
         others there are rules.
       prices: the worth of each quantity, as `PRICES`.
       horizon: for how many equations an alternative is followed.
-      flat: a loop's body or a branch -> it without calls.
+      flat: a loop's body or a branch -> its flat jaxpr.
+      cost_of_conversion: shape, bytes of an element, how an array lies, how it is to lie -> the cost of the conversion.
       way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
         want operands otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
@@ -121,10 +101,11 @@ class Chooser:
         self.axes, self.handlers, self.prices, self.horizon = axes, handlers, prices, horizon
         # Each level of nested loops asks several times for what is in it.
         self.flat = cache(partial(flatten, is_body=True))
+        self.cost_of_conversion = cache(partial(cost_of_conversion, axes))
         self.way, self.results_at = cache(self._way), cache(self._results_at)
 
     def make_plan(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
-        """A cheap plan; never a dearer one than the rules alone make.
+        """Makes a cheap plan, which is never dearer than the one that the rules alone make.
 
         Args:
           flat: the jaxpr.
@@ -148,7 +129,7 @@ class Chooser:
         return price(self.prices, plan.cost)
 
     def by_rules(self, flat: FlatJaxpr, arguments: Sequence[Sharding], wanted: Sequence[Wanted]) -> DevicePlan:
-        """The plan that follows from the rules alone, which don't look ahead; arguments as those of `make_plan`."""
+        """Makes the plan of the rules alone, which don't look ahead; its arguments are those of `make_plan`."""
         draft = _Draft(self, flat, arguments, {})
         return draft.plan(wanted, draft.way)
 
@@ -177,10 +158,9 @@ class _Draft:
         self.arguments = tuple(arguments)
         self.forms: Forms = dict.fromkeys(flat.constants, (replicated(self.axes),))
         self.forms |= {value: (sharding,) for value, sharding in zip(flat.arguments, arguments, strict=True)}
-        self._costs: dict[tuple[Shape, int, Sharding, Sharding], Cost] = {}
 
     def plan(self, wanted: Sequence[Wanted], choose: Callable[[int], Way]) -> DevicePlan:
-        """The plan with the way of each equation that `choose` gives for its number, asked in order.
+        """Makes the plan in which each equation has the way that `choose` gives for its number, asked in order.
 
         `choose` may look at `forms`, which has then what the equations before have made. `wanted` says how the
         results have to lie.
@@ -202,11 +182,11 @@ class _Draft:
     # --- which way to take: each of these may be the `choose` of `plan` ---
 
     def way(self, at: int) -> Way:
-        """The way of an equation by the rules."""
+        """Takes the way of an equation by the rules."""
         return self.chooser.way(self.flat, at, self._lying(at, self.forms))
 
     def cheapest(self, wanted: Sequence[Wanted], at: int) -> Way:
-        """The way of an equation that is cheapest together with the equations after it."""
+        """Finds the way of an equation that is cheapest together with the equations after it."""
         first, flat = self._best_by_rules(at, self.forms), self.flat.equations[at]
         if self._is_handled(at) or not self._convert(flat.reads, first.operands, dict(self.forms))[1].any():
             return first  # nothing is sent, or the handler alone knows how
@@ -219,7 +199,7 @@ class _Draft:
         return min(ways.values(), key=lambda way: price(self.chooser.prices, self._followed(at, way, wanted)))
 
     def as_before_or_cheapest(self, wanted: Sequence[Wanted], plan: DevicePlan, change: Early, at: int) -> Way:
-        """The way that a plan has for an equation; or the cheapest one, if the equation may feel a change to the plan.
+        """Takes an equation's way in a plan; or finds the cheapest, if the equation may feel a change to the plan.
 
         It may if it reads a changed value, or comes less than `horizon` equations after one that does: the ways there
         follow from what was read. The ways before were chosen by looking ahead as far, but they haven't the changed
@@ -232,7 +212,7 @@ class _Draft:
     # --- looking ahead ---
 
     def _alternatives(self, flat: FlatEquation, first: Way) -> Iterator[tuple[Sharding, ...]]:
-        """How operands might lie, besides as they do.
+        """Yields other shardings of the operands.
 
         Along each axis along which the first way converts some operand, one operand at a time lies otherwise:
         replicated, or if it is converted itself, split along a dimension that the axis divides.
@@ -251,7 +231,7 @@ class _Draft:
                         yield (*lying[:k], sharding, *lying[k + 1 :])
 
     def _followed(self, at: int, way: Way, wanted: Sequence[Wanted]) -> Cost:
-        """The cost of a way, of the equations after it up to the horizon by the rules, and of results made by then."""
+        """Adds up the costs of a way, of the equations up to the horizon by the rules, and of results made by then."""
         forms, end = dict(self.forms), min(at + 1 + self.chooser.horizon, len(self.flat.equations))
         cost = self._take(at, way, forms)[1]
         for later in range(at + 1, end):
@@ -262,7 +242,7 @@ class _Draft:
         return cost + self._convert([value for value, _ in made], results, forms)[1]
 
     def _best_by_rules(self, at: int, forms: Forms) -> Way:
-        """The cheapest way that the rules say for an equation, if one operand is taken in any form that it is there.
+        """Finds the cheapest way by the rules, where one operand may be taken in any form that a device has.
 
         A value that was gathered for one reader is there for the next.
         """
@@ -284,7 +264,7 @@ class _Draft:
     # --- what a device has, and conversions; all of these add to `forms` what they make ---
 
     def _lying(self, at: int, forms: Forms) -> tuple[Sharding, ...]:
-        """How an equation's operands lie; of several forms the first."""
+        """Says how an equation's operands lie; of several forms it takes the first."""
         return tuple(forms[value][0] for value in self.flat.equations[at].reads)
 
     def _convert_early(self, at: int, forms: Forms) -> tuple[list[Conversion], Cost]:
@@ -299,16 +279,15 @@ class _Draft:
         forms.update((value, (sharding,)) for value, sharding in zip(flat.makes, way.results, strict=True))
         return conversions, cost + way.cost
 
-    def _convert(
-        self, values: Sequence[int], wanted: Sequence[Sharding], forms: Forms
-    ) -> tuple[list[Conversion], Cost]:
-        """Converts values to the wanted shardings, each from the form from which it is cheapest."""
+    def _convert(self, values: Sequence[int], to: Sequence[Sharding], forms: Forms) -> tuple[list[Conversion], Cost]:
+        """Converts values to shardings, each from the form from which it is cheapest."""
         conversions, cost = [], NOTHING
-        for value, sharding in zip(values, wanted, strict=True):
-            old = forms[value]
+        for value, sharding in zip(values, to, strict=True):
+            old, aval = forms[value], self.flat.avals[value]
             if sharding in old:
                 continue
-            costs = [self._cost_of(Conversion(value, form, sharding)) for form in old]
+            size = itemsize(aval.dtype)
+            costs = [self.chooser.cost_of_conversion(aval.shape, size, form, sharding) for form in old]
             cheapest = min(range(len(old)), key=lambda i: price(self.chooser.prices, costs[i]))
             conversions.append(Conversion(value, old[cheapest], sharding))
             cost = cost + costs[cheapest]
@@ -317,12 +296,3 @@ class _Draft:
             is_sum = all(a in (b, PARTIAL) and b != PARTIAL for a, b in zip(old[0], sharding, strict=True))
             forms[value] = (sharding, *old) if is_sum else (*old, sharding)
         return conversions, cost
-
-    def _cost_of(self, conversion: Conversion) -> Cost:
-        """The cost of what a device sends in a conversion."""
-        value, now, wanted = conversion
-        aval = self.flat.avals[value]
-        key = aval.shape, itemsize(aval.dtype), now, wanted
-        if key not in self._costs:
-            self._costs[key] = cost_of_conversion(self.axes, *key)
-        return self._costs[key]

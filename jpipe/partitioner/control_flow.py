@@ -22,7 +22,7 @@ from jpipe.seam.jaxpr_types import JaxprEqn
 
 
 def _combined(now: Sharding, other: Sharding, shape: Shape, axes: Axes) -> Sharding:
-    """The first sharding, but along the axes where it is replicated the other, if an array of the shape can lie so."""
+    """Joins two shardings: the first, and the other where that is replicated, if an array of the shape can lie so."""
     both = tuple(b if a == REPLICATED else a for a, b in zip(now, other, strict=True))
     return both if is_possible(shape, both, axes) else now
 
@@ -35,7 +35,7 @@ def _loop_shardings(
     slices: Sequence[Sharding],
     fixed: Collection[int],
 ) -> tuple[list[Sharding], list[Sharding]]:
-    """How a loop's carry lies before and after every iteration, and how all results of its body lie by themselves.
+    """Finds how a loop's carry lies before and after every iteration, and how all results of its body lie.
 
     They are found by trying: whatever an iteration leaves split, or partial, has to lie so from the start. For the body
     (a, b, c) -> (b, c, c @ w) with w split along its second dimension, and all replicated before the loop:
@@ -70,12 +70,12 @@ def _loop_shardings(
 
 
 def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """A loop over the first dimension, which is gathered; other dimensions stay split.
+    """Carries out a loop over the first dimension, which is gathered; other dimensions stay split.
 
     Operands: constants, carry, stacked slices `[length, ...]`. Results: carry, stacked results `[length, ...]`.
     """
-    p = equation.params
-    (num_consts, num_carry), body = scan_counts(equation), chooser.flat(p["jaxpr"])
+    params = equation.params
+    (num_consts, num_carry), body = scan_counts(equation), chooser.flat(params["jaxpr"])
     first_slice = num_consts + num_carry
     shardings = list(map(summed, lying))
     consts, slices = shardings[:num_consts], list(map(_of_slice, shardings[first_slice:]))
@@ -88,39 +88,39 @@ def _scan(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
             made = plan.run(*parts[:num_consts], *state, *xs)
             return made[:num_carry], made[num_carry:]
 
-        options = {name: p[name] for name in ("length", "reverse", "unroll")}
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
         state, ys = lax.scan(iteration, list(parts[num_consts:first_slice]), list(parts[first_slice:]), **options)
         return [*state, *ys]
 
     operands = (*consts, *carry, *map(_of_stacked, slices))
-    times = float(p["length"])
+    times = float(params["length"])
     return Way(operands, (*carry, *map(_of_stacked, of_each)), run, times * plan.cost, ((plan, times),))
 
 
 def _of_slice(stacked: Sharding) -> Sharding:
-    """The sharding of the slices `[...]` of an array `[length, ...]` whose first dimension is gathered."""
+    """Makes the sharding of slices `[...]` of an array `[length, ...]` whose first dimension is gathered."""
     without_first = lambda s: Shard(s.dim - 1, s.outer) if s.dim else REPLICATED
     return tuple(without_first(s) if isinstance(s, Shard) else s for s in stacked)
 
 
 def _of_stacked(slices: Sharding) -> Sharding:
-    """The sharding of slices stacked along a new first dimension: the reverse of `_of_slice`."""
+    """Makes the sharding of slices stacked along a new first dimension: the reverse of `_of_slice`."""
     return tuple(Shard(s.dim + 1, s.outer) if isinstance(s, Shard) else s for s in slices)
 
 
 def _while(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """A loop whose condition looks at replicated values alone.
+    """Carries out a loop whose condition looks at replicated values alone.
 
     Operands: constants of the condition, constants of the body, carry. Results: carry.
     """
-    p, whole = equation.params, replicated(chooser.axes)
-    num_tested, first_carry = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    many = p["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
-    fixed = [i for i, is_looked_at in enumerate(uses(p["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
+    params, whole = equation.params, replicated(chooser.axes)
+    num_tested, first_carry = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    many = params["cond_jaxpr"].out_avals[0].shape != ()  # several loops at once, as `jax.vmap` makes them
+    fixed = [i for i, is_looked_at in enumerate(uses(params["cond_jaxpr"])[num_tested:]) if many or is_looked_at]
     shardings = list(map(summed, lying))
     consts = shardings[num_tested:first_carry]
     carry = [whole if i in fixed else s for i, s in enumerate(shardings[first_carry:])]
-    body, cond = chooser.flat(p["body_jaxpr"]), chooser.flat(p["cond_jaxpr"])
+    body, cond = chooser.flat(params["body_jaxpr"]), chooser.flat(params["cond_jaxpr"])
     carry, _ = _loop_shardings(chooser, body, consts, carry, [], fixed)
     test = chooser.make_plan(cond, [*[whole] * num_tested, *carry], [always(whole)])
     plan = chooser.make_plan(body, [*consts, *carry], list(map(always, carry)))
@@ -161,8 +161,9 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
     def run(index: jax.Array, *parts: jax.Array) -> list[jax.Array]:
         if platforms := equation.params.get("branches_platforms"):  # of `jax.lax.platform_dependent`: names, or None
-            of_platforms = {name: p.run for names, p in zip(platforms, plans, strict=True) for name in names or ()}
-            default = next((p.run for names, p in zip(platforms, plans, strict=True) if names is None), None)
+            named_plans = list(zip(platforms, plans, strict=True))
+            of_platforms = {name: plan.run for names, plan in named_plans for name in names or ()}
+            default = next((plan.run for names, plan in named_plans if names is None), None)
             return lax.platform_dependent(*parts, default=default, **of_platforms)
         which = _agreed(index, chooser.axes, plans)
         return lax.switch(which, [plan.run for plan in plans], *parts)
@@ -172,7 +173,7 @@ def _cond(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Wa
 
 
 def _agreed(decision: jax.Array, axes: Axes, plans: Sequence[DevicePlan]) -> jax.Array:
-    """A decision, such as whether a loop goes on, that is the same on all devices along the axes.
+    """Makes a decision, such as whether a loop goes on, the same on all devices along the axes.
 
     Replicated values should be equal, but those that a callback or an unordered sum made may not be to the last
     bit; then one device would wait in a collective for others that never come.

@@ -48,7 +48,7 @@ class Hop(NamedTuple):
 
 
 def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> jax.Array:
-    """A device's part of an array under another sharding.
+    """Converts a device's part of an array to another sharding.
 
     Args:
       part: this device's part, of the shape `part_shape(whole shape, now, axes)`.
@@ -62,7 +62,7 @@ def convert(part: jax.Array, axes: Sequence[Axis], now: Sharding, wanted: Shardi
 
 
 def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
-    """The steps from one sharding to another."""
+    """Lists the steps from one sharding to another."""
     # On the way the blocks of axes that split the same dimension may cease to lie within one another, so that no device
     # has its part in one slice of another's. From (Shard(0, 2), Shard(0)) to (Shard(0), Shard(0, 2)), elements 0 to 3
     # on the devices (0, 0), (0, 1), (1, 0), (1, 1):
@@ -80,7 +80,7 @@ def hops(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
 
 
 def _path(axes: Sequence[Axis], now: Sharding, wanted: Sharding) -> list[Hop]:
-    """The steps from `now` to `wanted`, one axis after the other, but one sum over all mesh axes that are summed.
+    """Lists the steps from `now` to `wanted`, axis by axis, but with one sum over all mesh axes that are summed.
 
     Steps that make parts smaller come first and gathers last, so that each step sends as little as it can.
     """
@@ -99,7 +99,7 @@ Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
-    """The collective that a step sends; None if each device makes its part of what it has."""
+    """Names the collective of a step; None if each device makes its part from the part that it has."""
     i, wanted = hop.over[0], hop.wanted
     old = hop.now[i]
     one_run = lambda shard: isinstance(shard, Shard) and _outer_in_part(shard, axes, hop.now, i) == 1
@@ -112,13 +112,13 @@ def collective_of(axes: Sequence[Axis], hop: Hop) -> Collective | None:
 
 
 def bytes_sent(axes: Sequence[Axis], shape: Shape, itemsize: int, hop: Hop) -> float:
-    """The bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
+    """Counts the bytes that a device sends in a step of a conversion of a whole array (`ring_bytes`)."""
     kind, size = collective_of(axes, hop), math.prod(axes[i].size for i in hop.over)
     return ring_bytes(kind, math.prod(part_shape(shape, hop.now, axes)) * itemsize, size) if kind else 0.0
 
 
 def ring_bytes(kind: str, part: float, size: int) -> float:
-    """The bytes that a device sends in a collective, on a ring.
+    """Counts the bytes that a device sends in a collective, on a ring.
 
     Args:
       kind: the collective.
@@ -131,7 +131,7 @@ def ring_bytes(kind: str, part: float, size: int) -> float:
 
 
 def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
-    """A device's part after a step."""
+    """Takes a step with a device's part."""
     now, (i, *others), wanted = hop
     old, axis, kind = now[i], axes[i], collective_of(axes, hop)
     joined = {"axis_name": axis.names, "axis_index_groups": axis.groups}
@@ -154,7 +154,7 @@ def _moved(part: jax.Array, axes: Sequence[Axis], hop: Hop) -> jax.Array:
 
 
 def _outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) -> int:
-    """`shard.outer` as it counts in a device's part, in which other axes than i have cut the dimension already."""
+    """Counts `shard.outer` in a device's part, in which other axes than i have cut the dimension already."""
     outer = shard.outer
     for j, other in enumerate(now):
         if j != i and isinstance(other, Shard) and other.dim == shard.dim and other.outer < shard.outer:
@@ -163,7 +163,7 @@ def _outer_in_part(shard: Shard, axes: Sequence[Axis], now: Sharding, i: int) ->
 
 
 def _split_dim(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
-    """`x` `[..., n, ...]` as `[..., *sizes, n / product of sizes, ...]`."""
+    """Reshapes `x` `[..., n, ...]` to `[..., *sizes, n / product of sizes, ...]`."""
     rest = x.shape[dim] // math.prod(sizes)
     return x.reshape(*x.shape[:dim], *sizes, rest, *x.shape[dim + 1 :])
 

@@ -66,5 +66,5 @@ def added_to_whole(plan: DevicePlan) -> list[Early]:
 
 
 def _called(plan: DevicePlan, name: str) -> list[PlannedEquation]:
-    """The equations of a primitive."""
+    """Lists the equations of a primitive."""
     return [e for e in plan.equations if e.flat.equation.primitive.name == name]

@@ -26,30 +26,30 @@ def look_up_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis:
     Split indices give split results. Where the split dimension of a table is the one that is looked up in, each device
     looks up what it has, and zeros elsewhere: the result is partial.
     """
-    p, (table, _) = equation.params, shardings
-    d, shape = p["dimension_numbers"], operand_shape(equation)
-    index_dims: list[int | None] = [dim for dim in range(len(result_shape(equation))) if dim not in d.offset_dims]
+    params, (table, _) = equation.params, shardings
+    dims, shape = params["dimension_numbers"], operand_shape(equation)
+    index_dims: list[int | None] = [dim for dim in range(len(result_shape(equation))) if dim not in dims.offset_dims]
     of_table: list[int | None] = [None] * len(shape)
-    for dim, k in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
+    for dim, k in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
         of_table[dim] = index_dims[k]
-    windows = [dim for dim in range(len(shape)) if dim not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
-    for dim, kept in zip(windows, d.offset_dims, strict=True):
-        if p["slice_sizes"][dim] == shape[dim] and dim not in d.start_index_map:
+    windows = [dim for dim in range(len(shape)) if dim not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)]
+    for dim, kept in zip(windows, dims.offset_dims, strict=True):
+        if params["slice_sizes"][dim] == shape[dim] and dim not in dims.start_index_map:
             of_table[dim] = kept
     labels = [of_table, [*index_dims, None]]
     split = by_labels(labels, [range(len(result_shape(equation)))], shardings, order=(1, 0))
     if split is None and isinstance(table, Shard):
         can_be_added = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.number)
-        by_index = table.dim in d.collapsed_slice_dims and table.dim in d.start_index_map
+        by_index = table.dim in dims.collapsed_slice_dims and table.dim in dims.start_index_map
         if by_index and table.outer == 1 and can_be_added:
             wrap = lambda operation: _own_entries(equation, operation, axis, table.dim)
             return RuleResult([table, REPLICATED], [PARTIAL], wrap)
-    fills = p["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     return on_partial(shardings, 1, 1) if split is None and not fills else split
 
 
 def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
-    """A look-up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
+    """Looks up in a device's own part of a table that is split along `dim`: zeros for the entries of others.
 
     With a table of 8 entries on two devices, 4 each:
 
@@ -65,8 +65,8 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
       axis: the axis that splits the table.
       dim: the table's split dimension, which indices choose from.
     """
-    d, ndim = equation.params["dimension_numbers"], len(result_shape(equation))
-    column, size = d.start_index_map.index(dim), operand_shape(equation)[dim]
+    dims, ndim = equation.params["dimension_numbers"], len(result_shape(equation))
+    column, size = dims.start_index_map.index(dim), operand_shape(equation)[dim]
 
     def look_up_own(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
         device, length = axis.index(), size // axis.size
@@ -82,15 +82,13 @@ def _own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int)
         place = jnp.where(outside, jnp.full_like(place, length), jnp.clip(place, 0, length - 1))
         in_column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
         (entries,) = operation(table, jnp.where(in_column, place[..., None], indices))
-        valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in d.offset_dims])
+        valid = lax.broadcast_in_dim(valid, entries.shape, [i for i in range(ndim) if i not in dims.offset_dims])
         return [jnp.where(valid, entries, jnp.zeros_like(entries))]
 
     return look_up_own
 
 
-def write_entries(
-    equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, *, adds: bool
-) -> RuleResult | None:
+def write_entries(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis, adds: bool) -> RuleResult | None:
     """The rule of writes at indices, or of additions; operands: target, indices, updates.
 
     It goes by split updates if there are any, else by windows that are as large as the target. Where the split
@@ -98,17 +96,17 @@ def write_entries(
 
     Labels are the target's dimensions. Those of unbatched indices are ~0, ~1, ...: split, they leave sums partial.
     """
-    d, (old, _, updates) = equation.params["dimension_numbers"], shardings
+    dims, (old, _, updates) = equation.params["dimension_numbers"], shardings
     shape, update_shape = operand_shape(equation, 0), operand_shape(equation, 2)
-    index_dims = [dim for dim in range(len(update_shape)) if dim not in d.update_window_dims]
+    index_dims = [dim for dim in range(len(update_shape)) if dim not in dims.update_window_dims]
     of_indices: list[int | None] = [~k if adds else None for k in range(len(index_dims))]
     target: list[int | None] = [None] * len(shape)
-    for dim, k in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
+    for dim, k in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
         target[dim] = of_indices[k] = dim
     of_updates = dict(zip(index_dims, of_indices, strict=True))
-    windows = [dim for dim in range(len(shape)) if dim not in (*d.inserted_window_dims, *d.operand_batching_dims)]
-    for dim, at in zip(windows, d.update_window_dims, strict=True):
-        if update_shape[at] == shape[dim] and dim not in d.scatter_dims_to_operand_dims:
+    windows = [dim for dim in range(len(shape)) if dim not in (*dims.inserted_window_dims, *dims.operand_batching_dims)]
+    for dim, at in zip(windows, dims.update_window_dims, strict=True):
+        if update_shape[at] == shape[dim] and dim not in dims.scatter_dims_to_operand_dims:
             target[dim] = of_updates[at] = dim
     labels = [target, [*of_indices, None], [of_updates.get(dim) for dim in range(len(update_shape))]]
     order = (2, 1, 0) if isinstance(updates, Shard) and updates.dim in index_dims else (1, 0, 2)
@@ -123,15 +121,15 @@ def write_entries(
 
 
 def dims_of_entries(equation: JaxprEqn) -> list[int]:
-    """The dimensions of a target of additions along which each index chooses one entry, and may choose none."""
-    d = equation.params["dimension_numbers"]
+    """Lists the dimensions of a target of additions along which each index chooses one entry, and may choose none."""
+    dims = equation.params["dimension_numbers"]
     if equation.params["mode"] == lax.GatherScatterMode.CLIP:
         return []
-    return [dim for dim in d.scatter_dims_to_operand_dims if dim in d.inserted_window_dims]
+    return [dim for dim in dims.scatter_dims_to_operand_dims if dim in dims.inserted_window_dims]
 
 
 def _to_own_entries(equation: JaxprEqn, operation: Operation, axis: Axis, dim: int) -> Operation:
-    """Additions to a device's own part of a target that is split along `dim`, which indices choose from.
+    """Adds to a device's own part of a target that is split along `dim`, which indices choose from.
 
     Seen from its part, the entries of others lie outside, before it or behind it, where nothing is added. The axis
     splits the whole target into runs of one length.

@@ -2,9 +2,9 @@
 
 A function is traced once, on whole arrays. Its equations are then carried out one by one on the parts of arrays that a
 device has: each has a rule for how its operands have to lie (`jpipe.partitioner.rules`), and values are converted to
-that. Only where arrays lie is decided so, never what is computed: what a function does across examples stays exact. And
-no compiler adds collectives: those that there are join devices along the given axes alone, so that they may stand in a
-loop or a branch that devices along other axes don't run.
+that. This decides only where arrays lie, never what is computed: a sum over examples stays exact. The compiler adds no
+collectives. All collectives join devices along the given axes alone, so that they may stand in a loop or a branch that
+devices along other axes don't run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,7 @@ from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.tracing import replay
 from jpipe.partitioner.choice import Chooser, Wanted, always, cheapest_plan
 from jpipe.partitioner.control_flow import CONTROL_FLOW
-from jpipe.partitioner.shardings import (
-    Axis,
-    Sharding,
-    is_possible,
-    names_in,
-    of_spec,
-    part_structs,
-    to_spec,
-    whole_shape,
-)
+from jpipe.partitioner.shardings import Axis, Sharding, is_possible, named, of_spec, part_structs, to_spec, whole_shape
 from jpipe.partitioner.sub_axes import together
 from jpipe.partitioner.user_shardings import USER_SHARDINGS
 from jpipe.partitioner.way import Axes, Unsplit
@@ -50,7 +41,7 @@ def per_device(
     *,
     data_axes: Sequence[str] = (),
 ) -> Callable[..., PyTree]:
-    """The function of one device's parts that does what `function` does on whole arrays; for use in `jax.shard_map`.
+    """Makes the function of one device's parts that does as `function` does on whole arrays, for `jax.shard_map`.
 
         specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data")}
         on_parts = per_device(lambda x, w: jax.nn.softmax(x @ w), mesh, **specs)
@@ -70,13 +61,12 @@ def per_device(
       ValueError: a spec names an axis that the mesh lacks; when called, a spec of a result that doesn't divide it, or a
         call outside of such a `jax.shard_map`.
     """
-    names = {name for spec in jax.tree.leaves((in_specs, out_specs)) for entry in spec for name in names_in(entry)}
-    for name in sorted({*names, *data_axes} - {*mesh.axis_names}):
+    for name in sorted({*named(jax.tree.leaves((in_specs, out_specs))), *data_axes} - {*mesh.axis_names}):
         raise ValueError(f"the mesh axis {name!r} is named, but the mesh has {dict(mesh.shape)}; name one of these")
     axes = tuple(Axis((n,), (mesh.shape[n],), n in data_axes) for n in mesh.axis_names if mesh.shape[n] > 1)
 
     def on_parts(*parts: PyTree) -> PyTree:
-        """A device's parts of the arguments -> its parts of the results."""
+        """Takes a device's parts of the arguments, and gives its parts of the results."""
         _check_manual(mesh, axes)
         leaves, shardings = jax.tree.leaves(parts), _of_each(in_specs, parts, axes)
         shapes = [whole_shape(x.shape, s, axes) for x, s in zip(leaves, shardings, strict=True)]
@@ -87,10 +77,9 @@ def per_device(
         wanted = _of_each(out_specs, results, axes)
         for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(results), wanted, strict=True):
             if not is_possible(leaf.shape, sharding, axes):
-                raise ValueError(
-                    f"out_specs ask for the result{jax.tree_util.keystr(path)} of shape {leaf.shape} to be split by "
-                    f"{to_spec(sharding, axes, leaf.ndim)}, which doesn't divide it; change the spec or the shape"
-                )
+                spec, result = to_spec(sharding, axes, leaf.ndim), f"result{jax.tree_util.keystr(path)}"
+                fault = f"out_specs ask for the {result} of shape {leaf.shape} to be split by {spec}"
+                raise ValueError(f"{fault}, which doesn't divide it; change the spec or the shape")
         program = jaxpr_per_device(jaxpr, axes, shardings, list(map(always, wanted)))
         return replay(program.jaxpr, results)(*parts)
 
@@ -98,17 +87,15 @@ def per_device(
 
 
 def _of_each(specs: Specs, tree: PyTree, axes: Axes) -> list[Sharding]:
-    """The shardings of a pytree's leaves."""
+    """Lists the shardings of a pytree's leaves."""
     return [of_spec(spec, axes) for spec in jax.tree.leaves(jax.tree.broadcast(specs, tree))]
 
 
 def _check_manual(mesh: Mesh | AbstractMesh, axes: Axes) -> None:
     missing = {axis.names[0] for axis in axes} - {*jax.sharding.get_abstract_mesh().manual_axes}
     if missing:
-        raise ValueError(
-            f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual; call it inside "
-            f"of jax.shard_map over the mesh {dict(mesh.shape)}"
-        )
+        fault = f"a function of per_device is called where the mesh axes {sorted(missing)} aren't manual"
+        raise ValueError(f"{fault}; call it inside of jax.shard_map over the mesh {dict(mesh.shape)}")
 
 
 class PerDeviceJaxpr(NamedTuple):
@@ -149,10 +136,10 @@ def jaxpr_per_device(
 
 
 def results_by_rules(jaxpr: ClosedJaxpr, axes: Axes, shardings: Sequence[Sharding]) -> list[Sharding]:
-    """How the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; nothing is traced."""
+    """Says how the results of a jaxpr of whole arrays lie by themselves, where its arguments lie so; traces nothing."""
     return Chooser(axes, HANDLERS).results_at(flatten(jaxpr), tuple(shardings))
 
 
 def _all_of_type(mesh: AbstractMesh, axis_type: AxisType) -> AbstractContextManager:
-    """The context of a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
+    """Sets a mesh whose axes are all Manual, as in a program of one device, or all of another type."""
     return jax.sharding.use_abstract_mesh(with_axis_types(mesh, dict.fromkeys(mesh.axis_names, axis_type)))

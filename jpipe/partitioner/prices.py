@@ -30,13 +30,13 @@ SPLIT_SUMS = SENT + SCATTERED + FLOPS / 1000 + WRITTEN / 8
 
 
 def price(prices: Cost, cost: Cost) -> float:
-    """The worth of a cost in bytes sent, the same to the last bit on all hosts: else they would choose other plans."""
+    """Weighs a cost in bytes sent, to the same last bit on all hosts: else they would choose other plans."""
     a, b, c, d = (prices * cost).tolist()
     return a + b + c + d
 
 
 def cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> Cost:
-    """The cost of what a device computes and writes in an equation, by the shapes of its parts."""
+    """Counts the cost of an equation on a device, of computing and of writing, by the shapes of its parts."""
     pairs = zip(equation.outvars, results, strict=True)
     written = sum(math.prod(shape) * itemsize(aval_of(v).dtype) for v, shape in pairs)
     flops = 0.0
@@ -50,7 +50,7 @@ def cost_of_work(equation: JaxprEqn, operands: Sequence[Shape], results: Sequenc
 
 
 def cost_of_conversion(axes: Sequence[Axis], shape: Shape, size: int, now: Sharding, wanted: Sharding) -> Cost:
-    """The cost of what a device sends so that a whole array of elements of `size` bytes comes to lie otherwise."""
+    """Counts the cost of sending, for a whole array of elements of `size` bytes that comes to lie otherwise."""
     cost = NOTHING
     for hop in hops(axes, now, wanted):
         quantity = SCATTERED if collective_of(axes, hop) == "reduce_scatter" else SENT
@@ -59,5 +59,5 @@ def cost_of_conversion(axes: Sequence[Axis], shape: Shape, size: int, now: Shard
 
 
 def itemsize(dtype: np.dtype) -> int:
-    """The bytes of an element."""
+    """Counts the bytes of an element."""
     return getattr(dtype, "itemsize", 8)  # a random key has two words

@@ -17,7 +17,6 @@ product "bd,df->bf" there are three ways to split it along an axis:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -62,7 +61,7 @@ def by_labels(
     shardings: Sequence[AxisSharding],
     order: Sequence[int] | None = None,
 ) -> RuleResult | None:
-    """The result that keeps an operand as it lies: the first that is a shard of a dimension with a label.
+    """Keeps an operand as it lies: the first that is a shard of a dimension with a label.
 
     Where others have that label, they are split too. Operands without it are replicated; results without it, in which
     it was summed over, are partial.
@@ -83,20 +82,13 @@ def by_labels(
     def split_or(labels: Labels, otherwise: AxisSharding) -> AxisSharding:
         return Shard(labels.index(label), shard.outer) if label in labels else otherwise
 
-    unlabelled = [REPLICATED] * (len(shardings) - len(operands))
-    return RuleResult(
-        [*[split_or(labels, REPLICATED) for labels in operands], *unlabelled],
-        [split_or(labels, PARTIAL) for labels in results],
-    )
-
-
-def where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
-    """Each dimension's own number where both agree on it, as in their sizes."""
-    return [dim if a == b else None for dim, (a, b) in enumerate(zip(first, second, strict=True))]
+    labelled = [split_or(labels, REPLICATED) for labels in operands]
+    others = [REPLICATED] * (len(shardings) - len(operands))
+    return RuleResult([*labelled, *others], [split_or(labels, PARTIAL) for labels in results])
 
 
 def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int | None = None) -> RuleResult | None:
-    """The answer of a linear operation, which may be done before its operands are summed; None if none is partial.
+    """Answers for a linear operation, which may be done before its operands are summed; None if none is partial.
 
     The first `count` operands (default: all) are summed over devices later: if one is partial, all have to be.
     """
@@ -107,15 +99,10 @@ def on_partial(shardings: Sequence[AxisSharding], num_results: int, count: int |
 
 
 def operand_shape(equation: JaxprEqn, operand: int = 0) -> Shape:
-    """The whole shape of an operand."""
+    """Returns the whole shape of an operand."""
     return aval_of(equation.invars[operand]).shape
 
 
-def operand_size(equation: JaxprEqn, operand: int = 0) -> int:
-    """The number of elements of a whole operand."""
-    return math.prod(operand_shape(equation, operand))
-
-
 def result_shape(equation: JaxprEqn) -> Shape:
-    """The whole shape of the first result."""
+    """Returns the whole shape of the first result."""
     return aval_of(equation.outvars[0]).shape

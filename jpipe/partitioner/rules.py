@@ -1,4 +1,4 @@
-"""The table `RULES` of what each operation does to shards, and the rules of operations on dimensions.
+"""The table `RULES` of how each operation may be carried out on shards, and most of its rules.
 
 A rule takes an equation of whole arrays, how each operand lies along one mesh axis (a `Shard`, REPLICATED or PARTIAL),
 and the axis. It returns a `RuleResult`: how the operands have to lie, how the results lie then, and perhaps what a
@@ -6,8 +6,9 @@ device does instead of the plain operation (`wrap`). It returns None if the oper
 operation without a rule always does. Rules are asked while a plan is made (`jpipe.partitioner.by_rule`), for one axis
 after the other. `part_params` is asked later, when a device's operation is traced.
 
-Rules of elementwise operations, products and look-ups have files of their own; here are those of operations on
-dimensions, most of which leave some dimensions alone and may be carried out on shards of these.
+Rules of look-ups have a file of their own (`jpipe.partitioner.lookups`). Of the others, elementwise operations keep
+shards, and linear ones leave partial sums partial. Products keep shards, and a split sum gives partial sums. Most other
+operations leave some dimensions alone, and may be carried out on shards of these.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpipe.jaxprs.flat_jaxpr import aval_of
-from jpipe.partitioner.elementwise import elementwise
 from jpipe.partitioner.lookups import look_up_entries, write_entries
-from jpipe.partitioner.products import conv_general_dilated, dot_general
 from jpipe.partitioner.rule import (
     Labels,
     Operation,
@@ -33,13 +32,131 @@ from jpipe.partitioner.rule import (
     by_labels,
     on_partial,
     operand_shape,
-    operand_size,
     result_shape,
-    where_equal,
 )
 from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, AxisSharding, Shape, Shard
-from jpipe.seam.jaxpr_types import JaxprEqn
+from jpipe.seam.jaxpr_types import JaxprEqn, Literal
 from jpipe.seam.primitives import ELEMENTWISE
+
+
+def _where_equal(first: Sequence[object], second: Sequence[object]) -> Labels:
+    """Labels each dimension where both agree on it, as in their sizes, by its own number."""
+    return [dim if a == b else None for dim, (a, b) in enumerate(zip(first, second, strict=True))]
+
+
+# --- elementwise operations ---
+
+
+def elementwise(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """Lets the result lie as the largest operand that is a shard; operands that are broadcast to it are replicated.
+
+    Without a shard, a result that is linear in partial operands is partial. Those have to be as large as the result: a
+    sum is best taken before it is broadcast.
+    """
+    shape, shapes = result_shape(equation), [operand_shape(equation, i) for i in range(len(shardings))]
+    labels = [_where_equal(s, shape) if len(s) == len(shape) else [None] * len(s) for s in shapes]
+    largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
+    split = by_labels(labels, [range(len(shape))], shardings, largest_first)
+    partial = [s == PARTIAL for s in shardings]
+    linear = _LINEAR.get(equation.primitive.name)
+    partial_shapes = {s for s, is_partial in zip(shapes, partial, strict=True) if is_partial}
+    return linear(equation, partial, axis) if linear and not split and partial_shapes == {shape} else split
+
+
+def _sum(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult:
+    """Answers for a sum of operands, or a linear function of one: operands that aren't partial are made so."""
+    return RuleResult([PARTIAL] * len(partial), [PARTIAL])
+
+
+def _cast(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """The rule of casts: sums stay partial in a cast of floating-point numbers to a type as wide in range as float32.
+
+    Over data axes they do in a cast to narrower types too.
+
+    So a gradient of narrow parameters is rounded on each device, as it is for each micro-batch, and summed once a step.
+    In other casts the sum is taken first. Its value is often used without the cast too, as by a norm and the residual
+    connection around it, and would be added up twice, once in the wider type. Integers wrap around in each part.
+    """
+    old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
+    floats = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    as_large = floats and jnp.finfo(new).maxexp >= jnp.finfo(jnp.float32).maxexp
+    widens = floats and jnp.finfo(new).bits >= jnp.finfo(old).bits
+    return _sum(equation, partial, axis) if as_large and (axis.is_data or (axis.sums_late and widens)) else None
+
+
+def _product(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """Answers for a product of one partial sum and a whole array: the product of two sums isn't the sum of products."""
+    operands = [PARTIAL if is_partial else REPLICATED for is_partial in partial]
+    return RuleResult(operands, [PARTIAL]) if sum(partial) == 1 else None
+
+
+def _quotient(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """Answers for a quotient of floating-point numbers by a constant other than zero; integer division rounds."""
+    divisor = equation.invars[1]
+    not_zero = isinstance(divisor, Literal) and float(abs(divisor.val)) > 0
+    floats = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
+    return RuleResult([PARTIAL, REPLICATED], [PARTIAL]) if floats and not_zero and not partial[1] else None
+
+
+def _choice(equation: JaxprEqn, partial: Sequence[bool], axis: Axis) -> RuleResult | None:
+    """Answers for a choice among partial sums by a condition that all devices have."""
+    return None if partial[0] else RuleResult([REPLICATED, *[PARTIAL] * (len(partial) - 1)], [PARTIAL])
+
+
+_LINEAR: dict[str, Callable[[JaxprEqn, Sequence[bool], Axis], RuleResult | None]] = {
+    **dict.fromkeys(("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj", "name", "stop_gradient"), _sum),
+    "convert_element_type": _cast,
+    "mul": _product,
+    "div": _quotient,
+    "select_n": _choice,
+}
+"""Operation -> (equation, which operands are partial, axis) -> how it is carried out on partial sums."""
+
+
+# --- products and convolutions ---
+
+
+def dot_general(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """Answers for a product of two arrays; its result has the dimensions (batch, free of the left, free of the right).
+
+    The left operand's dimensions are labelled (0, dim), the right one's (1, dim), or as those on the left that they are
+    paired with.
+    """
+    contracting, batch = equation.params["dimension_numbers"]
+    left, right = ([(i, dim) for dim in range(len(operand_shape(equation, i)))] for i in (0, 1))
+    for pairs in (contracting, batch):
+        for on_left, on_right in zip(*pairs, strict=True):
+            right[on_right] = left[on_left]
+    shared = [label for label in left if label in right]
+    batched = [left[dim] for dim in batch[0]]
+    return _of_larger(equation, left, right, batched + [x for x in left + right if x not in shared], shardings)
+
+
+def conv_general_dilated(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
+    """Answers for a convolution of images with a kernel.
+
+    Examples and output features stay split; input features are summed over, which gives partial sums. Pixels are never
+    split. The dimension numbers are (examples, features, ...) of the images and of the result, and (output features,
+    input features, ...) of the kernel.
+    """
+    params, ndim = equation.params, len(operand_shape(equation))
+    one_group, one_batch = params["feature_group_count"] == 1, params["batch_group_count"] == 1
+    examples, taken = "examples" if one_batch else None, "taken" if one_group else None
+    features = "features" if one_group and one_batch else None
+    images, kernel, result = params["dimension_numbers"]
+    labels = lambda dims, first, second: [{dims[0]: first, dims[1]: second}.get(dim) for dim in range(ndim)]
+    left, right = labels(images, examples, taken), labels(kernel, features, taken)
+    return _of_larger(equation, left, right, labels(result, examples, features), shardings)
+
+
+def _of_larger(
+    equation: JaxprEqn, left: Labels, right: Labels, result: Labels, shardings: Sequence[AxisSharding]
+) -> RuleResult | None:
+    """Keeps the larger of two operands as it lies, or the only one that can be kept."""
+    sizes = [math.prod(operand_shape(equation, i)) for i in (0, 1)]
+    order = (0, 1) if sizes[0] >= sizes[1] else (1, 0)
+    return by_labels([left, right], [result], shardings, order)
+
 
 # --- rules from the dimensions that an operation leaves alone ---
 
@@ -66,13 +183,13 @@ def _keeping(labels_of: LabelsOf, *, linear: bool = False, alike: int | None = 1
 
 
 def _named(equation: JaxprEqn, name: str) -> set[int]:
-    """The dimensions of the first operand that a parameter of an equation names."""
+    """Reads the dimensions of the first operand that a parameter of an equation names."""
     ndim, named = len(operand_shape(equation)), equation.params[name]
     return {dim % ndim for dim in (named if isinstance(named, tuple | list) else (named,))}
 
 
 def _other_than(name: str) -> LabelsOf:
-    """Labels for an operation that leaves all dimensions alone but those that a parameter names."""
+    """Makes the labels of an operation that leaves all dimensions alone but those that a parameter names."""
 
     def labels(equation: JaxprEqn) -> Labels:
         named = _named(equation, name)
@@ -82,42 +199,40 @@ def _other_than(name: str) -> LabelsOf:
 
 
 def _without(name: str, *, summed: bool = False) -> LabelsOf:
-    """Labels for an operation that removes the dimensions that a parameter names.
+    """Makes the labels of an operation that removes the dimensions that a parameter names.
 
     If it sums over them (`summed`), they have labels of their own (~0, ~1, ...): a split one gives partial sums.
     """
 
     def labels(equation: JaxprEqn) -> Labels:
-        count, removed = itertools.count(), _named(equation, name)
-        return [
-            (~dim if summed else None) if dim in removed else next(count) for dim in range(len(operand_shape(equation)))
-        ]
+        kept, removed, ndim = itertools.count(), _named(equation, name), len(operand_shape(equation))
+        return [(~dim if summed else None) if dim in removed else next(kept) for dim in range(ndim)]
 
     return labels
 
 
 def _as_large(equation: JaxprEqn) -> Labels:
-    """Labels for a slice: the dimensions whose elements it takes all."""
-    return where_equal(operand_shape(equation), result_shape(equation))
+    """Labels the dimensions of which a slice takes all elements."""
+    return _where_equal(operand_shape(equation), result_shape(equation))
 
 
 _WINDOW = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
 
 
 def _outside_window(equation: JaxprEqn) -> Labels:
-    """Labels for an operation on windows: the dimensions along which a window has one element and moves by one."""
-    p, ndim = equation.params, len(operand_shape(equation))
-    sizes = zip(*[p.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, p["padding"]), strict=True)
-    return where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
+    """Labels the dimensions along which a window has one element and moves by one."""
+    params, ndim = equation.params, len(operand_shape(equation))
+    sizes = zip(*[params.get(name) or (1,) * ndim for name in _WINDOW], map(tuple, params["padding"]), strict=True)
+    return _where_equal(list(sizes), [(1,) * len(_WINDOW) + ((0, 0),)] * ndim)
 
 
 def _not_repeated(equation: JaxprEqn) -> Labels:
-    """Labels for `jnp.tile`: the dimensions that it repeats once."""
-    return where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
+    """Labels the dimensions that `jnp.tile` repeats once."""
+    return _where_equal(equation.params["reps"], [1] * len(operand_shape(equation)))
 
 
 def _if_as_wide(equation: JaxprEqn) -> Labels:
-    """Labels for a cast of bits: all dimensions, if the numbers have the same width."""
+    """Labels all dimensions of a cast of bits, if the numbers have the same width."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     ndim = len(operand_shape(equation))
     return range(ndim) if old.itemsize == new.itemsize else [None] * ndim
@@ -128,7 +243,7 @@ def _if_as_wide(equation: JaxprEqn) -> Labels:
 
 def broadcast_in_dim(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Axis) -> RuleResult | None:
     """The rule of `broadcast_in_dim`: dimensions keep their shards; one that grows has one element, and isn't split."""
-    grows = operand_size(equation) < math.prod(result_shape(equation))  # a sum is best taken before that
+    grows = math.prod(operand_shape(equation)) < math.prod(result_shape(equation))  # a sum is best taken before that
     rule = _keeping(lambda equation: equation.params["broadcast_dimensions"], linear=not grows)
     return rule(equation, shardings, axis)
 
@@ -170,7 +285,7 @@ def reduce_again(equation: JaxprEqn, shardings: Sequence[AxisSharding], axis: Ax
 
 
 def _of_all_devices(x: jax.Array, axis: Axis) -> jax.Array:
-    """The arrays of all devices along an axis, `[axis.size, ...]`."""
+    """Gathers the arrays of all devices along an axis, `[axis.size, ...]`."""
     return lax.all_gather(x, axis.names, axis_index_groups=axis.groups)
 
 
@@ -235,7 +350,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("slice", "dynamic_slice"), _keeping(_as_large, linear=True)),
     "dynamic_update_slice": _keeping(
-        lambda e: where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
+        lambda e: _where_equal(operand_shape(e, 0), operand_shape(e, 1)), linear=True, alike=2
     ),
     "concatenate": _keeping(_other_than("dimension"), linear=True, alike=None),
     "sort": _keeping(_other_than("dimension"), alike=None),
@@ -266,7 +381,7 @@ _RESULT_SHAPE = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "dynamic_s
 
 
 def part_params(equation: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, object]:
-    """The parameters of an equation as a device needs them for its parts of the operands.
+    """Makes the parameters that an equation has on a device, for its parts of the operands.
 
     Args:
       equation: of whole arrays.

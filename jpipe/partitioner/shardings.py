@@ -14,7 +14,7 @@ the same three.) Of x = [[1, 2], [3, 4]] two devices have
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -64,7 +64,7 @@ class Axis:
         return np.swapaxes(devices, 1, 2).reshape(-1, self.size).tolist() if self.is_part else None
 
     def index(self) -> jax.Array:
-        """The index of a device along the axis; in a program that all devices run."""
+        """Returns the index of a device along the axis, in a program that all devices run."""
         along = lax.axis_index(self.names)
         return along // self.inner % self.size if self.is_part else along
 
@@ -101,12 +101,12 @@ class Partial:
 
 
 def names_of(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """The names of all mesh axes, each once."""
+    """Lists the names of all mesh axes, each once."""
     return tuple(dict.fromkeys(name for axis in axes for name in axis.names))
 
 
 def by_mesh_axis(axes: Sequence[Axis]) -> list[list[int]]:
-    """The indices of axes, those together that are parts of one mesh axis."""
+    """Groups the indices of axes that are parts of one mesh axis."""
     return [[i for i, axis in enumerate(axes) if axis.names == names] for names in dict.fromkeys(a.names for a in axes)]
 
 
@@ -118,17 +118,17 @@ Sharding = tuple[AxisSharding, ...]
 
 
 def replicated(axes: Sequence[Axis]) -> Sharding:
-    """The sharding of an array that every device has as a whole."""
+    """Makes the sharding of an array that every device has as a whole."""
     return (REPLICATED,) * len(axes)
 
 
 def summed(sharding: Sharding) -> Sharding:
-    """The sharding once partial sums are added up: replicated where it was partial."""
+    """Adds up partial sums: the sharding is replicated where it was partial."""
     return tuple(REPLICATED if s == PARTIAL else s for s in sharding)
 
 
 def in_runs(sharding: Sharding, axes: Sequence[Axis]) -> Sharding:
-    """The sharding, replicated where a device has several runs of elements, which no PartitionSpec may describe.
+    """Makes a sharding replicated where a device has several runs of elements, which no PartitionSpec may describe.
 
     >>> axes = Axis(("data",), (2,)), Axis(("model",), (4,))
     >>> in_runs((Shard(0), Shard(0, 2)), axes), in_runs((REPLICATED, Shard(0, 2)), axes)
@@ -145,7 +145,7 @@ def in_runs(sharding: Sharding, axes: Sequence[Axis]) -> Sharding:
 
 
 def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
-    """The shape of a device's part of an array of a whole shape.
+    """Returns the shape of a device's part of an array of a whole shape.
 
     >>> part_shape((4, 6), (Shard(0), PARTIAL), (Axis(("data",), (2,)), Axis(("model",), (2,))))
     (2, 6)
@@ -154,18 +154,18 @@ def part_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
 
 
 def whole_shape(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> Shape:
-    """The shape of a whole array from that of a device's part: the inverse of `part_shape`."""
+    """Returns the whole shape of an array from that of a device's part: the inverse of `part_shape`."""
     return tuple(n * count for n, count in zip(shape, _num_parts(len(shape), sharding, axes), strict=True))
 
 
 def _num_parts(ndim: int, sharding: Sharding, axes: Sequence[Axis]) -> list[int]:
-    """How many devices share each dimension."""
+    """Counts the devices that share each dimension."""
     shards = [(s.dim, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
     return [math.prod(size for of_dim, size in shards if of_dim == dim) for dim in range(ndim)]
 
 
 def part_structs(tree: PyTree, shardings: Sequence[Sharding], axes: Sequence[Axis]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a device's parts of a pytree's leaves, each with its own sharding."""
+    """Lists the shapes and dtypes of a device's parts of a pytree's leaves, each with its own sharding."""
     pairs = zip(jax.tree.leaves(tree), shardings, strict=True)
     return [jax.ShapeDtypeStruct(part_shape(leaf.shape, s, axes), leaf.dtype) for leaf, s in pairs]
 
@@ -177,7 +177,7 @@ def is_possible(shape: Shape, sharding: Sharding, axes: Sequence[Axis]) -> bool:
 
 
 def blocks_of(sharding: Sharding, axes: Sequence[Axis]) -> dict[int, int] | None:
-    """Dimension -> into how many blocks it is cut; None where those of several axes don't lie within one another."""
+    """Counts the blocks of each dimension; None where those of several axes don't lie within one another."""
     blocks: dict[int, int] = {}
     pairs = [(s, axis.size) for s, axis in zip(sharding, axes, strict=True) if isinstance(s, Shard)]
     for shard, size in sorted(pairs, key=lambda pair: pair[0].outer):
@@ -188,7 +188,7 @@ def blocks_of(sharding: Sharding, axes: Sequence[Axis]) -> dict[int, int] | None
 
 
 def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
-    """The sharding that a PartitionSpec means; the mesh axes that it names besides `axes` have one device each.
+    """Reads the sharding that a PartitionSpec means; the mesh axes that it names besides `axes` have one device each.
 
     Raises:
       ValueError: it names a part of mesh axes that arrays are split over jointly, or in another order.
@@ -200,10 +200,8 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
         while names:
             first = joint[names[0]]
             if names[: len(first)] != first:
-                raise ValueError(
-                    f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly; "
-                    "name all of them, in this order"
-                )
+                fault = f"{spec} names {names[0]!r}, but arrays are split over the mesh axes {first} jointly"
+                raise ValueError(f"{fault}; name all of them, in this order")
             for i in (i for i, axis in enumerate(axes) if axis.names == first):  # all of its parts
                 sharding[i] = Shard(dim, outer)
                 outer *= axes[i].size
@@ -212,14 +210,19 @@ def of_spec(spec: PartitionSpec, axes: Sequence[Axis]) -> Sharding:
 
 
 def names_in(entry: object) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec (None, a name or a tuple of names) names."""
+    """Lists the mesh axes that an entry of a PartitionSpec (None, a name or a tuple of names) names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (str(entry),)
 
 
+def named(specs: Iterable[PartitionSpec]) -> set[str]:
+    """Collects the mesh axes that PartitionSpecs name."""
+    return {name for spec in specs for entry in spec for name in names_in(entry) if name is not None}
+
+
 def to_spec(sharding: Sharding, axes: Sequence[Axis], ndim: int) -> PartitionSpec:
-    """The PartitionSpec of an array of `ndim` dimensions with this sharding.
+    """Writes the PartitionSpec of an array of `ndim` dimensions with this sharding.
 
     Axes along which it isn't a shard are named nowhere. A device has to have one run of elements of each dimension; if
     several axes split it, the one with the smaller `outer` is named first.

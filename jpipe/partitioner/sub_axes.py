@@ -1,7 +1,7 @@
 """Takes a mesh axis apart: sixteen devices can't split eight heads evenly, eight pairs of devices can.
 
-Along a mesh axis of sixteen, the columns of a projection are a shard of each device; the eight heads that a reshape
-makes of them can't be. But seen as `[8, 2]` the devices are two axes, along each of which there is a shard:
+Sixteen devices along a mesh axis can split the columns of a projection, but not the eight heads that a reshape makes of
+them. But seen as `[8, 2]` the devices are two axes, and each of them splits a dimension:
 
     columns [1024]      Shard(0) along 16   =   Shard(0, 1) along 8, Shard(0, 8) along 2
     heads   [8, 128]    none                    Shard(0) along 8,    Shard(1) along 2
@@ -24,21 +24,21 @@ from jpipe.partitioner.way import Axes
 
 
 def taken_apart(flat: FlatJaxpr, axes: Axes) -> Axes:
-    """The axes, taken apart where reshapes would have to gather arrays that the parts can split."""
+    """Takes the axes apart where reshapes would have to gather arrays that the parts can split."""
     equations = equations_in(e.equation for e in flat.equations)
     shapes = {(operand_shape(e), result_shape(e)) for e in equations if e.primitive.name == "reshape"}
     return tuple(part for axis in axes for part in _parts(axis, shapes))
 
 
 def apart(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """The sharding along the parts of axes that says the same as one along the axes."""
+    """Says along parts of axes the same as a sharding says along the axes."""
     along = {axis.names: s for s, axis in zip(sharding, axes, strict=True)}
     of_part = lambda s, part: Shard(s.dim, s.outer * part.outer) if isinstance(s, Shard) else s
     return tuple(of_part(along[part.names], part) for part in parts)
 
 
 def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
-    """The sharding along axes to which one along their parts is to be converted.
+    """Makes the sharding along axes to which one along their parts is to be converted.
 
     Parts that disagree can't be said along the whole axis: then partial, if it is along one of them, else replicated.
     """
@@ -54,7 +54,7 @@ def together(sharding: Sharding, axes: Axes, parts: Axes) -> Sharding:
 
 
 def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
-    """An axis, or what it is taken apart into: for 4 and 8 of 16 into `[4, 2, 2]`."""
+    """Takes an axis apart, if reshapes ask for it: for 4 and 8 of 16 devices into `[4, 2, 2]`."""
     counts = {count for old, new in reshapes for count in _shared(axis.size, old, new)}
     if axis.is_data or not counts:
         return [axis]
@@ -66,7 +66,7 @@ def _parts(axis: Axis, reshapes: Iterable[tuple[Shape, Shape]]) -> list[Axis]:
 
 
 def _shared(size: int, old: Shape, new: Shape) -> set[int]:
-    """Into how many parts `size` devices can split the first of the dimensions that a reshape makes of one.
+    """Finds into how many parts `size` devices can split the first of the dimensions that a reshape makes of one.
 
     Where they can split the one, but not the first of those: [32] on 16 devices, and [8, 4] on 8 pairs of them.
     """

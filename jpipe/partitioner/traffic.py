@@ -10,21 +10,21 @@ from jax.extend.core import jaxprs_in_params
 
 from jpipe.partitioner.conversions import ring_bytes
 from jpipe.partitioner.shardings import Shape
-from jpipe.seam.inside import line_of, scopes_of
+from jpipe.seam.inside import axes_of, line_of, scopes_of
 from jpipe.seam.jaxpr_types import Jaxpr, shapes_of
 from jpipe.seam.primitives import COLLECTIVES
 
 
 class Sent(NamedTuple):
-    """A collective.
+    """A collective of a program.
 
     Attributes:
       collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
       axes: the mesh axes along which it joins devices.
       devices: how many it joins: all along these axes, or a part of them.
-      shape: of the part that a device puts in.
-      dtype: of that part.
-      bytes: that a device sends, each time.
+      shape: the shape of the part that a device puts in.
+      dtype: the dtype of that part.
+      bytes: the bytes that a device sends, each time.
       loops: the lengths of the loops around it, outermost first, as far as they are known.
       scope: the names of the scopes and loops around it, outermost first.
       line: the user's line that made it, as "model.py:12"; empty if none did.
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
 
 def sent_in(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
-    """The collectives of a jaxpr, and of those within it, in order.
+    """Lists the collectives of a jaxpr, and of those within it, in order.
 
     Args:
       jaxpr: a program that all devices run.
@@ -57,8 +57,8 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], scope: tuple[str, ...], loops:
         inner = (*loops, equation.params["length"]) if name == "scan" else loops
         for within in jaxprs_in_params(equation.params):
             yield from _sent(within, sizes, here, inner)
-        named = equation.params.get("axes", equation.params.get("axis_name", ())) if name in COLLECTIVES else ()
-        axes = tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if sizes.get(axis, 1) > 1)
+        named = axes_of(equation) if name in COLLECTIVES else ()
+        axes = tuple(axis for axis in named if sizes.get(axis, 1) > 1)
         for leaf in shapes_of(equation.invars) if axes else ():
             groups = equation.params.get("axis_index_groups")
             count = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)

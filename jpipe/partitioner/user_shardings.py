@@ -18,15 +18,15 @@ from jpipe.jaxprs.flat_jaxpr import aval_of, flatten
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.partitioner.by_rule import way_by_rule
 from jpipe.partitioner.choice import Chooser, Handler, always
-from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, names_in, of_spec, summed
+from jpipe.partitioner.shardings import Axis, Shard, Sharding, is_possible, named, names_in, of_spec, summed
 from jpipe.partitioner.way import Way
-from jpipe.seam.inside import called_by
+from jpipe.seam.inside import axes_of, called_by
 from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
 from jpipe.seam.primitives import OVER_DEVICES
 
 
 def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """`jax.lax.with_sharding_constraint`, as far as it doesn't concern the data axes: along these nothing changes."""
+    """Carries out a sharding constraint along all axes but the data axes, along which nothing changes."""
     (now,), axes = lying, chooser.axes
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
@@ -45,12 +45,12 @@ def _constraint(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding])
 
 
 def _as_it_is(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """Each result is an operand, and lies as it."""
+    """Gives the operands as they lie."""
     return Way(tuple(lying), tuple(lying), lambda *parts: parts)
 
 
 def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-    """`jax.shard_map`: a user's function of single devices, whose operands lie as its specs say.
+    """Carries out `jax.shard_map`, a user's function of single devices, whose operands lie as its specs say.
 
     Over the axes that it is manual over, its jaxpr runs as it is. Along the others it sees whole arrays, and is carried
     out as the rest is, by a chooser for these axes alone. An operand `[8, 6]` that it takes by `P("expert")`, where
@@ -68,24 +68,24 @@ def _shard_map(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) 
     Raises:
       ValueError: it names an axis of those where a device would see which of several it is.
     """
-    p, axes = equation.params, chooser.axes
+    params, axes = equation.params, chooser.axes
     split_over = {name for axis in axes for name in axis.names}
-    alike = {name: p["mesh"].shape[name] for name in p["newly_manual_axes"] if name not in split_over}
-    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, p["newly_manual_axes"])]
+    alike = {name: params["mesh"].shape[name] for name in params["newly_manual_axes"] if name not in split_over}
+    inside = [i for i, axis in enumerate(axes) if not _is_manual(axis, params["newly_manual_axes"])]
     pick = lambda sharding: tuple(sharding[i] for i in inside)
     operands = [pick(summed(sharding)) for sharding in lying]
-    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["in_specs"], operands, strict=True)]
+    wanted = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["in_specs"], operands, strict=True)]
     handlers = {**chooser.handlers, **_of_single_devices(alike, split_over)}
     inner = Chooser(pick(axes), handlers, chooser.prices, chooser.horizon)
     body, arguments = flatten(called_by(equation)), list(map(pick, wanted))
     by_rules = inner.results_at(body, tuple(arguments))
-    results = [_as_specified(spec, axes, inside, at) for spec, at in zip(p["out_specs"], by_rules, strict=True)]
+    results = [_as_specified(spec, axes, inside, at) for spec, at in zip(params["out_specs"], by_rules, strict=True)]
     plan = inner.make_plan(body, arguments, [always(pick(sharding)) for sharding in results])
     return Way(tuple(wanted), tuple(results), plan.run, plan.cost, ((plan, 1.0),), sends=True)
 
 
 def _as_specified(spec: PartitionSpec, axes: Sequence[Axis], inside: Sequence[int], lying: Sharding) -> Sharding:
-    """The sharding that a user's spec means, along the axes `inside` as `lying` if that splits other dimensions."""
+    """Reads a user's spec; along the axes `inside` the array lies as `lying`, if that splits other dimensions."""
     by_spec = of_spec(spec, axes)
     dims = {s.dim for s in by_spec if isinstance(s, Shard)}
     if any(isinstance(s, Shard) and s.dim in dims for s in lying):
@@ -102,15 +102,13 @@ def _is_manual(axis: Axis, names: Collection[str]) -> bool:
     """
     manual = set(axis.names) & set(names)
     if manual and manual != set(axis.names):
-        raise ValueError(
-            f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names} that arrays are "
-            "split over jointly; make it manual over all of them"
-        )
+        fault = f"jax.shard_map is manual over {sorted(manual)}, a part of the mesh axes {axis.names}"
+        raise ValueError(f"{fault} that arrays are split over jointly; make it manual over all of them")
     return bool(manual)
 
 
 def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) -> dict[str, Handler]:
-    """Within `shard_map`, the handlers of collectives: they reach only devices along axes that arrays are split over.
+    """Makes the handlers of collectives within `shard_map`: they reach only devices along axes that split arrays.
 
     Args:
       alike: the other mesh axes that the function is manual over, along which all devices have the same, and how many
@@ -118,36 +116,37 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
       split_over: the mesh axes that arrays are split over.
     """
 
-    others = partial(_unlike, alike=alike, split_over=split_over)
+    unlike = partial(_unlike, alike=alike, split_over=split_over)
 
     def run_on_each(lying: Sequence[Sharding], one: Callable[[jax.Array], jax.Array]) -> Way:
         return Way(tuple(lying), tuple(lying), lambda *parts: list(map(one, parts)))
 
     def psum(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """A user's own sum over devices, whatever it says of varying types."""
-        p, names = equation.params, equation.params["axes"]
-        others(names)
-        count = math.prod(alike[name] for name in names if name in alike)
-        if count > 1 and p.get("axis_index_groups"):
+        """Carries out a user's own sum over devices, whatever it says of varying types."""
+        names, groups = axes_of(equation), equation.params.get("axis_index_groups")
+        over, count = unlike(names), math.prod(alike.get(name, 1) for name in names)
+        if count > 1 and groups:
             raise _tells_devices_apart(equation, names, alike)
-        options = {"axis_index_groups": p.get("axis_index_groups")}
-        add = lambda x: lax.psum(x, others(names), **options) if others(names) else x
-        return run_on_each(lying, lambda x: add(x) * jnp.asarray(count, x.dtype) if count > 1 else add(x))
+
+        def add(x: jax.Array) -> jax.Array:
+            total = lax.psum(x, over, axis_index_groups=groups) if over else x
+            return total * jnp.asarray(count, x.dtype) if count > 1 else total
+
+        return run_on_each(lying, add)
 
     def extreme(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
-        """A maximum or a minimum over devices."""
-        names = equation.params["axes"]
-        others(names)
+        """Carries out a maximum or a minimum over devices."""
+        names = axes_of(equation)
+        over = unlike(names)
         if not {*names} & alike.keys():
             return way_by_rule(equation, lying, chooser.axes)
         compare = lax.pmax if equation.primitive.name == "pmax" else lax.pmin
-        return run_on_each(list(map(summed, lying)), lambda x: compare(x, others(names)) if others(names) else x)
+        return run_on_each(list(map(summed, lying)), lambda x: compare(x, over) if over else x)
 
     def check(chooser: Chooser, equation: JaxprEqn, lying: Sequence[Sharding]) -> Way:
         """Refuses operations that tell devices apart, or give something of each, along axes where all are alike."""
-        names = equation.params["axis_name"]
-        names = names if isinstance(names, tuple) else (names,)
-        others(names)
+        names = axes_of(equation)
+        unlike(names)
         if any(alike.get(name, 1) > 1 for name in names):
             raise _tells_devices_apart(equation, names, alike)
         if equation.primitive.name == "ppermute":
@@ -163,29 +162,25 @@ def _of_single_devices(alike: Mapping[str, int], split_over: Collection[str]) ->
 
 
 def _unlike(names: tuple[str, ...], alike: Mapping[str, int], split_over: Collection[str]) -> tuple[str, ...]:
-    """The axes of a collective along which devices have different values.
+    """Picks the axes of a collective along which devices have different values.
 
     Raises:
       ValueError: the function isn't manual over one, as over stages: its other devices run other layers.
     """
     if outside := [name for name in names if isinstance(name, str) and name not in alike and name not in split_over]:
-        raise ValueError(
-            f"jax.shard_map holds a collective over {outside}, along which devices do other work and would never come "
-            f"to it; name axes of {sorted(split_over)} there"
-        )
+        fault = f"jax.shard_map holds a collective over {outside}, along which devices do other work"
+        raise ValueError(f"{fault} and would never come to it; name axes of {sorted(split_over)} there")
     return tuple(name for name in names if name not in alike)
 
 
 def _tells_devices_apart(equation: JaxprEqn, names: Sequence[str], alike: Mapping[str, int]) -> ValueError:
     other = [name for name in names if alike.get(name, 1) > 1]
-    return ValueError(
-        f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices "
-        "have the same here; name the axes that it is about: jax.shard_map(..., axis_names={...})"
-    )
+    fault = f"jax.shard_map holds {equation.primitive.name} over the axes {tuple(names)}, but along {other} all devices"
+    return ValueError(f"{fault} have the same; name the axes that it is about: jax.shard_map(..., axis_names={{...}})")
 
 
 def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
-    """A user's own permutation, by gathers: as a permutation it would be one collective of all devices of the mesh."""
+    """Permutes by gathers: as a permutation it would be one collective of all devices of the mesh."""
     axes, sources = equation.params["axis_name"], {target: source for source, target in equation.params["perm"]}
     size, device = lax.axis_size(axes), lax.axis_index(axes)
     stays = jnp.asarray([sources.get(i) == i for i in range(size)])
@@ -200,7 +195,7 @@ def _permuted(equation: JaxprEqn, x: jax.Array) -> jax.Array:
 
 
 def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[list[list[int]]]:
-    """Groups of devices, one set of groups after the other, so that each is with its source in one of them.
+    """Groups devices, in one set of groups after the other, so that each is with its source in one of them.
 
     In pairs, if that is less: of a ring 0 -> 1 -> 2 -> 3 -> 0 first (0, 1), (2, 3), then (1, 2), (3, 0). That sends an
     array twice, among all devices it would be sent three times. An odd number of devices can't be paired, as groups
@@ -232,14 +227,14 @@ def _gathered_among(permutation: Sequence[tuple[int, int]], size: int) -> list[l
 
 
 def named_axes(jaxpr: ClosedJaxpr | Jaxpr) -> frozenset[str]:
-    """The mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
+    """Collects the mesh axes that constraints and the specs of `shard_map`s name, in the jaxprs inside of it too."""
     names: set[str] = set()
     for equation in equations_in(jaxpr.eqns):
-        p, name = equation.params, equation.primitive.name
-        specs = (*p["in_specs"], *p["out_specs"]) if name == "shard_map" else ()
+        params, name = equation.params, equation.primitive.name
+        specs = (*params["in_specs"], *params["out_specs"]) if name == "shard_map" else ()
         if name == "sharding_constraint":
-            specs = (getattr(p["sharding"], "spec", None) or (),)
-        names.update(axis for spec in specs for entry in spec for axis in names_in(entry))
+            specs = (getattr(params["sharding"], "spec", None) or PartitionSpec(),)
+        names.update(named(specs))
     return frozenset(names)
 
 

@@ -27,16 +27,7 @@ from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr
 from jpipe.partitioner.conversions import collective_of, convert, hops
 from jpipe.partitioner.prices import NOTHING, Cost
 from jpipe.partitioner.rules import RULES
-from jpipe.partitioner.shardings import (
-    PARTIAL,
-    REPLICATED,
-    Axis,
-    AxisSharding,
-    Shard,
-    Sharding,
-    by_mesh_axis,
-    replicated,
-)
+from jpipe.partitioner.shardings import PARTIAL, REPLICATED, Axis, Shard, Sharding, by_mesh_axis, replicated
 from jpipe.seam.inside import at_line_of, scope_of
 
 Axes = tuple[Axis, ...]
@@ -87,22 +78,22 @@ class PlannedEquation(NamedTuple):
     way: Way
 
     def unsplit_along(self, axes: Axes) -> tuple[str, ...]:
-        """The mesh axes along which all devices do the same, though an operand was split and had to be gathered.
+        """Lists the mesh axes along which all devices do the same, though an operand was split and had to be gathered.
 
         An operation without a rule counts also where an operand was a sum over devices.
         """
         has_rule = self.flat.equation.primitive.name in RULES
         lying = (*self.way.operands, *self.way.results)
 
-        def was_gathered(now: AxisSharding, wanted: AxisSharding) -> bool:
-            was_apart = isinstance(now, Shard) or (now == PARTIAL and not has_rule)
-            return was_apart and wanted == REPLICATED
+        def was_gathered(i: int) -> bool:
+            along_axis = [(now[i], wanted[i]) for _, now, wanted in self.conversions]
+            gathered = [now for now, wanted in along_axis if wanted == REPLICATED]
+            return any(isinstance(now, Shard) or (now == PARTIAL and not has_rule) for now in gathered)
 
         return tuple(
             name
             for parts in by_mesh_axis(axes)
-            if all(sharding[i] == REPLICATED for sharding in lying for i in parts)
-            and any(was_gathered(now[i], wanted[i]) for _, now, wanted in self.conversions for i in parts)
+            if all(sharding[i] == REPLICATED for sharding in lying for i in parts) and any(map(was_gathered, parts))
             for name in axes[parts[0]].names
         )
 
@@ -161,7 +152,7 @@ class DevicePlan:
         return any(way.sends or any(plan.sends for plan, _ in way.plans) for way in ways)
 
     def run(self, *parts: jax.Array) -> list[jax.Array]:
-        """A device's parts of the arguments -> its parts of the results; in a program that all devices run."""
+        """Takes a device's parts of the arguments, and gives its parts of the results; all devices run the program."""
         # By a value's number and a sharding, the device's part of it; each form of a value is converted once.
         at_hand = {(i, replicated(self.axes)): constant for i, constant in self.flat.constants.items()}
         at_hand |= dict(zip(zip(self.flat.arguments, self.arguments, strict=True), parts, strict=True))

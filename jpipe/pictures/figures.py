@@ -42,8 +42,7 @@ def plot(
     draw_gantt(path_or_ax, timeline)
     path_or_ax.set_title(str(timeline), fontsize=palette.TEXT)
     path_or_ax.set_xlabel(_time_label([timeline], unit))
-    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    draw_legend(path_or_ax, [timeline], **place)
+    draw_legend(path_or_ax, [timeline], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return path_or_ax
 
 
@@ -87,8 +86,8 @@ def compare(
       num_stages: K, for names.
       num_microbatches: M, for names.
       num_chunks: V, for the name "interleaved".
-      unit: of the times, such as "ms".
-      width: of the picture in inches; default: as its bars need. With 6 its texts can be read on a telephone.
+      unit: the unit of the times, such as "ms".
+      width: the picture's width in inches; default: as its bars need. With 6 its texts can be read on a telephone.
       memory: whether what stages hold is drawn.
       **times: `forward`, `backward`, `weight`, `recompute` and `lockstep` of `simulate`, for names and schedules.
 
@@ -101,10 +100,11 @@ def compare(
       ValueError: there are none, or a name without `num_stages` and `num_microbatches`.
     """
     check_matplotlib()
+    remedy = 'pass names, schedules or timelines, as ["gpipe", "1f1b"]'
     if isinstance(schedules, str) or not isinstance(schedules, Sequence):
-        raise TypeError(f'schedules={schedules!r} is no list; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
+        raise TypeError(f"schedules={schedules!r} is no list; {remedy}")
     if not schedules:
-        raise ValueError('schedules is empty; pass names, schedules or timelines, as ["gpipe", "1f1b"]')
+        raise ValueError(f"schedules is empty; {remedy}")
 
     def timeline_of(item: str | Schedule | Timeline) -> Timeline:
         if isinstance(item, Timeline):
@@ -133,8 +133,9 @@ def _draw(
     """A figure of all timelines, each over its memory, on one axis of time and one scale of memory."""
     from jpipe.pictures.gantt import draw_gantt, draw_memory, peak
 
-    both = lambda timeline: memory and timeline.schedule.trains
-    panels = [(draw, timeline) for timeline in timelines for draw in ("bars", "memory")[: 1 + both(timeline)]]
+    panels = []
+    for timeline in timelines:
+        panels += [("bars", timeline), *[("memory", timeline)] * (memory and timeline.schedule.trains)]
     heights = [_height(draw, timeline, len(timelines)) for draw, timeline in panels]
     size = (width or _width(timelines), sum(heights) + 0.25 * len(timelines) + 0.06 * len(panels) + 0.7)
     figure = new_figure(path, size)
@@ -153,7 +154,7 @@ def _draw(
         axes.spines["bottom"].set_visible(axes is column[-1])
         axes.tick_params(bottom=axes is column[-1])
     column[-1].set_xlabel(_time_label(timelines, unit), fontsize=palette.TEXT)
-    return finish(figure, timelines, path, memory=any(map(both, timelines)))
+    return finish(figure, timelines, path, memory=any(draw == "memory" for draw, _ in panels))
 
 
 def finish(figure: Figure, timelines: Sequence[Timeline], path: Target, *, memory: bool = False) -> Figure:
@@ -197,12 +198,7 @@ def _time_label(timelines: Sequence[Timeline], unit: str | None) -> str:
     """The label of the axis of time: the user's unit, or a forward where all take 1, or just "time"."""
     if unit is not None:
         return f"time ({unit})"
-    forwards = {
-        (span.end - span.start) * timeline.schedule.num_chunks
-        for timeline in timelines
-        for span in timeline.spans
-        if span.action.kind == "F"
-    }
-    if all(abs(time - 1.0) < 1e-9 for time in forwards):
+    forwards = [(s, t.schedule.num_chunks) for t in timelines for s in t.spans if s.action.kind == "F"]
+    if all(abs((span.end - span.start) * num_chunks - 1.0) < 1e-9 for span, num_chunks in forwards):
         return "time (1 = the forward of one micro-batch on one stage)"
     return "time (unit of the simulated times)"

@@ -13,9 +13,17 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from jpipe.pictures import palette
-from jpipe.pictures.bars import HEIGHT, bars, corners
 from jpipe.schedules.actions import Action
 from jpipe.schedules.simulate import Span, Timeline
+
+HEIGHT = 0.86
+"""The height of a stage's bars; stages are 1 apart."""
+
+
+def corners(bar: Span) -> list[tuple[float, float]]:
+    """The corners of a bar's rectangle, `[4, 2]`."""
+    low, high = bar.stage - HEIGHT / 2, bar.stage + HEIGHT / 2
+    return [(bar.start, low), (bar.start, high), (bar.end, high), (bar.end, low)]
 
 
 class Number(Text):
@@ -25,10 +33,9 @@ class Number(Text):
     together.
     """
 
-    def __init__(self, bar: Span, digits: int, colour: str, font_size: float):
-        place = {"ha": "center", "va": "center_baseline", "clip_on": True}
-        middle = (bar.start + bar.end) / 2
-        super().__init__(middle, bar.stage, str(bar.action.microbatch), color=colour, fontsize=font_size, **place)
+    def __init__(self, bar: Span, digits: int, colour: str):
+        look = {"ha": "center", "va": "center_baseline", "clip_on": True, "color": colour, "fontsize": palette.NUMBER}
+        super().__init__((bar.start + bar.end) / 2, bar.stage, str(bar.action.microbatch), **look)
         self.bar = bar
         self._digits = digits
         self.set_in_layout(False)
@@ -48,7 +55,7 @@ class Number(Text):
         self.stale = False
 
 
-def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = palette.NUMBER) -> None:
+def draw_gantt(axes: Axes, timeline: Timeline) -> None:
     """Draws the bars of all stages on grey lines, the first stage on top; what stays grey is the bubble.
 
     The x limits are the caller's, and set before: gaps between bars follow from them.
@@ -56,26 +63,19 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, font_size: float = palette.NUM
     schedule = timeline.schedule
     lines = [corners(Span(stage, Action("", 0), 0.0, timeline.makespan)) for stage in range(schedule.num_stages)]
     axes.add_collection(PolyCollection(lines, facecolors=[palette.BUBBLE], zorder=0.5, label="bubble"))
-    drawn = list(bars(timeline))
+    drawn = list(timeline.bars)
     narrowest = min(bar.end - bar.start for bar in drawn)
     inches = axes.get_window_extent().width / axes.get_figure(root=True).dpi  # pyright: ignore[reportOptionalMemberAccess]
     gap = float(np.clip(0.08 * 72 * inches * narrowest / axes.get_xlim()[1], 0.1, 0.8))
     digits = len(str(schedule.num_microbatches - 1))
     for kind, chunk in sorted({(bar.action.kind, bar.action.chunk) for bar in drawn}):
         colour = palette.shade(kind, chunk, schedule.num_chunks)
-        own = [bar for bar in drawn if (bar.action.kind, bar.action.chunk) == (kind, chunk)]
-        axes.add_collection(
-            PolyCollection(
-                list(map(corners, own)),
-                facecolors=[colour],
-                edgecolors="white",
-                linewidths=gap,
-                hatch=palette.HATCH.get(kind),
-                label=f"{palette.NAMES[kind]} {chunk}",
-            )
-        )
-        for bar in own if kind != "R" else ():
-            axes.add_artist(Number(bar, digits, palette.text_colour(colour), font_size))
+        alike = [bar for bar in drawn if (bar.action.kind, bar.action.chunk) == (kind, chunk)]
+        look = {"facecolors": [colour], "edgecolors": "white", "linewidths": gap, "hatch": palette.HATCH.get(kind)}
+        label = f"{palette.NAMES[kind]} {chunk}"
+        axes.add_collection(PolyCollection(list(map(corners, alike)), label=label, **look))
+        for bar in alike if kind != "R" else ():
+            axes.add_artist(Number(bar, digits, palette.text_colour(colour)))
     label_stages(axes, schedule.num_stages)
 
 
@@ -89,8 +89,8 @@ def draw_memory(axes: Axes, timeline: Timeline, *, scale: float) -> None:
 
     Args:
       axes: where.
-      timeline: of a schedule that trains.
-      scale: how many micro-batches are as high as the line of a stage.
+      timeline: the timeline of a schedule that trains.
+      scale: the number of micro-batches that are as high as the line of a stage.
     """
     num_stages, num_chunks = timeline.schedule.num_stages, timeline.schedule.num_chunks
     for stage in range(num_stages):
@@ -114,14 +114,14 @@ def label_stages(axes: Axes, num_stages: int) -> None:
 
 def write_beside(axes: Axes, text: str, end: tuple[float, float]) -> None:
     """Writes to the right of a bar's end, which may be at the edge of the axes."""
-    place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center_baseline"}
-    axes.annotate(text, end, fontsize=palette.TEXT, annotation_clip=False, **place)
+    look = {"va": "center_baseline", "fontsize": palette.TEXT, "annotation_clip": False}
+    axes.annotate(text, end, xytext=(4, 0), textcoords="offset points", **look)
 
 
 def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: bool = False, **look: Any) -> None:
     """Says what is in these timelines: each kind of action, the bubble, and, if they are drawn, what stages hold."""
     num_chunks = max(timeline.schedule.num_chunks for timeline in timelines)
-    kinds = {bar.action.kind for timeline in timelines for bar in bars(timeline)}
+    kinds = {bar.action.kind for timeline in timelines for bar in timeline.bars}
     handles: dict[str, Any] = {}
     drawn = [kind for kind in palette.NAMES if kind in kinds]
     for kind in drawn:
@@ -132,11 +132,5 @@ def draw_legend(where: Axes | Figure, timelines: Sequence[Timeline], *, memory: 
     handles["bubble: stage waits"] = Patch(facecolor=palette.BUBBLE)
     if memory:
         handles["micro-batches in flight"] = Patch(facecolor=palette.MEMORY)
-    where.legend(
-        list(handles.values()),
-        list(handles),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
-        frameon=False,
-        fontsize=palette.TEXT,
-        **look,
-    )
+    look |= {"handler_map": {tuple: HandlerTuple(ndivide=None, pad=0.0)}, "frameon": False, "fontsize": palette.TEXT}
+    where.legend(list(handles.values()), list(handles), **look)

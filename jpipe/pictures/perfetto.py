@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jpipe.pictures.bars import bars
 from jpipe.pictures.palette import NAMES
 from jpipe.schedules.simulate import Span, Timeline
 from jpipe.users_numbers import as_number
@@ -21,7 +20,7 @@ def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None,
     """The trace as JSON objects; see `Timeline.to_chrome_trace`."""
     # The format counts in microseconds.
     scale = 1e6 * as_number("unit_in_seconds", unit_in_seconds, "give how long a unit of time is", positive=True)
-    drawn = list(bars(timeline))
+    drawn = list(timeline.bars)
     tracks = [kind for kind in NAMES if any(bar.action.kind == kind for bar in drawn)]
     events: list[Json] = []
     for stage in range(timeline.schedule.num_stages):
@@ -50,6 +49,7 @@ def _names(stage: int, tracks: list[str]) -> list[Json]:
 
 
 def _slice(bar: Span, tracks: list[str], scale: float) -> Json:
+    """Makes the event of a bar, on its kind's track; times are scaled to microseconds."""
     return {
         "ph": "X",
         "name": str(bar.action),

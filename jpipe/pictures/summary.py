@@ -42,15 +42,15 @@ def summarize(title: str, planner: Planner) -> Table:
         columns |= _layers(planner, partition)
     bubble = f"{even.bubble_fraction:.1%} if stages take equally long, and a backward twice a forward"
     if plan is not None:
-        found = holdings(plan)
-        columns["parameters"] = _parameters(plan, found)
-        notes += [*_held(found), *_memory(planner, plan), *_shared(plan, found)]
+        held = holdings(plan)
+        columns["parameters"] = _parameters(plan, held)
+        notes += [*_held(held), *_memory(planner, plan), *_shared(plan, held)]
         by_costs = simulate(schedule, *plan.stage_times).bubble_fraction
         bubble = f"{by_costs:.1%} {_costs_in_words(plan.request)}; {bubble}"
     columns["in flight"] = [str(peak) for peak in even.peak_in_flight] * num_chunks
     columns["devices"] = _devices(planner) * num_chunks
-    held = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
-    notes += [f"bubble: {bubble}", f"in flight: the most {held} that a stage holds"]
+    units = "pairs of micro-batch and chunk" if num_chunks > 1 else "micro-batches"
+    notes += [f"bubble: {bubble}", f"in flight: the most {units} that a stage holds"]
     rows = list(zip(*columns.values(), strict=True))
     return Table(title, list(columns), rows, {}, notes)
 
@@ -77,21 +77,21 @@ def in_words(names: list[str]) -> str:
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in runs)
 
 
-def _parameters(plan: Plan, found: Holdings) -> list[str]:
+def _parameters(plan: Plan, held: Holdings) -> list[str]:
     """How many parameters each virtual stage has, and whether its layers use others, which lie on another."""
     texts = []
-    for own, (start, stop) in zip(found.own["params"], plan.partition.bounds, strict=True):
-        elsewhere = any(first < start <= layer < stop for first, *others in found.shared for layer in others)
-        texts.append(f"{own.elements:,}" + " + shared" * elsewhere)
+    for amount, (start, stop) in zip(held.own["params"], plan.partition.bounds, strict=True):
+        elsewhere = any(first < start <= layer < stop for first, *others in held.shared for layer in others)
+        texts.append(f"{amount.elements:,}" + " + shared" * elsewhere)
     return texts
 
 
-def _held(found: Holdings) -> list[str]:
+def _held(held: Holdings) -> list[str]:
     """Lines on what each device holds, whatever its stage has."""
     notes = []
-    for name, device in found.device.items():
+    for name, device in held.device.items():
         what = "parameters" if name == "params" else f"elements of {name}"
-        part = f", its part of {found.room[name].elements:,}" if device != found.room[name] else ""
+        part = f", its part of {held.room[name].elements:,}" if device != held.room[name] else ""
         notes.append(f"{device.elements:,} {what} ({bytes_in_words(device.bytes)}{part})")
     return [f"each device holds {' and '.join(notes)}: of each type of array the most that a stage has"]
 
@@ -109,7 +109,7 @@ def _memory(planner: Planner, plan: Plan) -> list[str]:
     return [f"a training step holds {total} a device (predicted, without the optimiser's state): {largest}"]
 
 
-def _shared(plan: Plan, found: Holdings) -> list[str]:
+def _shared(plan: Plan, held: Holdings) -> list[str]:
     """Notes on what all stages compute together, and on which layers share parameters, and where these lie."""
     placement, starts = plan.request.schedule.placement, [start for start, _ in plan.partition.bounds]
     last, notes = plan.model.num_layers - 1, []
@@ -118,7 +118,7 @@ def _shared(plan: Plan, found: Holdings) -> list[str]:
             f"ends='shared': all stages compute layers 0 and {last}; their parameters lie split over all, and count "
             "with the stage that a layer is listed with"
         )
-    for users in found.shared:
+    for users in held.shared:
         stage = placement.stage_of(int(np.searchsorted(starts, users[0], "right")) - 1)
         is_end = plan.request.shares_ends and {*users} <= {0, last}
         where = f"count on stage {stage} alone" if is_end else f"lie on stage {stage} and count there alone"
@@ -138,9 +138,6 @@ def _devices(planner: Planner) -> list[str]:
     """The devices of each stage, the first ones by name."""
     mesh = planner.request.mesh
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index("stage"), 0).reshape(mesh.shape["stage"], -1)
-    texts = []
-    for devices in by_stage:
-        names = [f"{device.platform}:{device.id}" for device in devices[:SHOWN_DEVICES]]
-        more = [f"{len(devices) - SHOWN_DEVICES} more"] if len(devices) > SHOWN_DEVICES else []
-        texts.append(" ".join(names) + "".join(f" and {text}" for text in more))
-    return texts
+    more = by_stage.shape[1] - SHOWN_DEVICES
+    names = [" ".join(f"{device.platform}:{device.id}" for device in row[:SHOWN_DEVICES]) for row in by_stage]
+    return [f"{text} and {more} more" if more > 0 else text for text in names]

@@ -58,6 +58,7 @@ class Planner:
       cut: of a model that is one module, where it is cut; None until a batch was seen.
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
       loss: micro-batch -> the loss that follows them, checked; None if there is none.
+      pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
@@ -73,12 +74,13 @@ class Planner:
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
+        self.pieces = cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
         steps = self.step, self.evaluation_step
-        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, *steps):
+        for kept in (self.model, self.pieces, self.loss, self.output_axes, self.layers, self.on_device, *steps):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
@@ -152,9 +154,9 @@ class Planner:
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
         asked = self.request
-        read = (lambda inputs: inputs) if micro.bare else asked.read_inputs
+        read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self.cut.layers(read, micro.shapes)
+            layers = asked.layers if self.cut is None else self.pieces(micro)
             like = None if self.plan is None else self.plan.traced
             return trace_model(layers, read, micro.shapes, splits, asked.rules, like)
 
@@ -242,6 +244,10 @@ class Planner:
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
 
+    def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
+        assert self.cut is not None
+        return self.cut.layers(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+
     def _cut_whole(self, micro: MicroBatch) -> None:
         """Cuts a model that is one module, at the shapes of the first batch."""
         asked = self.request
@@ -250,7 +256,7 @@ class Planner:
         with self.tracing(), task("cutting the model"):
             whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
             self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages)
-            layers = self.cut.layers(asked.read_inputs, micro.shapes)
+            layers = self.pieces(micro)
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 
     def _first_plan(self, micro: MicroBatch) -> Plan:
@@ -286,6 +292,10 @@ class Planner:
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)
+
+
+def _no_change(inputs: Batch) -> Batch:
+    return inputs
 
 
 def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:

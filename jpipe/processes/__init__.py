@@ -1,1 +1,1 @@
-"""Makes several processes one program: they meet, compare what they want, and end together."""
+"""Makes several processes one program: they meet, compare their settings, and end together."""

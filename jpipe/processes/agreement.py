@@ -1,7 +1,7 @@
-"""Checks that all processes want the same before they compute, or they would wait for one another for ever.
+"""Checks that all processes have the same settings before they compute: else they wait for one another for ever.
 
-They exchange words through the key-value store of `jax.distributed`, which runs beside the devices, so that waiting
-has an end and nothing is compiled.
+They exchange texts through the key-value store of `jax.distributed`, which runs beside the devices, so that a process
+waits only for some time, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -25,66 +25,68 @@ def check_agreement(facts: Mapping[str, str], processes: Sequence[int]) -> None:
     """Checks that all processes hold the same facts; they all have to call it, in the same order.
 
     Args:
-      facts: what a step depends on, by name.
+      facts: the settings that a step depends on, by name.
       processes: the indices of the processes that compute together, this one among them.
 
     Raises:
-      ValueError: in all of them, naming what differs and its values.
+      ValueError: in all processes, naming the settings that differ and their values.
       RuntimeError: a process didn't come within `SECONDS`.
     """
-    client, own = shared_store(), jax.process_index()
-    if client is None or len(processes) < 2:  # without a service there is nobody to ask
+    store, process = shared_store(), jax.process_index()
+    if store is None or len(processes) < 2:  # without a service there is nobody to ask
         return
     turn = next(_turns.setdefault(tuple(processes), itertools.count()))
-    place, first = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}", min(processes)
-    if own == first:
-        verdict = _verdict(client, place, processes, dict(facts))
-        client.key_value_set(f"{place}/verdict", json.dumps(verdict))
+    folder, first = f"jpipe/agreement/{','.join(map(str, processes))}/{turn}", min(processes)
+    if process == first:
+        verdict = _verdict(store, folder, processes, dict(facts))
+        store.key_value_set(f"{folder}/verdict", json.dumps(verdict))
     else:
-        client.key_value_set(f"{place}/{own}", json.dumps(dict(facts)))
-        # A little longer, so that the first says who is missing.
-        answer = wait_for(client, f"{place}/verdict", SECONDS + 5)
+        store.key_value_set(f"{folder}/{process}", json.dumps(dict(facts)))
+        # The others wait a little longer, so that the first process says who is missing.
+        answer = wait_for(store, f"{folder}/verdict", SECONDS + 5)
         verdict = ["late", _late([first])] if answer is None else json.loads(answer)
     kind, message = verdict
     if message:
         raise (RuntimeError if kind == "late" else ValueError)(message)
 
 
-def _verdict(client, place: str, processes: Sequence[int], own: dict[str, str]) -> list[str]:
-    """The first process' verdict: "differ" or "late", and a message; an empty one if all agree."""
+def _verdict(store, folder: str, processes: Sequence[int], facts: dict[str, str]) -> list[str]:
+    """The first process' verdict, from its facts and those of the others, which it waits for.
+
+    Returns:
+      `[kind, message]`: "differ" or "late", and a message, which is empty if all agree.
+    """
     first, *others = sorted(processes)
     deadline = time.monotonic() + SECONDS
-    answers = {p: wait_for(client, f"{place}/{p}", deadline - time.monotonic()) for p in others}
-    missing = [p for p, answer in answers.items() if answer is None]
-    if missing:
+    answers = {p: wait_for(store, f"{folder}/{p}", deadline - time.monotonic()) for p in others}
+    if missing := [p for p, answer in answers.items() if answer is None]:
         return ["late", _late(missing)]
-    told = {first: own} | {p: json.loads(answer or "{}") for p, answer in answers.items()}
     for p in others:
-        client.key_value_delete(f"{place}/{p}")
-    return ["differ", differences(told)]
+        store.key_value_delete(f"{folder}/{p}")
+    return ["differ", differences({first: facts} | {p: json.loads(answer or "{}") for p, answer in answers.items()})]
 
 
-def differences(told: Mapping[int, Mapping[str, str]]) -> str:
+def differences(facts_of: Mapping[int, Mapping[str, str]]) -> str:
     """The differences between the facts of some processes, as a message; empty if there are none.
 
     >>> print(differences({0: {"num_stages": "2", "remat": "layer"}, 1: {"num_stages": "4", "remat": "layer"}}))
     the processes disagree on num_stages: 2 in process 0, 4 in process 1; give all processes the same arguments
     """
-    found = []
-    for name in dict.fromkeys(name for facts in told.values() for name in facts):
+    lines = []
+    for name in dict.fromkeys(name for facts in facts_of.values() for name in facts):
         values: dict[str, list[int]] = {}
-        for process, facts in told.items():
+        for process, facts in facts_of.items():
             values.setdefault(facts.get(name, "nothing"), []).append(process)
         if len(values) > 1:
             whose = (f"{value} in process {', '.join(map(str, ps))}" for value, ps in values.items())
-            found.append(f"{name}: {', '.join(whose)}")
-    if not found:
-        return ""
-    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-    return f"the processes disagree on {'; '.join(found[:_SHOWN])}{more}; give all processes the same arguments"
+            lines.append(f"{name}: {', '.join(whose)}")
+    more = f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else ""
+    message = f"the processes disagree on {'; '.join(lines[:_SHOWN])}{more}; give all processes the same arguments"
+    return message if lines else ""
 
 
 def _late(missing: Sequence[int]) -> str:
+    """The message that names the processes that didn't come."""
     return (
         f"process {', '.join(map(str, missing))} did not come to the same step within {SECONDS:g} s; all processes "
         "have to make the same pipelines and take the same steps, in the same order"

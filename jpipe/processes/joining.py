@@ -1,4 +1,4 @@
-"""`jpipe.initialize`: makes processes one program, or raises in each an error that says why not."""
+"""`jpipe.initialize`: joins processes to one program, or raises in each an error that says why it can't."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def initialize(
       process_id: which this one is, from 0.
       timeout: seconds to wait for the others.
       heartbeat_timeout: seconds without a sign of life after which a process counts as lost, and all others end with an
-        error. If process 0 is lost they end at once. A process that an error ends, ends at once too, and is lost then.
+        error. If process 0 is lost they end at once. A process that raises an error ends at once, and is lost then.
       local_device_ids: the devices of this process, if not all of its machine's.
 
     Returns:
@@ -95,10 +95,9 @@ def _end_on_errors() -> None:
 
 
 def _check(coordinator: object, num_processes: object, process_id: object) -> tuple[str, int, int, int]:
-    """The host and the port, which process this is, and of how many."""
+    """Checks the arguments that describe the cluster: (host, port, index of this process, number of processes)."""
     arguments = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in arguments.items() if value is None]
-    if missing:
+    if missing := [name for name, value in arguments.items() if value is None]:
         raise ValueError(f"{missing[0]} is missing; pass coordinator, num_processes and process_id, or none of them")
     index = as_integer("process_id", process_id, "count processes from 0", least=0)
     count = as_integer("num_processes", num_processes, "pass how many processes there are")

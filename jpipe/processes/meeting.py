@@ -1,14 +1,14 @@
 """Lets processes find one another before JAX's service begins at the same address.
 
-Where processes don't come in time, or come twice, JAX ends them from C++, in its client's `Connect`, so that nobody can
-say why (jax 0.10 and 0.12; a taken port even is a segmentation fault in the latter). So they first meet here, by plain
-sockets, and JAX's service begins once all have come:
+If a process doesn't come in time, or comes twice, JAX ends the others from C++, in its client's `Connect`, so that no
+process can say why (jax 0.10 and 0.12; in 0.12 a port that is taken even causes a segmentation fault). So processes
+first meet here, by plain sockets, and JAX's service begins once all have come:
 
     process 0      listens     ............ all have come: "go" to all ... closes, JAX's service begins
     process k      connects, says "process k of n" ... waits ........ goes on to JAX's client
 
-Meanwhile the port is open to anybody, so no message there is trusted. It is read once, at most `LONGEST` bytes. It has
-to be the greeting to the letter. And no sender can keep process 0 from hearing the others.
+Meanwhile the port is open to anybody, so no message there is trusted. A message is read once, at most `LONGEST` bytes.
+It has to be the greeting to the letter. And no sender can keep process 0 from hearing the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 1024
 
 
 def gather(port: int, num_processes: int, timeout: float) -> None:
-    """Does process 0's part: waits for the others, and tells them to go on, or why not.
+    """Does process 0's part: waits for the others, and tells them to go on, or why they can't.
 
     Raises:
       ValueError: two processes came with one index, or one that was given another number of processes.
@@ -57,31 +57,39 @@ def gather(port: int, num_processes: int, timeout: float) -> None:
 def _wait(
     listener: socket.socket, opened: ExitStack, num_processes: int, came: dict[socket.socket, int], deadline: float
 ) -> None:
-    """Hears all who knock, each when it speaks, until all processes are in `came` or it is too late."""
-    with selectors.DefaultSelector() as heard:
-        heard.register(listener, selectors.EVENT_READ)
+    """Reads from all connections, each when it has sent something, until all processes are in `came` or it is too late.
+
+    Args:
+      listener: the socket that others connect to.
+      opened: closes their sockets at its end.
+      num_processes: of the program, this one among them.
+      came: the index of the process behind each socket, which is filled here.
+      deadline: by `time.monotonic`.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
         while len(came) < num_processes - 1 and time.monotonic() < deadline:
-            for key, _ in heard.select(deadline - time.monotonic()):
+            for key, _ in selector.select(deadline - time.monotonic()):
                 other = key.fileobj
                 assert isinstance(other, socket.socket)
                 if other is listener:
-                    with suppress(OSError):  # who knocked has gone again
+                    with suppress(OSError):  # the other side has gone again
                         new = opened.enter_context(listener.accept()[0])
                         new.setblocking(False)
-                        heard.register(new, selectors.EVENT_READ)
+                        selector.register(new, selectors.EVENT_READ)
                 elif other in came or not _welcome(other, num_processes, came):
                     # A stranger (a scanner of ports, say), or one that came and has left since.
                     came.pop(other, None)
-                    heard.unregister(other)
+                    selector.unregister(other)
                     other.close()
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on all addresses of this machine, as JAX's service will be."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    """Opens a socket on all addresses of this machine, as JAX's service will."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
     try:
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
     except OSError as error:
         raise RuntimeError(f"process 0 can't listen on port {port}: {error}; use another port") from error
     listener.setblocking(False)
@@ -89,7 +97,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket, int]) -> bool:
-    """Reads a greeting, and returns whether it is of a process of this program."""
+    """Reads a greeting, and returns whether a process of this program sent it; notes it in `came` then."""
     with suppress(OSError):
         if greeting := GREETING.fullmatch(other.recv(LONGEST)):
             index, wanted = map(int, greeting.groups())
@@ -107,10 +115,10 @@ def _welcome(other: socket.socket, num_processes: int, came: dict[socket.socket,
 
 
 def come(host: str, port: int, num_processes: int, process_id: int, timeout: float) -> None:
-    """Does the other processes' part: goes to process 0, and waits for its word.
+    """Does the other processes' part: greets process 0, and waits for its word.
 
     Raises:
-      RuntimeError: nobody listens there within the timeout, or somebody else does; or process 0 gave up, and why.
+      RuntimeError: nobody listens there within the timeout, another program answers, or process 0 gave up.
     """
     deadline, answer, trouble = time.monotonic() + timeout, b"", ""
     greeting = f"jpipe: process {process_id} of {num_processes}\n".encode()

@@ -15,7 +15,7 @@ class Preemption:
     """A context in which SIGTERM doesn't end the process but is noted.
 
     In a cluster JAX's preemption service notes it, from `jpipe.initialize` on, and tells all processes. Elsewhere a
-    signal handler does, if this is the main thread; one that was there before is called too.
+    signal handler notes it, if this is the main thread; it also calls the handler that was there before.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """`jpipe.watch`: ends a program whose steps have stopped ending, and says where each process stands.
 
-A process that hangs holds up all others, and seen from outside they are alike: each waits in a collective (JAX issue
+A process that hangs holds up all others, and from outside all look alike: each waits in a collective (JAX issue
 38503). The main thread can say nothing, as it waits in native code. So two other threads look on. One watches the
 clock. The other tells the processes of a cluster, by the key-value store of `jax.distributed`, how many steps each has
-entered; steps themselves pay nothing for it. Here process 1 sleeps before step 812:
+entered; steps themselves don't get slower. Here process 1 sleeps before step 812:
 
     process 0, main   | 811 | 812 ...................................
                clock   ended  not ended, not ended, seconds are over -> tells all -> stacks, who is missing -> exit
@@ -57,19 +57,19 @@ def watch(seconds: float) -> Watch:
                 state, metrics = pipe.train_step(state, pipe.place(batch))
 
     A step is a call of any pipeline (`train_step`, `value_and_grad`, `apply`, `evaluate`, `generate`, `init`). It ends
-    when the devices have computed what it gives, which isn't waited for. Under a `jax.jit` of one's own pipelines are
-    only traced: such a function goes through `Watch.steps_of`.
+    when the devices have computed its results; nobody waits for them. Under a `jax.jit` of one's own a pipeline is only
+    traced: pass such a function through `Watch.steps_of`.
 
     Once the seconds are over each process prints the stacks of its threads to stderr (by `faulthandler`) and how many
     steps every process has entered, and ends at once with exit code 75 (`jpipe.processes.watching.EXIT_CODE`), as if
     killed. In a cluster all processes enter the same watches, and all end together.
 
-    While a pipeline compiles the clock stands, in all processes. Whatever else the loop does between two steps counts:
-    planning, a save, the next file, compiling functions of one's own. A process whose native code keeps Python's lock
-    can say nothing; the others name it and end.
+    While a pipeline compiles, the clock stands, in all processes. All other work between two steps counts: planning, a
+    save, the next file, compiling functions of one's own. A process whose native code keeps Python's lock can say
+    nothing; the others name it and end.
 
     Args:
-      seconds: how long no step may end, more than the longest step and what is done between two.
+      seconds: how long no step may end; more than the longest step takes together with the work before it.
 
     Raises:
       TypeError: `seconds` is no number.
@@ -86,7 +86,7 @@ class Standing:
       host: the name of its machine.
       entered: how many steps it has entered.
       ended: how many of them have ended.
-      last: what the last one computes, in words.
+      last: the name of the last step's work, in words.
       is_compiling: whether it compiles now.
     """
 
@@ -112,8 +112,8 @@ class Watch:
             raise RuntimeError("this watch was entered before; call jpipe.watch again for another block")
         self._store, self._folder = shared_store(), f"jpipe/watch/{next(_blocks)}"
         self._process, self._count = (0, 1) if self._store is None else (jax.process_index(), jax.process_count())
-        work = [self._look, self._exchange] if self._count > 1 else [self._look]
-        self._threads = [threading.Thread(target=function, daemon=True) for function in work]
+        loops = [self._watch_clock, self._exchange] if self._count > 1 else [self._watch_clock]
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
         self._progress = time.monotonic()
         followers.append(self._follow)
         for thread in self._threads:
@@ -129,7 +129,7 @@ class Watch:
             thread.join(GRACE)
 
     def steps_of(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """The same function, each call of which is a step: for those under a `jax.jit` of one's own.
+        """Makes each call of a function a step: for functions under a `jax.jit` of one's own.
 
             with jpipe.watch(seconds=600) as watched:
                 step = watched.steps_of(jax.jit(my_step, donate_argnums=0))
@@ -139,7 +139,7 @@ class Watch:
         The first call is taken to compile until it returns; others that compile have to do so within the seconds.
 
         Args:
-          function: any; a step ends when the smallest array of what it returns is computed.
+          function: any function; a step ends when the smallest array that it returns is computed.
 
         Raises:
           TypeError: it can't be called.
@@ -158,10 +158,11 @@ class Watch:
 
         return step
 
-    # --- what the calling thread does ---
+    # --- in the calling thread ---
 
     def _follow(self, call: Call) -> None:
-        self._standing()  # lets go of results
+        """Notes that a step begins."""
+        self._standing()  # so that results of steps that have ended are let go of
         with self._lock:
             self._running.append(call)
             self._entered, self._last = self._entered + 1, call.what
@@ -177,9 +178,10 @@ class Watch:
             self._running = running
             return Standing(self._host, self._entered, self._entered - len(running), self._last, is_compiling)
 
-    # --- what the clock does ---
+    # --- in the thread of the clock ---
 
-    def _look(self) -> None:
+    def _watch_clock(self) -> None:
+        """Ends the process once no step has ended for too long, or another process says so."""
         while not self._over.wait(self._pause):
             self._standing()
             if self._told.is_set() or time.monotonic() - self._progress > self._seconds:
@@ -197,34 +199,35 @@ class Watch:
         os._exit(EXIT_CODE)
 
     def _standings(self) -> dict[int, Standing]:
-        """How far all processes have come that are in this block."""
+        """How far each process has come that is in this block."""
         others = {p: Standing(**json.loads(text)) for p, text in self._read("steps").items()}
         return others | {self._process: self._standing()}
 
     def _tell(self, standings: Mapping[int, Standing]) -> None:
+        """Prints the report and the stacks of this process."""
         os.write(_STDERR, report(self._process, self._count, self._seconds, standings).encode())
         faulthandler.dump_traceback(_STDERR, all_threads=True)
         sys.stdout.flush()  # last, as the thread that hangs may have locked it
 
     def _wait_for_others(self) -> None:
-        """Waits until all processes of this block have told, too."""
+        """Waits until all processes of this block have printed their stacks, too."""
         with suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_set(f"{self._folder}/told/{self._process}", "", True)
             while not self._read("steps").keys() <= self._read("told").keys():
                 time.sleep(0.1)
-        if self._process == 0:  # with it the store goes, and JAX ends those who have it open
+        if self._process == 0:  # the store ends with it, and JAX ends the processes that have it open
             time.sleep(1)
 
-    # --- what the exchange does ---
+    # --- in the thread of the exchange ---
 
     def _exchange(self) -> None:
-        key, said = f"{self._folder}/steps/{self._process}", None
-        is_over = False
+        """Tells the other processes how far this one has come, and hears whether one of them ends."""
+        key, sent, is_over = f"{self._folder}/steps/{self._process}", None, False
         while not is_over:
             with suppress(jax.errors.JaxRuntimeError):
-                if (standing := self._standing()) != said:
+                if (standing := self._standing()) != sent:
                     self._store.key_value_set(key, json.dumps(asdict(standing)), True)
-                    said = standing
+                    sent = standing
                 if self._read("told"):
                     self._told.set()
             is_over = self._over.wait(self._pause)
@@ -240,12 +243,13 @@ class Watch:
 
 
 def report(process: int, count: int, seconds: float, standings: Mapping[int, Standing]) -> str:
-    """The text that a process prints before its stacks: who had not entered the step that doesn't end.
+    """The text that a process prints before its stacks: it names those that had not entered the step that doesn't end.
 
     Args:
-      process: which one says it, of `count`.
+      process: the index of the process that prints it.
+      count: the number of processes.
       seconds: for how long no step has ended.
-      standings: by process, how far each has come that is in the block.
+      standings: by process, how far it has come; only of processes that are in the block.
 
     >>> at = lambda entered: Standing("node7", entered, 811, "the training step", False)
     >>> print(report(0, 3, 600.0, {0: at(812), 1: at(811), 2: at(814)}))
@@ -274,6 +278,7 @@ def report(process: int, count: int, seconds: float, standings: Mapping[int, Sta
 
 
 def _listed(processes: list[int]) -> str:
+    """The indices of the first processes, and how many more there are."""
     more = f" and {len(processes) - _SHOWN} more" if len(processes) > _SHOWN else ""
     return ", ".join(map(str, processes[:_SHOWN])) + more
 

@@ -1,13 +1,12 @@
 """Predicts what other settings would make of a step: another cut, other numbers of micro-batches, another remat.
 
-Each is predicted from what was measured: stages' times are shared among their layers as those take alone, and put
-together anew.
+Each prediction starts from the measured times of stages. These are shared among the stages' layers, in proportion to
+the times of the layers alone, and then put together anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +15,10 @@ from jpipe.batches.microbatches import batch_size
 from jpipe.planning.costs import Cost
 from jpipe.planning.partition import Partition, partition
 from jpipe.planning.planner import Planner
-from jpipe.profiling.layer_times import LayerTimes, by_stage, recomputed, stage_of_layers
+from jpipe.profiling.layer_times import LayerTimes, by_stage, stage_of_layers
 from jpipe.profiling.measure import Measured
 from jpipe.profiling.prediction import StageTimes, StepModel
-from jpipe.schedules.orders import make_schedule
+from jpipe.schedules.orders import has_its_name, make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.types import Batch
 
@@ -48,9 +47,14 @@ class MicrobatchSize:
 
 def recomputation_apart(planner: Planner, times: LayerTimes, measured: Measured) -> StageTimes:
     """The stages' times as measured, with recomputation apart from the rest of the backward."""
-    again = np.asarray(measured.backward) * recomputed(planner, times)
-    kept = np.asarray(measured.backward) - again
-    return StageTimes(measured.forward, tuple(kept.tolist()), tuple(again.tolist()), measured.weight)
+    backward = np.asarray(measured.backward)
+    again = backward * recomputed(planner, times)
+    return StageTimes(measured.forward, tuple((backward - again).tolist()), tuple(again.tolist()), measured.weight)
+
+
+def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
+    """The share of each stage's backward that computes anew what a forward computed before, `[K]`."""
+    return np.clip(1.0 - _factors(planner, times.kept, times.here, "backward"), 0.0, 1.0)
 
 
 def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
@@ -58,25 +62,23 @@ def without_remat(planner: Planner, times: LayerTimes, stages: StageTimes) -> St
     return stages.scaled(_factors(planner, times.kept, times.here))
 
 
-def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost]) -> np.ndarray:
-    """How many times as long each stage's layers take with these costs as here, `[K]`."""
-    total = lambda costs: by_stage(planner, [cost.total for cost in costs])
-    return total(costs) / total(here)
+def _factors(planner: Planner, costs: Sequence[Cost], here: Sequence[Cost], part: str = "total") -> np.ndarray:
+    """The seconds of each stage's layers with these costs, over those here, `[K]`; of a part of `Cost`."""
+    numerator, denominator = (by_stage(planner, [getattr(cost, part) for cost in times]) for times in (costs, here))
+    return numerator / denominator
 
 
 def layer_shares(planner: Planner, times: LayerTimes, stages: StageTimes) -> StageTimes:
     """The stages' times shared among their layers, `[N]` each, in proportion to what those take alone."""
     on = stage_of_layers(planner)
 
-    def share(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, ...]:
-        sums = by_stage(planner, of)[on]
-        return tuple((np.asarray(of) * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
+    def share(seconds: Sequence[float], alone: Sequence[float]) -> tuple[float, ...]:
+        sums = by_stage(planner, alone)[on]
+        return tuple((np.asarray(alone) * np.asarray(seconds)[on] / np.where(sums, sums, 1.0)).tolist())
 
-    forward = [cost.forward for cost in times.here]
-    backward = [cost.backward for cost in times.here]
-    return StageTimes(
-        share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
-    )
+    forward, backward = [cost.forward for cost in times.here], [cost.backward for cost in times.here]
+    shares = share(stages.forward, forward), share(stages.backward, backward), share(stages.recompute, backward)
+    return StageTimes(*shares)
 
 
 def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[Partition, StageTimes]:
@@ -86,25 +88,23 @@ def best_cut(planner: Planner, times: LayerTimes, stages: StageTimes) -> tuple[P
 
     Args:
       planner: knows K, V and where virtual stages are.
-      times: of the layers.
-      stages: what the stages take as they are cut.
+      times: the times of the layers.
+      stages: the times of the stages as they are cut.
     """
     schedule = planner.request.schedule
     seconds = [cost.total for cost in times.here]
     cut = partition(seconds, schedule.num_stages, num_chunks=schedule.num_chunks)
-    put = lambda shares: by_stage(planner, shares, cut).tolist()
-    return cut, layer_shares(planner, times, stages).each(put)
+    return cut, layer_shares(planner, times, stages).each(lambda shares: by_stage(planner, shares, cut).tolist())
 
 
 def other_schedules(planner: Planner, batch: Batch) -> dict[int, Schedule]:
     """The schedule at other numbers of micro-batches, by number: those that batch and schedule allow."""
-    given, shards = planner.request.schedule, planner.request.splits.num_shards
-    counts = [int(given.num_microbatches * factor) for factor in FACTORS if given.num_microbatches * factor % 1 == 0]
-    with suppress(ValueError):  # a custom schedule may be called anything, what it isn't too
-        if make_schedule(given.name, **given.sizes) == given:
-            with_count = lambda count: make_schedule(given.name, **given.sizes | {"num_microbatches": count})
-            return {count: with_count(count) for count in counts if batch_size(batch) % (count * shards) == 0}
-    return {}
+    here, shards = planner.request.schedule, planner.request.splits.num_shards
+    if not has_its_name(here):
+        return {}
+    counts = [int(here.num_microbatches * factor) for factor in FACTORS if here.num_microbatches * factor % 1 == 0]
+    counts = [count for count in counts if batch_size(batch) % (count * shards) == 0]
+    return {count: make_schedule(here.name, **here.sizes | {"num_microbatches": count}) for count in counts}
 
 
 def microbatch_sizes(
@@ -115,20 +115,17 @@ def microbatch_sizes(
     Args:
       planner: the pipeline's.
       batch: a batch `[B, ...]`.
-      model: what the step takes.
-      times: of the layers, at the micro-batches at hand and at others.
+      model: the model of the step's time.
+      times: the times of the layers, at the micro-batches at hand and at others.
       others: schedules with other numbers of micro-batches; those count that layers were timed for.
     """
-    size = batch_size(batch)
-    rows = [_row(model.schedule, model.stages, size, model.step())]
+    variants = {model.schedule.num_microbatches: (model.schedule, model.stages)}
     for num_microbatches, costs in times.others.items():
-        schedule, stages = others[num_microbatches], model.stages.scaled(_factors(planner, costs, times.here))
-        rows.append(_row(schedule, stages, size, model.step(stages, schedule)))
-    return tuple(sorted(rows, key=lambda row: row.num_microbatches))
-
-
-def _row(schedule: Schedule, stages: StageTimes, size: int, step: float) -> MicrobatchSize:
-    num_microbatches = schedule.num_microbatches
-    each = size // num_microbatches
-    bubble = stages.even.timeline(schedule).bubble_fraction
-    return MicrobatchSize(num_microbatches, each, sum(stages.total) / each, bubble, step)
+        stages = model.stages.scaled(_factors(planner, costs, times.here))
+        variants[num_microbatches] = others[num_microbatches], stages
+    sizes = []
+    for num_microbatches, (schedule, stages) in sorted(variants.items(), key=lambda item: item[0]):
+        size, bubble = batch_size(batch) // num_microbatches, stages.even.timeline(schedule).bubble_fraction
+        step = model.step(stages, schedule)
+        sizes.append(MicrobatchSize(num_microbatches, size, sum(stages.total) / size, bubble, step))
+    return tuple(sizes)

@@ -37,7 +37,7 @@ class Finding:
     """Something about a step that its owner should know.
 
     Attributes:
-      text: in words.
+      text: the finding in words.
       change: arguments of `Pipeline` that would change it; empty if there are none.
       promise: the predicted step with them over the measured one; None without a change.
     """
@@ -64,21 +64,21 @@ def find(
 
     Args:
       planner: the pipeline's.
-      model: what the step takes.
-      times: of the layers.
+      model: the model of the step's time.
+      times: the times of the layers.
       sizes: other numbers of micro-batches, and the one at hand.
-      noise: by how much the step differed from round to round, of itself.
-      processes: what each of several takes for the same layers.
+      noise: the difference of the step's time from round to round, relative to that time.
+      processes: the time of each of several processes for the same layers.
     """
-    found = [*_slow_process(processes), *_around(model, noise)]
+    findings = [*_slow_process(processes), *_around(model, noise)]
     if _works(model):
-        promises = [
+        changes = [
             *_balance(planner, model, times, max(WORTH, noise)),
             *_microbatches(model, sizes),
             *_recomputation(planner, model, times),
         ]
-        found = [finding for finding in promises if finding.promise is None or finding.promise < 1 - noise] + found
-    return tuple(sorted(found, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
+        findings = [change for change in changes if change.promise is None or change.promise < 1 - noise] + findings
+    return tuple(sorted(findings, key=lambda finding: 1.0 if finding.promise is None else finding.promise))
 
 
 def _works(model: StepModel) -> bool:
@@ -87,6 +87,7 @@ def _works(model: StepModel) -> bool:
 
 
 def _percent(promise: float) -> str:
+    """A step's predicted change in words, as "-12 %"."""
     return f"{100 * (promise - 1):+.0f} %"
 
 
@@ -114,6 +115,7 @@ def _balance(planner: Planner, model: StepModel, times: LayerTimes, worth: float
 
 
 def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator[Finding]:
+    """Advises another number of micro-batches, a larger batch of them, or larger ones."""
     here = next(row for row in sizes if row.num_microbatches == model.schedule.num_microbatches)
     others = [row for row in sizes if row is not here]
     if not others:
@@ -142,6 +144,7 @@ def _microbatches(model: StepModel, sizes: Sequence[MicrobatchSize]) -> Iterator
 
 
 def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Iterator[Finding]:
+    """Advises to keep residuals, if recomputing them takes enough of the step."""
     if planner.request.remat is MODES["none"]:
         return
     promise = model.step(without_remat(planner, times, model.stages)) / model.step()
@@ -158,6 +161,7 @@ def _recomputation(planner: Planner, model: StepModel, times: LayerTimes) -> Ite
 
 
 def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:
+    """Names the slowest process, if it is far slower than the median."""
     slowest = max(processes, key=lambda process: process.seconds, default=None)
     if slowest and slowest.of_median > SLOW:
         names = ", ".join(map(str, slowest.stages))
@@ -169,8 +173,9 @@ def _slow_process(processes: Sequence[ProcessTime]) -> Iterator[Finding]:
 
 
 def _around(model: StepModel, noise: float) -> Iterator[Finding]:
-    """About what isn't the stages' own work, and how far the measurement is to be trusted."""
-    slices, step = model.slices, model.step()
+    """Names what takes long besides the stages' own work, and why the measurement may not be trusted."""
+    step = model.step()
+    set_up, update = (model.slices[name] / step for name in ("transfer and set-up", "weight update"))
     if noise > NOISY:
         yield Finding(
             f"the step took longer in one round and shorter in another, by {noise:.0%}: something else runs on this "
@@ -186,15 +191,13 @@ def _around(model: StepModel, noise: float) -> Iterator[Finding]:
             f"stages take {model.contention:.1f} times as long together as each alone: the devices share something, "
             "as simulated ones share a machine's cores; shares of the step hold here, and not on accelerators"
         )
-    if slices["transfer and set-up"] > LARGE * step:
+    if set_up > LARGE:
         each = (model.idle - model.setup) / model.schedule.ticks.num_ticks
         yield Finding(
-            f"transfer and set-up take {slices['transfer and set-up'] / step:.0%} of the step: "
+            f"transfer and set-up take {set_up:.0%} of the step: "
             f"{model.setup * 1e3:.2g} ms once, of which a larger batch has less, and {each * 1e3:.2g} ms in each of "
             f"{model.schedule.ticks.num_ticks} ticks, of which fewer micro-batches or stages have less"
         )
-    if slices["weight update"] > LARGE * step:
-        yield Finding(
-            f"the weight update takes {slices['weight update'] / step:.0%} of the step: it is done once a batch, so a "
-            "larger batch has less of it"
-        )
+    if update > LARGE:
+        once = "it is done once a batch, so a larger batch has less of it"
+        yield Finding(f"the weight update takes {update:.0%} of the step: {once}")

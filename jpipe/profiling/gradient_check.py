@@ -51,7 +51,7 @@ class CheckedLeaf:
 
     Attributes:
       layer: the index and the name of its layer, as "3 (Block)"; empty for the loss.
-      path: of the parameter in its layer, as "attention/key/bias".
+      path: the parameter's place in its layer, as "attention/key/bias".
       size: the largest of the plain model's numbers.
       off: the largest difference.
       rounding: the largest difference that is rounding.
@@ -79,7 +79,7 @@ class GradientCheck(Tabular):
     """Loss and gradients of a pipeline beside the plain model's; `print` it, or show it in a notebook.
 
     Attributes:
-      title: of which pipeline.
+      title: the pipeline in a line.
       loss: the loss.
       leaves: the gradient of each parameter, in the order of layers.
       narrowest: the narrowest type of the floating-point numbers that the plain model computes with.
@@ -109,7 +109,7 @@ class GradientCheck(Tabular):
         return f"{len(self.differing)} of {1 + len(self.leaves)} differ from the plain model's by more than rounding"
 
     def _table(self) -> Table:
-        """The loss and the leaves that are furthest off, of those that agree a few."""
+        """Shows the loss, all leaves that differ, and a few of those that agree, the furthest off first."""
         shown = sorted(self.leaves, key=_how_far, reverse=True)[: max(8, len(self.differing))]
         rows = [self.loss, *shown]
         texts = [(leaf.layer, leaf.path, *(f"{x:.2g}" for x in (leaf.size, leaf.off, leaf.rounding))) for leaf in rows]
@@ -126,7 +126,7 @@ class GradientCheck(Tabular):
 
 
 def _how_far(leaf: CheckedLeaf) -> float:
-    """The difference in units of rounding; what is equal is the nearest, what isn't a number the furthest."""
+    """The difference in units of rounding: 0 if there is none, infinity if it is no number."""
     if not leaf.rounding > 0 or np.isnan(leaf.off):
         return 0.0 if leaf.agrees else np.inf
     return leaf.off / leaf.rounding
@@ -137,7 +137,7 @@ def check_gradients(
     trees: LayerTrees,
     batch: Batch,
     key: jax.Array | None,
-    found: tuple[jax.Array, LayerTrees],
+    computed: tuple[jax.Array, LayerTrees],
     reference: Reference | None,
     title: str,
 ) -> GradientCheck:
@@ -148,7 +148,7 @@ def check_gradients(
       trees: the variables of each layer, by collection.
       batch: a batch `[B, ...]`.
       key: a random key, or None.
-      found: the pipeline's loss and gradients.
+      computed: the pipeline's loss and gradients.
       reference: the plain model; None for the layers one after the other.
       title: the pipeline in a line.
 
@@ -158,16 +158,17 @@ def check_gradients(
     if planner.request.mesh.is_multi_process:
         raise ValueError("check_gradients runs the plain model on one device, which needs one process; call it in one")
     model = planner.model(planner.for_training(batch))
-    trees, batch, (loss, grads) = jax.device_get((trees, batch, found))
-    params, own = _own_params(model, trees), _own_params(model, grads)
+    trees, batch, (loss, grads) = jax.device_get((trees, batch, computed))
+    params, grads = _made_params(model, trees), _made_params(model, grads)
     typed = jax.random.key(0) if key is None else as_key(key)
     with no_mesh(), jax.default_device(planner.request.mesh.devices.flat[0]):
         typed = jax.random.wrap_key_data(jax.device_get(jax.random.key_data(typed)), impl=jax.random.key_impl(typed))
         plain = _of_reference(reference, model) if reference else _of_layers(planner, model, trees, batch, typed)
         results, narrowest = _with_rounding(plain, params, trees, batch, typed)
-    names = [(f"{i} ({model.group_at(i).layer.name})", path) for i in sorted(own) for path in parameter_paths(own[i])]
-    sizes = _compared((loss, own), results, float(jnp.finfo(narrowest).eps))
-    of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip([("", "loss"), *names], sizes, strict=True)]
+    layers = {i: f"{i} ({model.group_at(i).layer.name})" for i in sorted(grads)}
+    names = [("", "loss"), *((layer, path) for i, layer in layers.items() for path in parameter_paths(grads[i]))]
+    sizes = _compared((loss, grads), results, float(jnp.finfo(narrowest).eps))
+    of_loss, *leaves = [CheckedLeaf(*name, *size) for name, size in zip(names, sizes, strict=True)]
     return GradientCheck(title, of_loss, tuple(leaves), narrowest.name)
 
 
@@ -176,10 +177,10 @@ def check_gradients(
 
 def _makers(model: Model) -> dict[int, int]:
     """The layer that makes the parameters of each layer with variables: another one, if it shares them."""
-    return {user: users[0] for known in model.variable_sets for users in known.users for user in users}
+    return {user: users[0] for variables in model.variable_sets for users in variables.users for user in users}
 
 
-def _own_params(model: Model, trees: LayerTrees) -> Params:
+def _made_params(model: Model, trees: LayerTrees) -> Params:
     """The parameters of all layers that make some."""
     makers = _makers(model)
     return {i: tree["params"] for i, tree in trees.items() if makers[i] == i and jax.tree.leaves(tree["params"])}
@@ -187,8 +188,8 @@ def _own_params(model: Model, trees: LayerTrees) -> Params:
 
 def _whole(model: Model, params: Params, trees: LayerTrees) -> dict[int, LayerVariables]:
     """The variables of all layers: `trees`, but with these parameters."""
-    own = {i: {**trees[i], "params": params.get(maker, {})} for i, maker in _makers(model).items()}
-    return {i: {name: own[i][name] for name in model.group_at(i).variables} for i in range(model.num_layers)}
+    whole = {i: {**trees[i], "params": params.get(maker, {})} for i, maker in _makers(model).items()}
+    return {i: {name: whole[i][name] for name in model.group_at(i).variables} for i in range(model.num_layers)}
 
 
 def _of_reference(reference: Reference, model: Model) -> Plain:
@@ -196,15 +197,15 @@ def _of_reference(reference: Reference, model: Model) -> Plain:
 
     def loss(params: Params, trees: LayerTrees, batch: Batch, _: jax.Array) -> jax.Array:
         try:
-            found = reference(to_items(model, _whole(model, params, trees)), batch)
+            mean = reference(to_items(model, _whole(model, params, trees)), batch)
         except Exception as error:
             raise ValueError(
                 f"reference(trees, batch) raised {raised(error)}; it is called with each layer's variables and the "
                 "whole batch, and returns the mean loss"
             ) from error
-        if jnp.shape(found) != ():
-            raise ValueError(f"reference returned an array of shape {jnp.shape(found)}; it has to return the mean loss")
-        return found
+        if jnp.shape(mean) != ():
+            raise ValueError(f"reference returned an array of shape {jnp.shape(mean)}; it has to return the mean loss")
+        return mean
 
     return jax.value_and_grad(loss)
 
@@ -232,17 +233,21 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
 
     number, weights = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((num_terms,), loss.of_batch.dtype)
     with planner.tracing():
-        given = _own_params(model, trees), trees, micro.shapes, number, key_shape(key), weights
-        jaxpr, found = trace(of_part, *given)
-    run = replay(_on_one_device(jaxpr), found)
+        params = _made_params(model, trees)
+        jaxpr, results = trace(of_part, params, trees, micro.shapes, number, key_shape(key), weights)
+    run = replay(_on_one_device(jaxpr), results)
 
     def value_and_grad(params: Params, trees: LayerTrees, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         parts, indices = split_microbatches(batch, micro.count), jnp.arange(micro.count, dtype=jnp.int32)
-        of = lambda m, weights: run(params, trees, jax.tree.map(lambda a: a[m], parts), m, key, weights)
-        totals = list(map(jnp.sum, jax.lax.map(lambda m: of(m, jnp.ones_like(weights))[1], indices)))
+
+        def run_part(m: jax.Array, weights: jax.Array) -> PyTree:
+            return run(params, trees, jax.tree.map(lambda a: a[m], parts), m, key, weights)
+
+        # First all sums: a micro-batch's gradients are divided by the weights of the whole mini-batch.
+        totals = list(map(jnp.sum, jax.lax.map(lambda m: run_part(m, jnp.ones_like(weights))[1], indices)))
 
         def add(sums: Params, m: jax.Array) -> tuple[Params, None]:
-            grads, _ = of(m, jnp.stack(totals[1 : 2 * num_terms : 2]))
+            grads, _ = run_part(m, jnp.stack(totals[1 : 2 * num_terms : 2]))
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), None
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulator_dtype(a.dtype)), params)
@@ -265,42 +270,52 @@ def _on_one_device(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
-def _with_rounding(plain: Plain, params: Params, *given: PyTree) -> tuple[list[PyTree], np.dtype]:
-    """(what the plain model gives, first of these parameters, then of some that are off by a bit; its narrowest type).
+def _with_rounding(plain: Plain, params: Params, *others: PyTree) -> tuple[list[PyTree], np.dtype]:
+    """Computes the plain model's results, first with these parameters, then with some that are off by a bit.
 
     Args:
       plain: the plain model.
       params: the parameters, on the host.
-      given: its other arguments.
+      others: the plain model's other arguments.
+
+    Returns:
+      The results, and the narrowest type of numbers that the plain model computes with.
     """
-    traced = jax.jit(plain).trace(params, *given)
+    traced = jax.jit(plain).trace(params, *others)
     dtypes = {shape.dtype for e in equations_in(traced.jaxpr.jaxpr.eqns) for shape in shapes_of(e.outvars)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrowest = jnp.dtype(max(floats, key=lambda dtype: jnp.finfo(dtype).eps))
     run, random, eps = traced.lower().compile(), np.random.default_rng(0), float(jnp.finfo(narrowest).eps)
-    off = lambda leaf: (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
-    variants = [params, *(jax.tree.map(off, params) for _ in range(SAMPLES))]
-    return [jax.device_get(run(variant, *given)) for variant in variants], narrowest
+
+    def off_by_a_bit(leaf: np.ndarray) -> np.ndarray:
+        return (leaf * (1 + eps * random.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
+
+    variants = [params, *(jax.tree.map(off_by_a_bit, params) for _ in range(SAMPLES))]
+    return [jax.device_get(run(variant, *others)) for variant in variants], narrowest
 
 
-def _compared(found: PyTree, results: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
+def _compared(computed: PyTree, results: Sequence[PyTree], eps: float) -> list[tuple[float, float, float]]:
     """The size of the loss and of each leaf, the distance from the right value, and how much of it may be rounding.
 
     Args:
-      found: loss and gradients of the pipeline.
-      results: those of the plain model, as `_with_rounding` gives them.
+      computed: loss and gradients of the pipeline.
+      results: loss and gradients of the plain model, as `_with_rounding` returns them.
       eps: the spacing of numbers around 1.
     """
     wanted, *others = results
-    wide = lambda a: np.asarray(a, np.complex128 if np.iscomplexobj(a) else np.float64)
-    largest = lambda a: float(np.max(np.abs(a), initial=0))
-    off = lambda tree: [largest(wide(a) - b) for a, b in zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)]
-    noise = np.max(list(map(off, others)), axis=0).tolist()
+
+    def largest(a: np.ndarray) -> float:
+        return float(np.max(np.abs(a), initial=0))
+
+    def distances(tree: PyTree) -> list[float]:
+        """The largest difference of each leaf from the wanted one, in at least 64 bits."""
+        pairs = zip(*map(jax.tree.leaves, (tree, wanted)), strict=True)
+        return [largest(np.asarray(a, np.promote_types(a.dtype, np.float64)) - b) for a, b in pairs]
+
+    noise = np.max(list(map(distances, others)), axis=0).tolist()
     loss, grads = wanted
     by_layer = [list(map(largest, jax.tree.leaves(tree))) for tree in (loss, *grads.values())]
-    # Of a layer's gradients, sums of which are rounded, the largest tells how much.
+    # A layer's gradients are sums. The largest of them tells how much all of them are rounded.
     scales = [(size, max(sizes)) for sizes in by_layer for size in sizes]
-    return [
-        (size, is_off, FACTOR * own + 4 * eps * scale)
-        for (size, scale), is_off, own in zip(scales, off(found), noise, strict=True)
-    ]
+    rows = zip(scales, distances(computed), noise, strict=True)
+    return [(size, distance, FACTOR * noisy + 4 * eps * scale) for (size, scale), distance, noisy in rows]

@@ -26,9 +26,9 @@ class ProcessTime:
     Attributes:
       process: its index.
       host: the name of its machine.
-      stages: those that have devices of it.
-      seconds: of all layers, forward and backward, for one micro-batch, alone on one of its devices.
-      of_median: how many times as long that is as the median of the processes; of an even number the lower one.
+      stages: the stages that have devices of this process.
+      seconds: the time of all layers, forward and backward, for one micro-batch, alone on one of its devices.
+      of_median: `seconds` over the median of all processes; of an even number of processes the lower median.
     """
 
     process: int
@@ -45,22 +45,23 @@ def process_times(seconds: Sequence[float], hosts: Sequence[str], mesh: Mesh) ->
     """The time of each process; empty if there is one process.
 
     Args:
-      seconds: of each process, `[P]`.
+      seconds: the time of each process, `[P]`.
       hosts: the names of their machines, `[P]`.
       mesh: the pipeline's.
     """
     if len(seconds) < 2:
         return ()
     stages = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
-    at_work = [{device.process_index for device in devices.flat} for devices in stages]
-    return tuple(
-        ProcessTime(p, host, tuple(k for k, found in enumerate(at_work) if p in found), own, own / median_low(seconds))
-        for p, (host, own) in enumerate(zip(hosts, seconds, strict=True))
-    )
+    processes_of = [{device.process_index for device in devices.flat} for devices in stages]
+    times = []
+    for p, (host, alone) in enumerate(zip(hosts, seconds, strict=True)):
+        stages_of_p = tuple(k for k, processes in enumerate(processes_of) if p in processes)
+        times.append(ProcessTime(p, host, stages_of_p, alone, alone / median_low(seconds)))
+    return tuple(times)
 
 
 def host_names() -> list[str]:
     """The name of each process's machine, `[P]`; all processes call it."""
-    own = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
-    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(own, np.uint8)))
+    padded = socket.gethostname().encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0")
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(padded, np.uint8)))
     return [name.tobytes().rstrip(b"\0").decode(errors="replace") for name in names]

@@ -1,4 +1,4 @@
-"""Times single layers at several micro-batch sizes, and the share of it that is recomputation."""
+"""Times single layers at several micro-batch sizes, with recomputation and without."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LayerTimes:
     On a mesh with data axes: for the examples that one device has of a micro-batch.
 
     Attributes:
-      here: as the pipeline runs them.
+      here: the layers as the pipeline runs them.
       kept: where residuals are kept and nothing is computed anew (remat "none").
-      others: by number of micro-batches, what `here` would be with it.
+      others: by another number of micro-batches, what `here` would be with it.
       by_process: seconds that each process took for all layers of `here`, `[P]`; the times above are process 0's.
     """
 
@@ -40,7 +40,7 @@ class LayerTimes:
 
 
 def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -> LayerTimes:
-    """Times of layers.
+    """Times each layer alone.
 
     Args:
       planner: the pipeline's.
@@ -59,23 +59,18 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
         with suppress(Exception):  # whatever a layer or the loss raises of a size that nobody asked for
             tried[num_microbatches] = _layers(planner, batch, num_microbatches)
     try:
-        found = timed_costs([*variants, *tried.values()], planner.request.mesh)
+        timed = timed_costs([*variants, *tried.values()], planner.request.mesh)
     except jax.errors.JaxRuntimeError:
-        tried, found = {}, timed_costs(variants, planner.request.mesh)
-    by_process = tuple(sum(cost.total for cost in times[0]) for times in found)
-    first, tried = found[0], dict(zip(tried, found[0][len(variants) :], strict=True))
-    return LayerTimes(first[0], first[len(variants) - 1], tried, by_process)
+        tried, timed = {}, timed_costs(variants, planner.request.mesh)
+    by_process = tuple(sum(cost.total for cost in costs[0]) for costs in timed)
+    first = timed[0]
+    others_timed = dict(zip(tried, first[len(variants) :], strict=True))
+    return LayerTimes(first[0], first[len(variants) - 1], others_timed, by_process)
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
     micro = cut(batch, num_microbatches * planner.request.splits.num_shards)
     return planner.model(micro), planner.layers(micro, key_shape())
-
-
-def recomputed(planner: Planner, times: LayerTimes) -> np.ndarray:
-    """The share of each stage's backward that computes anew what a forward computed before, `[K]`."""
-    backward = lambda costs: by_stage(planner, [cost.backward for cost in costs])
-    return np.clip(1.0 - backward(times.kept) / backward(times.here), 0.0, 1.0)
 
 
 def by_stage(planner: Planner, values: Sequence[float], cut: Partition | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Measures a step, and each stage's forward and backward in it, in seconds, on the pipeline's own devices.
+"""Measures a step on the pipeline's own devices: seconds of it and of each stage's actions, and bytes held.
 
 The program of the step is timed with some of its actions left out: all of them, all but one stage's forwards, all but
 its backwards. The time of the actions that run is the time of such a run minus that of the run without any, inside of
@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jpipe.batches import rows
+from jpipe.costs.step_cost import Parts
 from jpipe.execution import programs
 from jpipe.pipeline import Pipeline
 from jpipe.schedules.ticks import TickTable
@@ -34,7 +36,7 @@ SHORTEST = 1e-9
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, as measured.
+    """The measured seconds of a step and of its parts.
 
     Attributes:
       forward: `[K]`, one micro-batch's forward on each stage, all its chunks.
@@ -68,7 +70,7 @@ class Program:
     Attributes:
       table: the ticks.
       batch: the batch on the devices, so that no run has to bring it there.
-      set_up: does what is done without any tick.
+      set_up: runs the part of the step that needs no tick.
     """
 
     def __init__(self, pipe: Pipeline, state: TrainState, batch: Batch):
@@ -89,13 +91,14 @@ class Program:
 
         The compiler says it; 0 if it doesn't.
         """
-        found = self._compiled.memory_analysis()
-        return int(found.temp_size_in_bytes) if found else 0
+        analysis = self._compiled.memory_analysis()
+        return int(analysis.temp_size_in_bytes) if analysis else 0
 
     def only(self, kinds: str, stage: int | None = None) -> jax.Array:
         """The actions of these kinds on a stage, or on all of them: `[slots, T, K]` of 1 and 0 on the devices."""
         numbers = [[1 + i for i, kind in enumerate(slot.kinds) if kind in kinds] for slot in self.table.slots]
-        chosen = np.stack([np.isin(slot.kind, own) for slot, own in zip(self.table.slots, numbers, strict=True)])
+        slots = zip(self.table.slots, numbers, strict=True)
+        chosen = np.stack([np.isin(slot.kind, of_slot) for slot, of_slot in slots])
         if stage is not None:
             chosen &= np.arange(chosen.shape[-1]) == stage
         return rows.on_all(chosen.astype(np.int32), self._mesh)
@@ -112,7 +115,7 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
       pipe: the pipeline.
       program: its program for a batch.
       state: a state, which is copied: the caller's stays as it is.
-      rounds: how often each is run, besides once to warm up; the median counts.
+      rounds: the number of runs of each, besides one to warm up; the median counts.
     """
     num_stages, num_microbatches = pipe.schedule.num_stages, pipe.schedule.num_microbatches
     runs = _trained(pipe, program, state) | {"idle": partial(program.run, program.only("")), "setup": program.set_up}
@@ -121,19 +124,24 @@ def measure(pipe: Pipeline, program: Program, state: TrainState, rounds: int) ->
         runs[f"{kinds}{k}"] = partial(program.run, program.only(kinds, k))
     seconds = _in_rounds(runs, rounds)
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
-    action = lambda name: max(SHORTEST, float(np.median(seconds[name] - seconds["idle"])) / num_microbatches)
-    found = Measured(
-        forward=tuple(action(f"F{k}") for k in range(num_stages)),
-        backward=tuple(action(f"RBIW{k}") for k in range(num_stages)),
+
+    def of_stages(kinds: str) -> tuple[float, ...]:
+        """Seconds of these actions of one micro-batch on each stage, `[K]`."""
+        above_idle = [float(np.median(seconds[f"{kinds}{k}"] - seconds["idle"])) for k in range(num_stages)]
+        return tuple(max(SHORTEST, total / num_microbatches) for total in above_idle)
+
+    measured = Measured(
+        forward=of_stages("F"),
+        backward=of_stages("RBIW"),
         step=medians["step"],
         update=medians["update"],
         idle=medians["idle"],
         setup=min(medians["setup"], medians["idle"]),
         noise=noise_of(seconds["step"]),
-        weight=tuple(action(f"W{k}") for k in range(num_stages) if pipe.schedule.splits),
+        weight=of_stages("W") if pipe.schedule.splits else (),
     )
-    # All have to find the same.
-    return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(found))))
+    # All processes go on with the times of the first: they have to reach the same findings.
+    return Measured(**jax.tree.map(float, multihost_utils.broadcast_one_to_all(asdict(measured))))
 
 
 def noise_of(seconds: Sequence[float] | np.ndarray) -> float:
@@ -168,10 +176,36 @@ def _trained(pipe: Pipeline, program: Program, state: TrainState) -> dict[str, C
 
     def run(step: Callable[[TrainState], tuple[TrainState, PyTree]]) -> PyTree:
         nonlocal current
-        current, found = step(current)
-        return current, found
+        current, metrics = step(current)
+        return current, metrics
 
     return {
         "step": partial(run, lambda state: pipe.train_step(state, program.batch)),
         "update": partial(run, lambda state: update(state, loss, updates, metrics, grads)),
     }
+
+
+def memory_of(program: Program, state: TrainState) -> Parts[int]:
+    """The bytes that a step of this program holds with this state, on the fullest device of this process.
+
+    `temporaries` are what the program holds besides while it runs, as its compiler says: residuals and activations of
+    the micro-batches in flight, sums of gradients, whatever a layer needs.
+    """
+    params = state.variables["params"]
+    rest = {name: tree for name, tree in state.variables.items() if name != "params"}
+    return Parts(
+        parameters=_on_a_device(params),
+        other_variables=_on_a_device(rest),
+        optimizer=_on_a_device(state.opt_state),
+        gradients=_on_a_device(params),  # laid out and typed like them
+        temporaries=program.temporary_bytes,
+    )
+
+
+def _on_a_device(tree: PyTree) -> int:
+    """The bytes of a pytree of arrays on the device of this process that has the most of them."""
+    held: Counter[int] = Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return max(held.values(), default=0)

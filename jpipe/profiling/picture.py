@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from jpipe.pictures import palette
 from jpipe.pictures.figures import finish, new_figure
@@ -32,12 +31,12 @@ NARROWEST = 0.045
 def draw(
     slices: Mapping[str, float], stages: StageTimes, timeline: Timeline, path: str | os.PathLike[str] | None
 ) -> Figure:
-    """Draws it; see `Profile.plot`.
+    """Draws a profile; see `Profile.plot`.
 
     Args:
       slices: seconds of the step by `SLICES`.
       stages: seconds of the stages.
-      timeline: as predicted from these.
+      timeline: the timeline that follows from these.
       path: where to save the picture; None draws into a new pyplot figure.
     """
     num_stages = len(stages.forward)
@@ -63,25 +62,20 @@ def _title(axes: Axes, text: str) -> None:
 
 def _draw_slices(axes: Axes, slices: Mapping[str, float]) -> None:
     """One bar as long as the step, in its slices."""
-    left, handles, step = 0.0, [], sum(slices.values())
+    left, step = 0.0, sum(slices.values())
     for name in SLICES:
-        width = slices[name] * MILLISECONDS
-        axes.barh(0, width, left=left, color=COLOURS[name], edgecolor="white", linewidth=0.6)
-        share = slices[name] / step
+        width, share, colour = slices[name] * MILLISECONDS, slices[name] / step, COLOURS[name]
+        label = f"{name} {share:.1%}"
+        bar = axes.barh(0, width, left=left, color=colour, edgecolor="white", linewidth=0.6, label=label)
         if share >= NARROWEST:
-            colour = palette.text_colour(COLOURS[name])
-            axes.text(
-                left + width / 2, 0, f"{share:.0%}", color=colour, ha="center", va="center", fontsize=palette.TEXT
-            )
-        handles.append(Patch(facecolor=COLOURS[name], label=f"{name} {share:.1%}"))
+            look = {"color": palette.text_colour(colour), "fontsize": palette.TEXT}
+            axes.bar_label(bar, [f"{share:.0%}"], label_type="center", **look)
         left += width
     _title(axes, f"A step of {step * MILLISECONDS:.3g} ms, by what its time goes into")
     axes.set_xlim(0, left)
     axes.set_yticks([])
     axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
-    axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=palette.TEXT
-    )
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize=palette.TEXT)
 
 
 def _draw_stages(axes: Axes, stages: StageTimes) -> None:

@@ -32,10 +32,10 @@ class StageTimes:
     """Seconds for one micro-batch, `[K]` each, by stage, all its chunks together.
 
     Attributes:
-      forward: of the forward.
-      backward: of the backward, but for what it computes anew.
-      recompute: of what the backward computes anew (remat).
-      weight: of the part of the backward that W takes, where it is split; else empty.
+      forward: the forward.
+      backward: the backward, without what it computes anew.
+      recompute: the part of the backward that computes the forward anew (remat).
+      weight: the part of the backward that W takes, where it is split; else empty.
     """
 
     forward: tuple[float, ...]
@@ -75,7 +75,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The time of a step by its parts; see the module.
+    """The time of a step by its parts, as the module's docstring puts them together.
 
     Attributes:
       schedule: the schedule it was measured under.
@@ -116,14 +116,20 @@ class StepModel:
         makespan = stages.makespan(self.schedule)
         imbalance = max(0.0, makespan - even.makespan(self.schedule))
         bubble = max(0.0, makespan - computation - recomputation - imbalance)  # where nobody waits 0 but for rounding
-        by_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
-        return dict(zip(SLICES, [*by_stages, self.idle, self.update], strict=True))
+        of_stages = [self.contention * seconds for seconds in (computation, recomputation, bubble, imbalance)]
+        return dict(zip(SLICES, [*of_stages, self.idle, self.update], strict=True))
 
 
 def fit(
     schedule: Schedule, stages: StageTimes, *, idle: float, setup: float = 0.0, update: float, step: float
 ) -> StepModel:
-    """The model that takes as long as the measured step.
+    """Fits the model that takes as long as the measured step.
+
+    Args:
+      schedule: the schedule of the step.
+      stages: what the stages take alone.
+      idle, setup, update: seconds, as in `StepModel`.
+      step: seconds of the whole step.
 
     Raises:
       ValueError: the step took less than what was measured around the stages' work: it is too short to be taken apart.

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from jpipe.checks import check_complete, check_state
 from jpipe.costs.step_cost import Parts, StepCost
 from jpipe.pipeline import Pipeline
 from jpipe.planning.partition import Partition
-from jpipe.profiling import profile_tables as tables
 from jpipe.profiling.changes import MicrobatchSize, microbatch_sizes, other_schedules, recomputation_apart
-from jpipe.profiling.device_memory import memory_of
 from jpipe.profiling.findings import Finding, find
 from jpipe.profiling.hosts import ProcessTime, host_names, process_times
 from jpipe.profiling.layer_times import measure_layers
-from jpipe.profiling.measure import Program, measure
+from jpipe.profiling.measure import Program, measure, memory_of
 from jpipe.profiling.prediction import MILLISECONDS, StageTimes, fit
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline
@@ -47,11 +47,11 @@ class Profile:
       step: seconds of a training step, measured.
       predicted_step: seconds that it would take if stages took as long all together as each alone.
       cost: the measured step's seconds by what they go into, of a stage on average, and the bytes on a device.
-      contention: how many times as long stages take all together as alone.
+      contention: the stages' time when all run at once, over their time alone.
       noise: by how much the step differed from round to round: the middle half of the rounds, over their median.
       sizes: the number of micro-batches at hand and others, and what a step takes with each.
       processes: what each of several processes takes for the same layers; empty if there is one.
-      findings: in words, those first that promise the most.
+      findings: the findings in words, those first that promise the most.
       predicted: the schedule with the stages' times, in milliseconds.
       facts: the pipeline's numbers, with these times, for `view`.
     """
@@ -93,25 +93,24 @@ class Profile:
 
     def _tables(self) -> list[Table]:
         return [
-            tables.stage_table(
-                self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes
-            ),
-            *([tables.process_table(self.processes)] if self.processes else []),
-            tables.size_table(self.sizes, self.schedule.num_microbatches),
+            stage_table(self.schedule, self.partition, self.stages, self.predicted.peak_in_flight, self.processes),
+            *([process_table(self.processes)] if self.processes else []),
+            size_table(self.sizes, self.schedule.num_microbatches),
             self.cost.table(),
         ]
 
     def as_dict(self) -> dict[str, object]:
         """All numbers as plain data, for JSON; without the timelines (`Timeline.to_chrome_trace` has those)."""
-        found = {
+        names = [field.name for field in fields(self) if field.repr and field.name != "cost"]
+        numbers = {
             "schedule": self.schedule.name,
             **self.schedule.sizes,
             "counts": self.partition.counts,
             "slices": self.slices,
             "memory": dict(self.memory),
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.repr and field.name != "cost"},
+            **{name: getattr(self, name) for name in names},
         }
-        return json.loads(json.dumps(found, default=asdict))
+        return json.loads(json.dumps(numbers, default=asdict))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draws what the step goes into, the stages' times, and the timeline that these make.
@@ -150,7 +149,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
       pipe: a pipeline.
       state: its training state.
       batch: a batch `[B, ...]`, as for training. It is brought to the devices once; the step doesn't count that.
-      rounds: how often everything is timed; medians count.
+      rounds: the number of times that everything is timed; medians count.
       other_sizes: whether layers are timed in micro-batches of other sizes too, as far as the model takes them.
 
     Raises:
@@ -174,7 +173,7 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         memory = memory_of(program, state)
         processes = process_times(times.by_process, host_names(), pipe.mesh)
         predicted_step = replace(model, contention=1.0).step()
-        notes = (tables.prediction_in_words(measured.step, predicted_step, measured.noise),)
+        notes = (prediction_in_words(measured.step, predicted_step, measured.noise),)
         return Profile(
             schedule=pipe.schedule,
             partition=pipe.partition,
@@ -192,17 +191,17 @@ def profile(pipe: Pipeline, state: TrainState, batch: Batch, *, rounds: int = 5,
         )
 
 
-def _measured(of: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
+def _measured(facts: PipelineFacts, stages: StageTimes, memory: Parts[int]) -> PipelineFacts:
     """A pipeline's numbers with times and an optimiser's bytes as measured."""
-    unit = stages.scaled([MILLISECONDS] * of.num_stages)
+    unit = stages.scaled([MILLISECONDS] * facts.num_stages)
     return replace(
-        of,
+        facts,
         unit="ms",
         times="Times are measured, of each stage alone.",
         forward=unit.forward,
         backward=tuple(map(sum, zip(unit.backward, unit.recompute, strict=True))),
         recompute=unit.recompute,
-        optimizer=of.parameters.scaled(memory.optimizer),
+        optimizer=facts.parameters.scaled(memory.optimizer),
     )
 
 
@@ -213,3 +212,57 @@ def _check(pipe: object, state: TrainState, batch: Batch, rounds: object) -> Non
     as_integer("rounds", rounds, "everything has to be timed at least once")
     pipe.planner.for_training(batch)
     check_complete(pipe.plan, state.variables)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def stage_table(
+    schedule: Schedule, cut: Partition, stages: StageTimes, in_flight: Sequence[int], at_work: Sequence[ProcessTime]
+) -> Table:
+    """A row for each stage: its layers, and its milliseconds for one micro-batch."""
+    total, rows = np.asarray(stages.total), []
+    for stage in range(schedule.num_stages):
+        times = (stages.forward[stage], stages.backward[stage], stages.recompute[stage], total[stage])
+        layers = ", ".join(text for s, text in enumerate(cut.ranges) if schedule.placement.stage_of(s) == stage)
+        of_mean = f"{total[stage] / total.mean():.2f}"
+        rows.append((str(stage), layers, *map(_in_ms, times), of_mean, str(in_flight[stage])))
+    header = ("stage", "layers", "forward", "backward", "recompute", "all", "of mean", "in flight")
+    slowest = int(total.argmax())
+    whose = ", ".join(str(process) for process in at_work if slowest in process.stages)
+    marks = {slowest: f"slowest: {whose}" if whose else "slowest"} if total.max() > 1.02 * total.mean() else {}
+    return Table("Stages: milliseconds for one micro-batch, each stage alone", header, rows, marks)
+
+
+def process_table(processes: Sequence[ProcessTime]) -> Table:
+    """A row for each process: its machine, its stages, and its milliseconds for all layers of the model."""
+    rows = [
+        (str(p.process), p.host, ", ".join(map(str, p.stages)), _in_ms(p.seconds), f"{p.of_median:.2f}")
+        for p in processes
+    ]
+    slowest = max(range(len(processes)), key=lambda p: processes[p].seconds)
+    marks = {slowest: "slowest"} if processes[slowest].of_median > 1.02 else {}
+    title = "Processes: milliseconds for all layers of a micro-batch, each process alone on one of its devices"
+    return Table(title, ("process", "host", "stages", "all layers", "of median"), rows, marks)
+
+
+def prediction_in_words(step: float, predicted: float, noise: float) -> str:
+    """The seconds of a step as predicted from stages alone, beside the measured ones."""
+    times = f"{step / predicted:.2f}" if predicted else "-"
+    alone = f"predicted from stages alone: {_in_ms(predicted)} ms"
+    return f"{alone}, measured {times} times that; rounds differ by {noise:.0%}"
+
+
+def size_table(sizes: Sequence[MicrobatchSize], num_microbatches: int) -> Table:
+    """A row for each number of micro-batches."""
+    header = ("M", "examples", "ms an example", "bubble", "step ms")
+    rows = [
+        (f"{s.num_microbatches}", f"{s.size}", _in_ms(s.sample_seconds), f"{s.bubble:.1%}", _in_ms(s.step))
+        for s in sizes
+    ]
+    marks = {i: "measured" if s.num_microbatches == num_microbatches else "predicted" for i, s in enumerate(sizes)}
+    return Table("Numbers of micro-batches of the same batch", header, rows, marks)
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds >= 5e-7 else "0"

@@ -4,10 +4,7 @@ K is the number of stages, M of micro-batches, V of chunks a stage.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, TypeAlias
-
-from jpipe.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -65,53 +62,3 @@ class Action(NamedTuple):
 
 
 Placed: TypeAlias = tuple[int, Action]  # a stage, and an action that it does
-
-
-@dataclass(frozen=True)
-class Orders:
-    """Each stage's order of actions, not checked yet; `jpipe.Schedule` is one that is known to be valid.
-
-    Attributes:
-      actions: K orders, the actions of each stage from first to last.
-      slots: the slots of a tick, each named by the kinds of action that it admits (`admitted`).
-      style: how virtual stages are dealt out to stages, "loop" or "v" (`jpipe.schedules.placement`).
-    """
-
-    actions: tuple[tuple[Action, ...], ...]
-    slots: tuple[str, ...]
-    style: str = "loop"
-
-    @property
-    def num_stages(self) -> int:
-        """K, the number of stages."""
-        return len(self.actions)
-
-    @cached_property
-    def num_microbatches(self) -> int:
-        """M, one more than the highest micro-batch."""
-        return 1 + max(action.microbatch for order in self.actions for action in order)
-
-    @cached_property
-    def num_chunks(self) -> int:
-        """V, one more than the highest chunk."""
-        return 1 + max(action.chunk for order in self.actions for action in order)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """K, M and V by their names."""
-        return {name: getattr(self, name) for name in ("num_stages", "num_microbatches", "num_chunks")}
-
-    @cached_property
-    def placed(self) -> frozenset[Placed]:
-        """All actions, each with its stage."""
-        return frozenset((stage, action) for stage, order in enumerate(self.actions) for action in order)
-
-    @cached_property
-    def kinds(self) -> frozenset[str]:
-        """The kinds that occur."""
-        return frozenset(action.kind for order in self.actions for action in order)
-
-    @cached_property
-    def placement(self) -> Placement:
-        """Which virtual stage each chunk of each stage is."""
-        return Placement(self.num_stages, self.num_chunks, self.style)

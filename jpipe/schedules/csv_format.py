@@ -1,22 +1,22 @@
 """Reads and writes orders of actions as PyTorch's CSV files (`torch.distributed.pipelining`, "compute_only").
 
-A cell is a virtual stage, a kind and a micro-batch, as "5F0", or empty where the stage idles; kinds are those of
-`jpipe.schedules.actions`, of which PyTorch hasn't R. Two that it runs together, "(0F7;7B3)OVERLAP_F_B", are one after
-the other here.
+A cell names a virtual stage, a kind and a micro-batch, as "5F0", and is empty where the stage idles. The kinds are
+those of `jpipe.schedules.actions`; PyTorch has no R. Two actions that PyTorch runs together, "(0F7;7B3)OVERLAP_F_B",
+run one after the other here.
 """
 
 import csv
 import io
 import re
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.actions import ACTION_KINDS, Action
 from jpipe.schedules.placement import STYLES, Placement
-from jpipe.schedules.timing import slot_times
+from jpipe.schedules.timing import Orders
 
 
 def write_csv(orders: Orders) -> str:
     """The orders as text, a column for each slot in time."""
-    times = slot_times(orders)
+    times = orders.slot_times
     rows = [[""] * (max(times.values()) + 1) for _ in orders.actions]
     for (stage, (kind, microbatch, chunk)), tau in times.items():
         rows[stage][tau] = f"{orders.placement.virtual_stage(stage, chunk)}{kind}{microbatch}"
@@ -24,10 +24,10 @@ def write_csv(orders: Orders) -> str:
 
 
 def read_csv(text: str) -> tuple[list[list[Action]], str]:
-    """Each row's actions in order, and how virtual stages are dealt out to rows, by the first style that fits.
+    """Returns each row's actions in order, and the first style of placement that fits the rows' virtual stages.
 
     Raises:
-      TypeError: the text is none.
+      TypeError: `text` is no string.
       ValueError: it has no rows, a cell is no action, or the rows' virtual stages fit no style; the message names it.
     """
     if not isinstance(text, str):
@@ -35,13 +35,14 @@ def read_csv(text: str) -> tuple[list[list[Action]], str]:
     rows = list(csv.reader(io.StringIO(text.rstrip())))
     if not rows:
         raise ValueError("the CSV is empty; it has a row of cells for each stage, as 0F0,0F1,0B0,0B1")
-    found = [[a for i, cell in enumerate(row) for a in _parts(cell, k, i)] for k, row in enumerate(rows)]
-    num_chunks = max(len({s for s, _, _ in row}) for row in found)
+    orders = [[part for i, cell in enumerate(row) for part in _parts(cell, k, i)] for k, row in enumerate(rows)]
+    virtual_stages = [sorted({s for s, _, _ in order}) for order in orders]
+    num_chunks = max(map(len, virtual_stages))
     for style in STYLES if num_chunks == 2 else STYLES[:1]:
         placement = Placement(len(rows), num_chunks, style)
-        if all(placement.stage_of(s) == k for k, row in enumerate(found) for s, _, _ in row):
-            return [[Action(kind, m, placement.chunk_of(s)) for s, kind, m in row] for row in found], style
-    runs = "; ".join(f"row {k}: {', '.join(map(str, sorted({s for s, _, _ in row})))}" for k, row in enumerate(found))
+        if all(placement.stage_of(s) == k for k, of_row in enumerate(virtual_stages) for s in of_row):
+            return [[Action(kind, m, placement.chunk_of(s)) for s, kind, m in order] for order in orders], style
+    runs = "; ".join(f"row {k}: {', '.join(map(str, of_row))}" for k, of_row in enumerate(virtual_stages))
     raise ValueError(
         f"the CSV's rows run virtual stages that fit no placement of {len(rows)} rows ({runs}); "
         f'use "loop", row k with k, K+k, 2K+k ..., or "v", row k with k and 2K-1-k'

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from jpipe.schedules.actions import Action
-from jpipe.schedules.published import PUBLISHED
+from jpipe.schedules.published import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.zero_bubble import zero_bubble
 from jpipe.users_numbers import as_integer
@@ -176,7 +176,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": interleaved,
     "v": v_shaped,
     "zero_bubble": without_bubble,
-    **PUBLISHED,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
     "forward": forward_only,
 }
 
@@ -200,14 +205,14 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     14
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    known = ", ".join(map(repr, SCHEDULES))
     sizes = {label: as_integer(label, size, "use 1 or more") for label, size in sizes.items()}
     if isinstance(name, Schedule):
         return _checked(name, sizes)
+    names = ", ".join(map(repr, SCHEDULES))
     if not isinstance(name, str):
-        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {known}")
+        raise TypeError(f"schedule={name!r} must be a name or a jpipe.Schedule; the names are {names}")
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {known}, or a jpipe.Schedule of your own")
+        raise ValueError(f"schedule={name!r} is unknown; use one of {names}, or a jpipe.Schedule of your own")
     schedule = SCHEDULES[name](*sizes.values())
     if schedule.num_chunks != num_chunks:
         has = "one chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
@@ -218,8 +223,16 @@ def make_schedule(name: str | Schedule, *, num_stages: int, num_microbatches: in
     return schedule
 
 
+def has_its_name(schedule: Schedule) -> bool:
+    """Whether a schedule is the one that `make_schedule` makes of its name; one's own may be called anything."""
+    try:
+        return make_schedule(schedule.name, **schedule.sizes) == schedule
+    except ValueError:
+        return False
+
+
 def _checked(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
-    """A schedule of one's own, if it has these sizes."""
+    """Returns a schedule of one's own after a check that it has these sizes."""
     for label, size in sizes.items():
         if schedule.sizes[label] != size:
             raise ValueError(

@@ -1,15 +1,15 @@
 """The zero-bubble schedules of papers, action for action (`zb-h1`, `zb-v`, `dualpipe-v` and others).
 
-They are made for stages that are programs of their own, each going on as soon as it can, and for F, I and W that take
-the same time. In lockstep, where stages do different kinds in the one slot that there is, that slot takes as long as
-the longest of them.
+The papers made them for stages that are programs of their own, each of which goes on as soon as it can, and for F, I
+and W that take the same time. In lockstep there is one slot, in which stages do different kinds, and it takes as long
+as the longest of them.
 
-The letters F, I, W and B here are of chunk 0, f, i, w and b of chunk 1. "*" is the W whose I has waited
-longest for it, "+" the one of chunk 1 that has, or else of chunk 0.
+Here the letters F, I, W and B stand for actions of chunk 0, and f, i, w and b for those of chunk 1. "*" is the W that
+has waited longest since its I. "+" is the W of chunk 1 that has waited longest, or of chunk 0 if none of chunk 1 waits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
@@ -55,7 +55,7 @@ def zb_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
         + "Ii" * k + "IW" * (K - k) + "w" * K
         for k in range(K)
     ]  # fmt: skip
-    return _there_and_back("zb-v", orders, num_microbatches)
+    return _in_a_v("zb-v", orders, num_microbatches)
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -78,7 +78,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> S
         + "bB" * (k // 2) + ("bB" if k % 2 else "bI") + "iI" * (k - k // 2) + "*I" * (K - k - 1)
         for k in range(K)
     ]  # fmt: skip
-    return _there_and_back("dualpipe-v", orders, num_microbatches)
+    return _in_a_v("dualpipe-v", orders, num_microbatches)
 
 
 def v_half(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -92,7 +92,7 @@ def v_half(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Sched
     """
     K, late = num_stages, 0 if num_stages % 2 else 3
     starts = [(2 * k, 3 * K - k - 2, 3 * K + late + 2 * k - 1, 6 * K + late - k - 2) for k in range(K)]
-    return _there_and_back("v-half", _repeated(starts, num_microbatches), num_microbatches)
+    return _in_a_v("v-half", _repeated(starts, num_microbatches), num_microbatches)
 
 
 def v_min(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -106,11 +106,14 @@ def v_min(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
     """
     K, late = num_stages, 0 if num_stages % 3 else 2
     starts = [(k, 2 * K - k - 1, 2 * K + late + k, 4 * K + late - k - 1) for k in range(K)]
-    return _there_and_back("v-min", _repeated(starts, num_microbatches), num_microbatches)
+    return _in_a_v("v-min", _repeated(starts, num_microbatches), num_microbatches)
 
 
 def _ahead(hops: int, num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """Forwards ahead by so many for each stage that comes after; W once I is ahead by as many for each before."""
+    """Makes orders in which forwards run ahead of I, and I ahead of W.
+
+    Forwards are ahead by `hops` for each stage that comes after, and I by as many for each stage that comes before.
+    """
     return [
         _actions("F" * hops * (num_stages - 1 - k) + "FI" * hops * k + "FI*" * num_microbatches, num_microbatches)
         for k in range(num_stages)
@@ -121,7 +124,7 @@ def _repeated(starts: list[tuple[int, int, int, int]], num_microbatches: int) ->
     """Each stage's letters in units of time. A micro-batch starts every six, and W are where nothing else is.
 
     Args:
-      starts: by stage when F, f, i and I of the first micro-batch run.
+      starts: by stage the times at which F, f, i and I of the first micro-batch run.
       num_microbatches: M.
     """
     orders = []
@@ -131,25 +134,26 @@ def _repeated(starts: list[tuple[int, int, int, int]], num_microbatches: int) ->
     return orders
 
 
-def _there_and_back(name: str, orders: Iterable[str], num_microbatches: int) -> Schedule:
+def _in_a_v(name: str, orders: Iterable[str], num_microbatches: int) -> Schedule:
+    """Makes a schedule in the style "v" of each stage's letters."""
     actions = [_actions(order, num_microbatches) for order in orders]
     return Schedule(actions, slots=("FBW",), style="v", name=name)
 
 
 def _actions(letters: str, num_microbatches: int) -> list[Action]:
-    """The letters as actions, each kind and chunk counted from 0; those of more than M micro-batches are left out.
+    """The letters as actions, each kind and chunk counted from 0; actions of more than M micro-batches are left out.
 
-    A W for which no I waits is none; those I that still wait at the end get theirs.
+    A letter W adds nothing if no I waits for its W. The W that are still due at the end are appended.
     """
     order: list[Action] = []
     counts, waiting = Counter(), []
     for letter in letters:
         kind, chunk = letter.upper(), int(letter.islower())
         if kind in "W*+":
-            last = max([action.chunk for action in waiting], default=0)
-            found = [action for action in waiting if letter == "*" or action.chunk == {"+": last}.get(letter, chunk)]
-            waiting = [action for action in waiting if action not in found[:1]]
-            order += found[:1]
+            chunk = max((action.chunk for action in waiting), default=0) if letter == "+" else chunk
+            due = [action for action in waiting if letter == "*" or action.chunk == chunk][:1]
+            waiting = [action for action in waiting if action not in due]
+            order += due
             continue
         flow = "F" if kind == "F" else "B"
         if (number := counts[flow, chunk]) < num_microbatches:
@@ -157,13 +161,3 @@ def _actions(letters: str, num_microbatches: int) -> list[Action]:
             waiting += [Action("W", number, chunk)] * (kind == "I")
         counts[flow, chunk] += 1
     return [*order, *waiting]
-
-
-PUBLISHED: dict[str, Callable[[int, int, int], Schedule]] = {
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe-v": dualpipe_v,
-}

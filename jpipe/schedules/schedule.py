@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import TypeAlias
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders, admitted
+from jpipe.schedules.actions import ACTION_KINDS, Action, admitted
 from jpipe.schedules.csv_format import read_csv, write_csv
 from jpipe.schedules.placement import STYLES
 from jpipe.schedules.ticks import TickTable, lower
-from jpipe.schedules.timing import slot_times
+from jpipe.schedules.timing import Orders
 from jpipe.users_numbers import integer_or_none
 
 ActionLike: TypeAlias = Action | tuple[str, int] | tuple[str, int, int] | str
@@ -35,7 +36,7 @@ class Schedule(Orders):
       slots: the slots of a tick, each named by the kinds that it admits. `("F", "B")`: a forward, then a backward.
         `("FB",)`: either of them. `("F", "B", "W")`: where "B" is admitted, so is "I". `("F",)`: forward only.
       style: "loop": chunk v of stage k is virtual stage v*K + k. "v": chunk 1 of stage k is virtual stage 2K-1-k.
-      name: for pictures and messages; two schedules that differ in name alone are equal.
+      name: the name in pictures and messages; two schedules that differ in name alone are equal.
 
     Raises:
       TypeError: an action or the slots are of the wrong type.
@@ -70,7 +71,7 @@ class Schedule(Orders):
         _check_actions(self)
         _check_complete(self)
         _check_style(self)
-        slot_times(self)  # raises where they deadlock
+        _ = self.slot_times  # raises where they deadlock
 
     @classmethod
     def from_csv(cls, text: str, *, slots: Sequence[str] | None = None, name: str = "csv") -> "Schedule":
@@ -79,8 +80,8 @@ class Schedule(Orders):
         Args:
           text: a row for each stage, cells of virtual stage, kind and micro-batch, as `5F0`; empty where it idles.
             Its actions "REDUCE_GRAD" are left out: jpipe reduces gradients at the end of a step.
-          slots: of a tick, which a CSV doesn't tell; None: one slot that admits all that there is.
-          name: for pictures and messages.
+          slots: the slots of a tick, which a CSV doesn't tell; None: one slot that admits all kinds that occur.
+          name: the name in pictures and messages.
 
         Raises:
           TypeError, ValueError: it isn't that, or can't be executed; the message names the row and the cell, or stage
@@ -148,7 +149,7 @@ class Schedule(Orders):
         """The grid: a line for each stage, a column for each slot in time, "." where the stage idles.
 
         Args:
-          width: of a terminal, in columns: ticks in the middle are left out until the others fit, or one at each end
+          width: the columns of a terminal: ticks in the middle are left out until the others fit, or one at each end
             remains. None for all.
 
         >>> print(Schedule([[f"F{m}" for m in range(100)]], slots=("F",)).grid(width=50))
@@ -157,7 +158,7 @@ class Schedule(Orders):
         stage 0 |F0  |F1  |F2  |F3  | ... |F97 |F98 |F99 |
         93 of 100 ticks are left out; schedule.grid() has all
         """
-        times = slot_times(self)
+        times = self.slot_times
         in_tick = len(self.slots)
         num_ticks = max(times.values()) // in_tick + 1
         labels = {(stage, tau): str(action) for (stage, action), tau in times.items()}
@@ -168,7 +169,9 @@ class Schedule(Orders):
             shown = [range(room - room // 2), range(num_ticks - room // 2, num_ticks)]
 
         def line(name: str, text_at: Callable[[int], str]) -> str:
-            tick = lambda t: "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
+            def tick(t: int) -> str:
+                return "".join(f"{text_at(t * in_tick + i):<{widest + 1}}" for i in range(in_tick)) + "|"
+
             return f"{name:<{label}}|" + " ... |".join("".join(map(tick, part)) for part in shown)
 
         lines = [
@@ -244,38 +247,39 @@ def _check_kind(kind: str, where: str) -> None:
 
 
 def _check_complete(orders: Orders) -> None:
-    """On every stage, each micro-batch and chunk must have one F and, unless nothing trains, a B or an I and a W.
+    """Checks that each stage has one F and, if anything trains, one B or an I and a W, of each micro-batch and chunk.
 
-    An R may be there.
+    It may have an R too.
     """
     placed = [(stage, action) for stage, order in enumerate(orders.actions) for action in order]
     if not placed:
         raise ValueError(f'a schedule of {orders.num_stages} stages has no actions; give each stage some, as ["F0"]')
-    where, last = max(placed, key=lambda pair: pair[1].microbatch)
-    used = orders.kinds
-    splits = not used.isdisjoint("IW")
-    pairs = [(m, v) for m in range(orders.num_microbatches) for v in range(orders.num_chunks)]
-    is_usual = "".join(kind for kind in ACTION_KINDS if kind in used) in ("F", "FB", "FIW")
-    alike = {Action(kind, m, v) for kind in used for m, v in pairs} if is_usual else set()
+    pairs = set(product(range(orders.num_microbatches), range(orders.num_chunks)))
     for stage, order in enumerate(orders.actions):
-        if len(order) == len(alike) and {*order} == alike:  # the usual case, and quick
-            continue
-        counts = Counter(order)
-        twice = next((action for action in counts if counts[action] > 1), None)
-        if twice is not None:
-            raise ValueError(f"stage {stage} has {twice} {counts[twice]} times; keep one of them")
-        for m, v in pairs:
-            parts = [action for kind in ("IW" if splits else "") if (action := Action(kind, m, v)) in counts]
-            if parts and (whole := Action("B", m, v)) in counts:
-                raise ValueError(
-                    f"stage {stage} has {whole} and {parts[0]}: the backward of a micro-batch and chunk is either "
-                    "whole, B, or in two parts, I and W; drop one of them"
-                )
-            backward = "" if used == {"F"} else "IW" if parts or "B" not in used else "B"
-            lacks = next((a for kind in "F" + backward if (a := Action(kind, m, v)) not in counts), None)
-            if lacks is not None:
-                raise ValueError(
-                    f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
-                    f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
-                    f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
-                )
+        at: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ACTION_KINDS}
+        for kind, microbatch, chunk in order:
+            at[kind].add((microbatch, chunk))
+        if sum(map(len, at.values())) < len(order):
+            ((action, count),) = Counter(order).most_common(1)
+            raise ValueError(f"stage {stage} has {action} {count} times; keep one of them")
+        in_parts = at["I"] | at["W"]
+        if twice := in_parts & at["B"]:
+            pair = min(twice)
+            part = Action("I" if pair in at["I"] else "W", *pair)
+            raise ValueError(
+                f"stage {stage} has {Action('B', *pair)} and {part}: the backward of a micro-batch and chunk is either "
+                "whole, B, or in two parts, I and W; drop one of them"
+            )
+        needed = {"F": pairs}
+        if orders.kinds != {"F"}:
+            in_parts = in_parts if "B" in orders.kinds else pairs
+            needed |= {"B": pairs - in_parts, "I": in_parts, "W": in_parts}
+        lacking = [Action(kind, *pair) for kind, pairs_of_kind in needed.items() for pair in pairs_of_kind - at[kind]]
+        if lacking:
+            lacks = min(lacking, key=lambda action: (action.microbatch, action.chunk))
+            where, last = max(placed, key=lambda pair: pair[1].microbatch)
+            raise ValueError(
+                f"stage {stage} lacks {lacks}: {lacks.kind} of every micro-batch and chunk must be on every "
+                f"stage, here of {orders.num_microbatches} micro-batches ({last} on stage {where} is the last) "
+                f"and {orders.num_chunks} chunks; add {lacks} to stage {stage} or drop it from the others"
+            )

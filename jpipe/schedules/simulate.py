@@ -16,7 +16,7 @@ import numpy as np
 from jpipe.schedules.actions import ACTION_KINDS, Action, Placed
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import crosses_beside
-from jpipe.schedules.timing import needs, slot_times
+from jpipe.schedules.timing import needs
 from jpipe.users_numbers import as_number
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Takes: TypeAlias = Callable[[int, Action], tuple[float, float]]
 class Span(NamedTuple):
     """One action in time: it runs on `stage` from `start` to `end`, in the unit of `simulate`'s times.
 
-    For the first `recompute` of it a backward computes its forward once more.
+    A backward computes its forward once more in the first `recompute` of this time.
     """
 
     stage: int
@@ -44,7 +44,7 @@ class Timeline:
     """A schedule in time. Times are in the unit of the `forward` and `backward` that `simulate` was called with.
 
     Attributes:
-      schedule: what was simulated.
+      schedule: the schedule that was simulated.
       spans: every action with its start and end, in slot order.
       makespan: the time from the first action's start to the last one's end.
       busy: K numbers, the time for which each stage works.
@@ -98,13 +98,21 @@ class Timeline:
         passes = self.schedule.num_microbatches * (2 if self.schedule.trains else 1)
         return (sum(self.busy) + passes * (len(self.busy) - 1) * self.transfer) / self.makespan
 
+    @property
+    def bars(self) -> Iterator[Span]:
+        """The spans in order, a backward with recomputation as two: first of the kind "R", then of its own."""
+        for stage, action, start, end, recompute in self.spans:
+            if recompute:
+                yield Span(stage, action._replace(kind="R"), start, start + recompute)
+            yield Span(stage, action, start + recompute, end)
+
     @cached_property
     def of_stages(self) -> tuple[tuple[Span, ...], ...]:
         """K times the spans of a stage, in its order."""
-        own: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
+        spans: list[list[Span]] = [[] for _ in range(self.schedule.num_stages)]
         for span in self.spans:
-            own[span.stage].append(span)
-        return tuple(map(tuple, own))
+            spans[span.stage].append(span)
+        return tuple(map(tuple, spans))
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -123,9 +131,9 @@ class Timeline:
         >>> simulate(make_schedule("gpipe", num_stages=2, num_microbatches=2)).in_flight(1)
         [(0.0, 0), (1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
         """
-        own = self.of_stages[stage]
-        since = {span.action[1:]: span.start for span in own if span.action.kind in start}
-        until = {span.action[1:]: span.end for span in own if span.action.kind in end and span.action[1:] in since}
+        spans = self.of_stages[stage]
+        since = {span.action[1:]: span.start for span in spans if span.action.kind in start}
+        until = {span.action[1:]: span.end for span in spans if span.action.kind in end and span.action[1:] in since}
         changes = Counter({0.0: 0})
         changes.update(since[pair] for pair in until)
         changes.subtract(until.values())
@@ -140,7 +148,7 @@ class Timeline:
         Args:
           path_or_ax: where to save the picture, or the axes to draw into, which get the bars alone; None draws into a
             new pyplot figure.
-          unit: of the times, such as "ms".
+          unit: the unit of the times, such as "ms".
 
         Returns:
           The axes with the bars; `.figure.axes[1]` are those with the memory.
@@ -159,7 +167,7 @@ class Timeline:
 
         Args:
           path: where to save it as JSON.
-          unit_in_seconds: how long one unit of the timeline is.
+          unit_in_seconds: the seconds of one unit of the timeline.
         """
         from jpipe.pictures.perfetto import chrome_trace
 
@@ -189,7 +197,7 @@ def simulate(
     Without transfer times GPipe takes sum f + (M-1) max f + sum b + (M-1) max b, whatever the stages' times f and b.
 
     Args:
-      schedule: what to simulate.
+      schedule: the schedule to simulate.
       forward: time of one micro-batch's forward on one whole stage, one number or K of them. With V chunks an action
         takes a V-th of it.
       backward: the same for its backward, with the recomputation that `recompute` does not tell apart.
@@ -221,11 +229,12 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The times of a schedule's actions.
+    """The times of a schedule's actions, by kind and virtual stage.
 
     Attributes:
-      times: by kind, for each virtual stage, without what B and I compute anew; W may take nothing, and I as long as B.
-      anew: for each virtual stage, what they do, where no R does it for them.
+      times: by kind, the time on each virtual stage `[K*V]`, without what B and I compute anew. W may take no time, and
+        I as long as B.
+      anew: `[K*V]`, the time in which B and I compute the forward anew, where no R does it for them.
     """
 
     times: Mapping[str, Sequence[float]]
@@ -243,12 +252,11 @@ class Work:
         place = schedule.placement
         stages = [place.stage_of(s) for s in range(place.num_virtual_stages)]
 
-        def of_chunks(label: str, time: float | Sequence[float], *, may_be_zero: bool = False) -> np.ndarray:
-            whole = _stage_times(label, time, schedule.num_stages, may_be_zero=may_be_zero)
-            return whole[stages] / schedule.num_chunks
+        def of_chunks(label: str, time: float | Sequence[float], *, positive: bool = True) -> np.ndarray:
+            return _stage_times(label, time, schedule.num_stages, positive=positive)[stages] / schedule.num_chunks
 
-        anew, both = of_chunks("recompute", recompute, may_be_zero=True), of_chunks("backward", backward)
-        part = both / 2 if weight is None else of_chunks("weight", weight, may_be_zero=True)
+        anew, both = of_chunks("recompute", recompute, positive=False), of_chunks("backward", backward)
+        part = both / 2 if weight is None else of_chunks("weight", weight, positive=False)
         if (part > both).any():
             raise ValueError(f"weight={weight!r} must be no more than backward={backward!r}, of which it is a part")
         times = {"F": of_chunks("forward", forward), "R": anew, "B": both, "I": both - part, "W": part}
@@ -276,7 +284,7 @@ def in_time(schedule: Schedule, work: Work, hop: float = 0.0, *, lockstep: bool 
 
 
 def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the slots."""
+    """Runs the slots one after the other, on all stages at once."""
     spans: list[Span] = []
     crossings = [_crossings(schedule, index) for index in range(len(schedule.slots))]
     clocks = np.zeros(schedule.num_stages)  # when each stage can go on
@@ -284,8 +292,8 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
     for index, actions in _slots(schedule):
         ends = clocks.tolist()
         for stage, action in actions:
-            start, (anew, own) = ends[stage], takes(stage, action)
-            ends[stage] += anew + own
+            start, (anew, rest) = ends[stage], takes(stage, action)
+            ends[stage] += anew + rest
             spans.append(Span(stage, action, start, ends[stage], anew))
         crossed = arriving
         clocks, arriving = _after_hops(crossings[index], np.array(ends), hop)
@@ -294,14 +302,14 @@ def _in_lockstep(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ..
 
 
 def _asynchronously(schedule: Schedule, takes: Takes, hop: float) -> tuple[Span, ...]:
-    """Follows the dependencies alone, in the order of the slots, in which an action comes after those it needs."""
+    """Starts each action once those that it needs have ended; slot order lists an action after those that it needs."""
     spans: list[Span] = []
     ends: dict[Placed, float] = {}
     clocks = [0.0] * schedule.num_stages
-    for stage, action in slot_times(schedule):
+    for stage, action in schedule.slot_times:
         arrivals = [ends[source] + hop * (source[0] != stage) for source in needs(schedule, stage, action)]
-        start, (anew, own) = max([clocks[stage], *arrivals]), takes(stage, action)
-        ends[stage, action] = clocks[stage] = start + anew + own
+        start, (anew, rest) = max([clocks[stage], *arrivals]), takes(stage, action)
+        ends[stage, action] = clocks[stage] = start + anew + rest
         spans.append(Span(stage, action, start, clocks[stage], anew))
     return tuple(spans)
 
@@ -316,32 +324,28 @@ def _slots(schedule: Schedule) -> Iterator[tuple[int, list[Placed]]]:
             yield index, [(stage, Action(slot.kinds[kind - 1], m, v)) for stage, (kind, m, v) in by_stage if kind]
 
 
-class _Crossing(NamedTuple):
-    """The values that cross after a slot along one route: from stages to others, beside the next slot or before."""
-
-    senders: np.ndarray
-    receivers: np.ndarray
-    beside: bool
+Crossing: TypeAlias = tuple[np.ndarray, np.ndarray, bool]
+"""A crossing along one route: the stages that send, those that receive, and whether the next slot runs beside it."""
 
 
-def _crossings(schedule: Schedule, index: int) -> list[_Crossing]:
+def _crossings(schedule: Schedule, index: int) -> list[Crossing]:
     """The crossings after the slot of that index, whatever stages did in it: `ppermute`s are collective."""
     flows = {ACTION_KINDS[kind].flow for kind in schedule.slots[index]} - {0}
     return [
-        _Crossing(*np.array(route).T, beside=crosses_beside(schedule.slots, flow, index))
+        (*np.array(route).T, crosses_beside(schedule.slots, flow, index))
         for flow in flows
         for route in schedule.placement.routes(flow)
     ]
 
 
-def _after_hops(crossings: list[_Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
+def _after_hops(crossings: list[Crossing], ends: np.ndarray, hop: float) -> tuple[np.ndarray, np.ndarray]:
     """When each stage can go on after a slot, `[K]`: when it and all stages that send to it have ended the slot.
 
     Args:
-      crossings: of the slot. All are carried out in every tick; one that were left out where no stage sends would have
-        to be left out here.
+      crossings: the slot's crossings. The executor carries out all of them in every tick. If it left out those by which
+        no stage sends, they would have to be left out here too.
       ends: when each stage ended the slot, `[K]`.
-      hop: how long what was sent is under way.
+      hop: the time that a sent value is under way.
 
     Returns:
       That, and when each stage has what crosses to it beside its next slot, `[K]`.
@@ -355,22 +359,11 @@ def _after_hops(crossings: list[_Crossing], ends: np.ndarray, hop: float) -> tup
     return starts, arriving
 
 
-def _stage_times(
-    label: str, times: float | Sequence[float], num_stages: int, *, may_be_zero: bool = False
-) -> np.ndarray:
-    try:
-        if np.asarray(times).dtype.kind in "bUS":
-            raise TypeError("no numbers")
-        array = np.asarray(times, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{label}={times!r} must be a number or a sequence of {num_stages} numbers") from error
+def _stage_times(label: str, times: float | Sequence[float], num_stages: int, *, positive: bool = True) -> np.ndarray:
+    """The times of the stages, `[K]`, from a user's one number or K of them."""
+    array = np.asarray(times, object)
+    remedy = f"use one number, or one for each of the {num_stages} stages"
     if array.shape not in ((), (num_stages,)):
-        raise ValueError(
-            f"{label}={times!r} has shape {array.shape}; use one number, or one for each of the {num_stages} stages"
-        )
-    if not (np.isfinite(array) & ((array >= 0) if may_be_zero else (array > 0))).all():
-        wanted = "at least 0" if may_be_zero else "positive"
-        raise ValueError(
-            f"{label}={times!r} must be {wanted} and finite; times are those of one micro-batch on a stage"
-        )
-    return np.broadcast_to(array, (num_stages,))
+        raise ValueError(f"{label}={times!r} has shape {array.shape}; {remedy}")
+    numbers = [as_number(label, time, f"{remedy}, for one micro-batch", positive=positive) for time in array.flat]
+    return np.broadcast_to(np.array(numbers), (num_stages,))

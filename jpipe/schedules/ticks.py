@@ -1,7 +1,7 @@
 """Lowers orders of actions to a table of ticks and buffer rows, which the executor runs and the simulator times.
 
 All devices run the same code. So it must be data what a device does in a slot, and where its inputs lie. `lower` makes
-this data, a `TickTable`, from orders of actions. It looks up when each action runs (`timing.slot_times`). And it gives
+this data, a `TickTable`, from orders of actions. It looks up when each action runs (`Orders.slot_times`). And it gives
 every value that waits for an action (an activation, a cotangent, a forward's residuals) a row of a buffer while it is
 live, so that no more memory is held than the orders need. A *row* here is the part of a buffer for one value.
 
@@ -17,8 +17,8 @@ from functools import cached_property
 
 import numpy as np
 
-from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Orders, admitted
-from jpipe.schedules.timing import slot_times
+from jpipe.schedules.actions import ACTION_KINDS, FLOWS, admitted
+from jpipe.schedules.timing import Orders
 
 KEEPS = {"residual": ("F", "BI"), "kept": ("F", "BIW"), "stash": ("I", "W")}
 """Values that actions keep in rows for later actions of their own stage: column -> (the kind of action that writes the
@@ -197,7 +197,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
 def _times_by_kind(orders: Orders) -> dict[str, np.ndarray]:
     """The slot times of stages' actions, by kind, `[K, M, V]`; -1 where there is no such action."""
     at = {kind: np.full(tuple(orders.sizes.values()), -1) for kind in ACTION_KINDS}
-    for (stage, (kind, microbatch, chunk)), tau in slot_times(orders).items():
+    for (stage, (kind, microbatch, chunk)), tau in orders.slot_times.items():
         at[kind][stage, microbatch, chunk] = tau
     return at
 

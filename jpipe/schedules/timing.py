@@ -1,4 +1,4 @@
-"""Computes when each action runs, as soon as its order, the slots and the actions it needs allow; finds deadlocks.
+"""`Orders`: computes when each action runs, as early as its order, the slots and dependencies allow; finds deadlocks.
 
 Stages work in lockstep ticks. A tick is a sequence of slots, and in each slot a stage does one action or idles. What
 is sent at the end of a slot can be used from the next slot on. With the slots ("F", "B") a forward's hop to the next
@@ -7,10 +7,71 @@ stage therefore costs a tick, while on the last stage the backward follows its o
 A *slot time* counts slots from the start: slot time tau is slot `tau % len(slots)` of tick `tau // len(slots)`.
 """
 
-import functools
 import itertools
+from dataclasses import dataclass
+from functools import cache, cached_property
 
-from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Action, Orders, Placed, admitted
+from jpipe.schedules.actions import ACTION_KINDS, FLOWS, Action, Placed, admitted
+from jpipe.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Each stage's order of actions, not checked yet; `jpipe.Schedule` is one that is known to be valid.
+
+    Attributes:
+      actions: K orders, the actions of each stage from first to last.
+      slots: the slots of a tick, each named by the kinds of action that it admits (`admitted`).
+      style: how virtual stages are dealt out to stages, "loop" or "v" (`jpipe.schedules.placement`).
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    slots: tuple[str, ...]
+    style: str = "loop"
+
+    @property
+    def num_stages(self) -> int:
+        """K, the number of stages."""
+        return len(self.actions)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """M, one more than the highest micro-batch."""
+        return 1 + max(action.microbatch for order in self.actions for action in order)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """V, one more than the highest chunk."""
+        return 1 + max(action.chunk for order in self.actions for action in order)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """K, M and V by their names."""
+        return {name: getattr(self, name) for name in ("num_stages", "num_microbatches", "num_chunks")}
+
+    @cached_property
+    def placed(self) -> frozenset[Placed]:
+        """All actions, each with its stage."""
+        return frozenset((stage, action) for stage, order in enumerate(self.actions) for action in order)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that occur."""
+        return frozenset(action.kind for order in self.actions for action in order)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which virtual stage each chunk of each stage is."""
+        return Placement(self.num_stages, self.num_chunks, self.style)
+
+    @cached_property
+    def slot_times(self) -> dict[Placed, int]:
+        """The slot time of every action of every stage, as early as can be, in the order of time.
+
+        Raises:
+          ValueError: the orders deadlock; the message names an action, what it waits for, and the remedy.
+        """
+        return _slot_times(self)
 
 
 def needs(orders: Orders, stage: int, action: Action) -> list[Placed]:
@@ -26,18 +87,6 @@ def needs(orders: Orders, stage: int, action: Action) -> list[Placed]:
         actions += [(source[0], Action(sent, microbatch, source[1])) for sent in FLOWS[flow] if sent in kinds]
     # Only where a backward may be whole or in parts, or an R be there or not, does a kind that occurs not say enough.
     return [placed for placed in actions if placed in orders.placed] if len(kinds) > 3 or "R" in kinds else actions
-
-
-def slot_times(orders: Orders) -> dict[Placed, int]:
-    """The slot time of every action of every stage, as early as can be, in the order of time.
-
-    Raises:
-      ValueError: the orders deadlock; the message names an action, what it waits for, and the remedy.
-    """
-    attributes = vars(orders)  # as `functools.cached_property` does: lowering, printing and simulating need them too
-    if "slot_times" not in attributes:
-        attributes["slot_times"] = _slot_times(orders)
-    return attributes["slot_times"]
 
 
 def _slot_times(orders: Orders) -> dict[Placed, int]:
@@ -65,7 +114,7 @@ def _slot_times(orders: Orders) -> dict[Placed, int]:
     return dict(sorted(times.items(), key=lambda entry: (entry[1], entry[0][0])))
 
 
-@functools.cache
+@cache
 def _wait(slots: tuple[str, ...], kind: str, slot: int) -> int:
     """Counts the slots from this one to the next one that admits a kind."""
     return next(wait for wait in itertools.count(1) if kind in admitted(slots[(slot + wait) % len(slots)]))

@@ -13,7 +13,6 @@ import numpy as np
 
 from jpipe.schedules.actions import Action
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import slot_times
 from jpipe.users_numbers import integer_or_none
 
 
@@ -30,11 +29,11 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
 
     Args:
       schedule: one whose backwards are whole.
-      most_waiting: how many W may wait on a stage after a tick, one number or K of them; None: as many as come. With
-        `range(K)` less is kept for them, and the bubble is larger.
+      most_waiting: the most W that may wait on a stage after a tick, one number or K of them; None: as many as come.
+        With `range(K)` less is kept for them, and the bubble is larger.
 
     Raises:
-      TypeError: the schedule is none.
+      TypeError: `schedule` is no `Schedule`.
       ValueError: it has no backward or one that is split, or `most_waiting` isn't K whole numbers from 0 on.
 
     >>> from jpipe.schedules.orders import make_schedule
@@ -52,11 +51,11 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
             f"{schedule!r} has no backward that is whole; pass one that has, as jpipe.make_schedule('1f1b', ...)"
         )
     num_stages, width = schedule.num_stages, len(schedule.slots)
-    given = np.asarray(most_waiting, object)
-    given = list(given) if given.ndim == 1 else [most_waiting] * num_stages
-    most = [integer_or_none(one) for one in given]
-    fits = [one is None if limit is None else limit >= 0 for one, limit in zip(given, most, strict=True)]
-    if len(most) != num_stages or not all(fits):
+    array = np.asarray(most_waiting, object)
+    limits = list(array) if array.ndim == 1 else [most_waiting] * num_stages
+    most = [integer_or_none(limit) for limit in limits]
+    are_counts = [m is not None and m >= 0 for limit, m in zip(limits, most, strict=True) if limit is not None]
+    if len(most) != num_stages or not all(are_counts):
         raise ValueError(
             f"most_waiting={most_waiting!r} must be one number, or one for each of {num_stages} stages, whole and at "
             "least 0; leave it out for as many as come"
@@ -64,7 +63,7 @@ def zero_bubble(schedule: Schedule, *, most_waiting: int | Sequence[int] | None 
     waits = [deque[Action]() for _ in range(num_stages)]
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
     in_a_ring = schedule.num_chunks > 1 and schedule.style == "loop"
-    for _, tick in groupby(slot_times(schedule).items(), key=lambda entry: entry[1] // width):
+    for _, tick in groupby(schedule.slot_times.items(), key=lambda entry: entry[1] // width):
         placed = {(stage, tau % width): action for (stage, action), tau in tick}
         used = {slot for _, slot in placed}
         stages = [
@@ -88,10 +87,10 @@ class _StageTick(NamedTuple):
     """A stage in one tick of the schedule to split.
 
     Attributes:
-      actions: what it does in each slot; None where it idles.
-      used: in how many slots any stage does something.
+      actions: its action in each slot; None where it idles.
+      used: the number of slots in which any stage does something.
       waiting: the W that wait on it, longest first. Both methods take from it and add to it.
-      limit: how many may.
+      limit: the most that may wait; None for any number.
     """
 
     actions: list[Action | None]
@@ -100,47 +99,51 @@ class _StageTick(NamedTuple):
     limit: int | None
 
     @property
-    def own(self) -> list[Action]:
-        """The actions that it does."""
+    def done(self) -> list[Action]:
+        """The actions that the stage does in the tick."""
         return [action for action in self.actions if action is not None]
 
     @property
     def lacks(self) -> int:
         """The number of slots in which it idles while another stage works."""
-        return self.used - len(self.own)
+        return self.used - len(self.done)
+
+    @property
+    def backwards(self) -> int:
+        """The number of B that the stage does in the tick."""
+        return sum(action.kind == "B" for action in self.done)
 
     @property
     def could(self) -> int:
-        """How many W it could do: one in each idle slot, its own B's as a part of them."""
-        backwards = sum(action.kind == "B" for action in self.own)
-        return backwards + min(self.actions.count(None), len(self.waiting))
+        """The number of W that it could do: those that stay parts of its B, and one in each idle slot."""
+        return self.backwards + min(self.actions.count(None), len(self.waiting))
 
     def filled(self, due: int) -> list[Action]:
         """The actions with up to so many W: first those of its own B, which stay whole, then others in idle slots."""
-        whole = min(due, sum(action.kind == "B" for action in self.own))
+        whole = min(due, self.backwards)
         due -= whole
-        done: list[Action] = []
+        filled: list[Action] = []
         for action in self.actions:
             if action is None:
                 if due and self.waiting:
-                    done.append(self.waiting.popleft())
+                    filled.append(self.waiting.popleft())
                     due -= 1
             elif action.kind == "B" and not whole and (self.limit is None or len(self.waiting) < self.limit):
-                done.append(self._first_part(action))
+                filled.append(self._first_part(action))
             else:
-                done.append(action)
+                filled.append(action)
                 whole -= whole and action.kind == "B"
-        return done
+        return filled
 
     def split(self, full: bool) -> list[Action]:
         """The actions with every B split, and one W at the end if that is due."""
-        done = [self._first_part(action) if action.kind == "B" else action for action in self.own]
+        parts = [self._first_part(action) if action.kind == "B" else action for action in self.done]
         over = self.limit is not None and len(self.waiting) > self.limit
         if self.waiting and (full or self.lacks or over):
-            done.append(self.waiting.popleft())
-        return done
+            parts.append(self.waiting.popleft())
+        return parts
 
     def _first_part(self, backward: Action) -> Action:
-        """Its I; its W waits from now on."""
+        """Returns the I of a B, and lets its W wait from now on."""
         self.waiting.append(backward._replace(kind="W"))
         return backward._replace(kind="I")

@@ -62,7 +62,7 @@ def needed_part(
 
 
 def replaced(part: Part, **changes: Any) -> Part:
-    """A jaxpr or an equation with some of its fields replaced.
+    """Replaces some fields of a jaxpr or an equation.
 
     Uses their methods `replace`, which no page describes. Without them no jaxpr can be changed, only interpreted anew,
     which loses the names of scopes. Constructors take the same fields, and change them more often.
@@ -79,6 +79,12 @@ def called_by(equation: JaxprEqn) -> ClosedJaxpr:
     params = equation.params
     called = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
     return called if isinstance(called, ClosedJaxpr) else ClosedJaxpr(called, ())
+
+
+def axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The axes that an operation over devices names, of a mesh or of `jax.vmap` (numbers); `axes` or `axis_name`."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
@@ -109,7 +115,7 @@ def scopes_of(equation: JaxprEqn) -> tuple[str, ...]:
 
 
 def within(equation: JaxprEqn, callers: Sequence[JaxprEqn]) -> JaxprEqn:
-    """An equation with the names of its callers' scopes before its own; as `scope_of`."""
+    """Puts the names of callers' scopes before an equation's own; as `scope_of`."""
     stack = equation.source_info.name_stack
     for caller in reversed(callers):
         stack = caller.source_info.name_stack + stack
@@ -141,7 +147,7 @@ def line_of(equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()) -> str:
 
 
 def raised(error: Exception) -> str:
-    """An error in words, with the innermost of the user's lines in its traceback: number and code."""
+    """Says an error in words, with the innermost of the user's lines in its traceback: number and code."""
     at = ""
     if frames := _users_frames(error):
         frame, number = frames[-1].tb_frame, frames[-1].tb_lineno
@@ -152,7 +158,7 @@ def raised(error: Exception) -> str:
 
 
 def shortened(error: BaseException) -> BaseException:
-    """The error with only the user's frames in its traceback, unless `jax_traceback_filtering` is "off"."""
+    """Keeps only the user's frames in an error's traceback, unless `jax_traceback_filtering` is "off"."""
     if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
         short = None
         for frame in reversed(_users_frames(error)):
@@ -164,7 +170,7 @@ def shortened(error: BaseException) -> BaseException:
 
 
 def _users_frames(error: BaseException) -> list[TracebackType]:
-    """The user's entries of an error's traceback, the innermost last."""
+    """Lists the user's entries of an error's traceback, the innermost last."""
     frames, entry = [], error.__traceback__
     while entry:
         if not entry.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -178,10 +184,8 @@ _LIBRARIES = tuple(str(folder) + os.sep for folder in _FOLDERS)
 """The files of a traceback that aren't the user's: the folders of JAX, of Flax and of this package."""
 
 
-def carry_out(
-    equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping[str, object] | None = None
-) -> list[jax.Array]:
-    """The results of an equation for operands that may have other shapes than when it was traced, under another mesh.
+def carry_out(equation: JaxprEqn, operands: Sequence[Leaf], params: Mapping | None = None) -> list[jax.Array]:
+    """Computes an equation for operands that may have other shapes than when it was traced, under another mesh.
 
     Makes a jaxpr of this equation alone, so that its scope, its compute type and the line of the user's that it came
     from stay; its context `ctx` is made anew for the mesh at hand. `Primitive.bind`, which is public, takes other
@@ -201,7 +205,7 @@ def carry_out(
 
 
 def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Literal]) -> Jaxpr:
-    """A function's jaxpr, of arguments like some variables, with variables of its own.
+    """Traces a function for arguments like some variables; the jaxpr has variables of its own.
 
     JAX gives two traces of one function the same variables: side by side in a jaxpr they would be one value.
     """
@@ -209,7 +213,7 @@ def traced_apart(function: Callable[..., jax.Array], like: Sequence[Var | Litera
 
 
 def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[JaxprEqn]:
-    """The equations of a function that takes an equation's operands and gives its results, in its context."""
+    """Makes equations of a function that takes an equation's operands and gives its results, in its context."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         made = traced_apart(function, equation.invars)
     names = dict(zip((*made.invars, *made.outvars), (*equation.invars, *equation.outvars), strict=True))
@@ -220,7 +224,7 @@ def in_place_of(equation: JaxprEqn, function: Callable[..., jax.Array]) -> list[
 
 @cache
 def _context(context: Any, mesh: AbstractMesh) -> Any:
-    """The context of an equation (compute type and the like), but with another mesh."""
+    """Makes the context of an equation (compute type and the like), but with another mesh."""
     with context.manager, jax.sharding.use_abstract_mesh(mesh):
         return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
 
@@ -230,7 +234,7 @@ _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
 
 @cache
 def _variables(count: int) -> list[Var | Literal]:
-    """Variables of a jaxpr. Their names don't matter, nor the shape that they once had."""
+    """Makes variables of a jaxpr. Their names don't matter, nor the shape that they once had."""
     return list(jax.make_jaxpr(lambda *x: x)(*[0.0] * count).jaxpr.invars)
 
 
@@ -250,7 +254,7 @@ def with_named_axes(
 
 
 def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> AbstractMesh:
-    """A mesh whose axes are of other types, as far as they are named.
+    """Makes a mesh whose axes are of other types, as far as they are named.
 
     Uses its method `update_axis_types`. `jax.sharding.AbstractMesh`, which is public, makes the same mesh, but for the
     kind of its devices, which kernels ask for as they are traced: that is what losing this would cost.
@@ -263,10 +267,7 @@ def with_axis_types(mesh: AbstractMesh, types: Mapping[str, AxisType]) -> Abstra
 
 # --- orders of dimensions in memory -----------------------------------------------------------------------------------
 
-_NO_LAYOUTS = (
-    "this version of JAX has no jax.experimental.layout, so that compilers choose how arrays lie in memory: steps on "
-    "TPUs may take up to a third longer"
-)
+_NO_LAYOUTS = "this version of JAX has no jax.experimental.layout: steps on TPUs may take up to a third longer"
 _EXPORTED = (
     "jax.export can't keep how arrays lie in memory, so a compiler chooses that for this program: on TPUs pipe.apply "
     "takes as long as it did, but a training step may take half as long again; to train on TPUs, compile the step "
@@ -275,7 +276,7 @@ _EXPORTED = (
 
 
 def held_to(array: jax.Array, order: Sequence[int]) -> jax.Array:
-    """The array, with its dimensions in this order in memory, the outermost first.
+    """Holds an array's dimensions in this order in memory, the outermost first.
 
     Uses `jax.experimental.layout`, which has no page of reference; nothing public says how an array lies. Without it
     two loops may disagree, and whole buffers are copied in every tick (on TPUs; other compilers don't choose).
@@ -295,7 +296,7 @@ def _constrained(array: jax.Array, *, order: tuple[int, ...]) -> jax.Array:
 
 
 def _lowered(context: mlir.LoweringRuleContext, array: mlir.ir.Value, *, order: tuple[int, ...]) -> Sequence:
-    """The constraint as an operation of a program; none if that is exported."""
+    """Lowers the constraint to an operation of a program; to none if that is exported."""
     module = context.module_context
     if not module.lowering_parameters.for_export:
         return mlir.lower_fun(_constrained, multiple_results=False)(context, array, order=order)
@@ -322,7 +323,7 @@ def orders_chosen(
     arguments: Sequence[Leaf],
     shardings: tuple[list[NamedSharding], list[NamedSharding]],
 ) -> list[tuple[int, ...]] | None:
-    """The orders of dimensions that the compiler chooses for the first of two lists of results, if it says so.
+    """Asks which orders of dimensions the compiler chooses for the first of two lists of results.
 
     As `held_to`: None where there is no `jax.experimental.layout`.
 

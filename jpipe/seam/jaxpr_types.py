@@ -20,6 +20,6 @@ ClosedJaxpr: TypeAlias = core.ClosedJaxpr  # pyright: ignore[reportPrivateImport
 
 
 def shapes_of(variables: Sequence[Var | Literal]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of variables of a jaxpr, all of them arrays."""
+    """Lists the shapes and dtypes of variables of a jaxpr, all of them arrays."""
     avals: list[Any] = [v.aval for v in variables]
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def _read(text: str) -> dict[str, str]:
-    """The NumPy function that does the same as each primitive, "" if none does.
+    """Reads the NumPy function that does the same as each primitive, "" if none does.
 
     >>> _read("abs erf= sub=subtract")
     {'abs': 'abs', 'erf': '', 'sub': 'subtract'}
@@ -85,8 +85,6 @@ FREE = MOVES | OVER_DEVICES | frozenset(_WITHOUT_FLOATS)
 
 _MORE_BY_ELEMENT = ("addupdate", "approx_top_k", "arg", "cum", "reduce", "scatter", "select_and_", "sort", "top_k")
 
-_RANDOM = ("random_", "threefry", "rng_")
-
 
 def draws(name: str) -> bool:
     """Whether a primitive makes random numbers or their keys.
@@ -94,7 +92,7 @@ def draws(name: str) -> bool:
     >>> draws("random_bits"), draws("add")
     (True, False)
     """
-    return name.startswith(_RANDOM)
+    return name.startswith(("random_", "threefry", "rng_"))
 
 
 def is_by_element(name: str) -> bool:

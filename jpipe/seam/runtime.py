@@ -32,10 +32,10 @@ def shared_store() -> Any:
 
         return global_state.client
     except (ImportError, AttributeError):
-        warn_once(
-            "this version of JAX hides the store that processes share, so that nobody checks whether all of them want "
-            "the same; where they don't, they wait for one another for ever"
+        fault = (
+            "this version of JAX hides the store of processes, so that nobody checks whether all of them want the same"
         )
+        warn_once(f"{fault}; where they don't, they wait for one another for ever")
         return None
 
 
@@ -89,10 +89,8 @@ def before_threads_end(function: Callable[[], object]) -> None:
     """
     register = getattr(threading, "_register_atexit", None)
     if register is None:
-        warn_once(
-            "this version of Python doesn't let a checkpoint be finished at the program's end; use the Checkpointer in "
-            "a `with` block, or call its close()"
-        )
+        fault = "this version of Python doesn't let a checkpoint be finished at the program's end"
+        warn_once(f"{fault}; use the Checkpointer in a `with` block, or call its close()")
         register = atexit.register
     register(function)
 
@@ -106,10 +104,8 @@ def lacks_an_argument(error: Exception) -> bool:
     Reads its message; `inspect.signature` doesn't say which of the calls inside of a layer it was. Without it the error
     of a layer that takes more than the one before it gives lacks a hint.
     """
-    return _says(
-        error,
-        {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"},
-    )
+    words = {TypeError: "required positional argument", ValueError: "must be passed to the constructor or at call time"}
+    return _says(error, words)
 
 
 def lacks_rngs(error: Exception) -> bool:

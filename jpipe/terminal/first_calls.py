@@ -34,7 +34,7 @@ class Call:
     """A call that somebody follows. Who follows it looks at it, and changes nothing.
 
     Attributes:
-      what: what it computes, in words.
+      what: the computation in words.
       is_compiling: whether it compiles now.
       has_returned: whether it has returned or raised; its devices may still compute.
       result: the smallest array of what it gave; None before, or if there is none.
@@ -85,8 +85,8 @@ def first_call(what: str, arguments: PyTree) -> Iterator[Callable[[Result], Resu
     Under a user's own `jax.jit` nothing is shown: what is compiled then is more than this function.
 
     Args:
-      what: what the function computes, in words.
-      arguments: those that are tracers if the call is traced itself.
+      what: the function's computation in words.
+      arguments: the arguments that are tracers if the call is traced itself.
 
     Yields:
       `done`, a function that gives the call's result back; it waits for the first run, if that is shown.
@@ -119,7 +119,7 @@ def compiles(details: str) -> None:
     """Says that the function that is being traced will be compiled, if it is in a `first_call`.
 
     Args:
-      details: of what, in words.
+      details: the details of the function in words.
     """
     _begin.get()(details)
 

@@ -70,9 +70,9 @@ def task(what: str, total: int | None = None, unit: str = "") -> Iterator[Callab
     """Shows a task while this context is open; one within another is shown below it, and leaves no line.
 
     Args:
-      what: what is being done, in words.
-      total: how much is to be done, if that is known: then there is a bar.
-      unit: what `total` counts: "bytes", or a noun in plural.
+      what: the task in words.
+      total: the amount to be done, if it is known: then there is a bar.
+      unit: the unit of `total`: "bytes", or a noun in plural.
 
     Yields:
       `advance(by=1)`, to be told how much was done.

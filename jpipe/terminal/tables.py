@@ -18,11 +18,11 @@ class Table:
     """A table to look at.
 
     Attributes:
-      title: what it is a table of.
+      title: the line above it.
       header: the names of the columns.
       rows: their texts, as many as names.
-      marks: by row what is remarkable about it.
-      notes: what stands below.
+      marks: by the index of a row, a remark on it.
+      notes: the lines below it.
     """
 
     title: str

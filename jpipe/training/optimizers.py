@@ -17,7 +17,7 @@ from jpipe.types import Leaf, PyTree, Shapes
 
 
 def wrap_it(example: str) -> str:
-    """The advice on a transformation that tells parameters apart."""
+    """The remedy for a transformation that tells parameters apart, in words."""
     return (
         "wrap that part of it in jpipe.per_layer(...), as in optax.chain(optax.clip_by_global_norm(1.0), "
         f"jpipe.per_layer({example}))"
@@ -47,10 +47,10 @@ def check_update(tx: optax.GradientTransformation, params: Shapes, opt_state: Sh
       loss: the shape of the loss.
 
     Raises:
-      TypeError: it raised an error; what it needs is named.
+      TypeError: it raised an error, which is shown.
     """
     try:
-        with jax.numpy_dtype_promotion("standard"):  # what is given is checked, not dtypes
+        with jax.numpy_dtype_promotion("standard"):  # the arguments are checked, not their dtypes
             jax.eval_shape(partial(update_with_loss, tx), params, opt_state, params, loss)
     except Exception as error:
         raise TypeError(
@@ -67,20 +67,20 @@ def check_optimizer(opt_state: Shapes) -> None:
     """Checks that no transformation outside of `per_layer` tells parameters apart.
 
     Under a layout leaves of many layers lie in one array: a mask, a label or a norm of a parameter would be another's.
-    Those without state (the trust ratio of lamb, adaptive gradient clipping) can't be told.
+    A transformation without state (the trust ratio of lamb, adaptive gradient clipping) isn't noticed here, but by
+    `jpipe.training.probing`.
 
     Args:
-      opt_state: the state of the optimiser; `per_layer` keeps what it wraps out of sight.
+      opt_state: the state of the optimiser; the states of transformations inside of `per_layer` can't be seen in it.
 
     Raises:
       ValueError: naming the state that gives it away.
     """
-    tells = lambda node: type(node).__name__ in _BY_PARAMETER
-    found = [type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=tells) if tells(node)]
-    if found:
+    is_by_parameter = lambda node: type(node).__name__ in _BY_PARAMETER
+    for node in filter(is_by_parameter, jax.tree.leaves(opt_state, is_leaf=is_by_parameter)):
         raise ValueError(
-            f"tx tells parameters apart (its state holds a {found[0]}: a mask, labels, or statistics of single "
-            "parameters), but a pipeline keeps many layers' leaves in one array; "
+            f"tx tells parameters apart (its state holds a {type(node).__name__}: a mask, labels, or statistics of "
+            "single parameters), but a pipeline keeps many layers' leaves in one array; "
             + wrap_it("optax.adamw(1e-3, mask=mask)")
         )
 
@@ -97,7 +97,7 @@ def global_norm(grads: PyTree) -> jax.Array:
 def update_with_loss(
     tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Leaf
 ) -> tuple[PyTree, PyTree]:
-    """`tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
+    """Calls `tx.update`, with the loss as `value` if it takes one: (changes of the parameters, new state)."""
     update = optax.with_extra_args_support(tx).update
     parameters = signature_of(update)
     takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -105,14 +105,16 @@ def update_with_loss(
 
 
 def skips(before: PyTree, after: PyTree) -> list[jax.Array]:
-    """Whether an update was skipped, by each of optax's means that an optimiser's state knows; none: it never skips.
+    """Whether an update was skipped: a bool for each part of an optimiser that may skip; empty if none may.
+
+    `optax.apply_if_finite` counts the updates that it skips; the state of a `MultiSteps` with `should_skip_update_fn`
+    says whether the last one was.
 
     Args:
       before: the optimiser's state before the update.
-      after: that after it. `optax.apply_if_finite` counts what it skips, a `MultiSteps` with `should_skip_update_fn`
-        says it.
+      after: its state after the update.
     """
     values = lambda state, name: [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name)]
     counts = zip(values(after, "total_notfinite"), values(before, "total_notfinite"), strict=True)
-    # `last_finite` may be of an earlier step.
+    # The count and not `last_finite`, which may be of an earlier step.
     return [*(new != old for new, old in counts), *map(jnp.asarray, values(after, "should_skip"))]

@@ -29,17 +29,17 @@ from jpipe.types import PyTree, Shapes
 Trees = dict[str, PyTree]
 """One layer's trees by name: its `params`, an optimiser's `state` for it."""
 OnTrees = Callable[[Trees, PyTree], Trees]
-"""`(one layer's trees, what is the same for all layers) -> its new trees`."""
+"""`(one layer's trees, arguments that are the same for all layers) -> its new trees`."""
 Layouts = dict[str, Layout]
 
 
 def per_layer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Shows a transformation each layer's own tree, as `layer_variables` gives it, instead of the stage's buffers.
 
-    For transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay masks,
-    `optax.multi_transform`. What they sum over a tree (a clipped norm) they then sum over one layer; keep global norms
-    outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`. So too what
-    skips updates, `optax.apply_if_finite`: inside, each layer would skip for itself.
+    It is for transformations that look at one parameter's shape, path or norm: adafactor, lamb, muon, weight-decay
+    masks, `optax.multi_transform`. A sum over a tree (a clipped norm) is then a sum over one layer; keep global norms
+    outside: `optax.chain(optax.clip_by_global_norm(1.0), jpipe.per_layer(optax.adamw(1e-3, mask=mask)))`. Keep
+    `optax.apply_if_finite` outside too: inside, each layer would skip updates for itself.
 
     Args:
       tx: any optax transformation.
@@ -83,58 +83,59 @@ def _for_each_layer(
                         --storage.read-->               --unflatten--> function
                         <-storage.write--  {"state": [..]}  <----------- {"state": ..}
 
-    The loop over layers carries all buffers, so that a layer's results replace what was read for it, in place.
+    The loop over layers carries all buffers, so that a layer's results replace its old trees in place.
 
     Args:
       function: `(trees by name, extra) -> trees by name`.
-      layouts: the layout of each tree, given or returned.
-      trees: what it is given.
-      extra: what it is given besides, the same for all layers and on all devices.
-      results: names of trees that it returns; those that aren't given begin as zeros.
+      layouts: the layout of each tree that the function takes or returns.
+      trees: the trees that it takes, of all layers.
+      extra: its other arguments, the same for all layers and on all devices.
+      results: names of trees that it returns; those that it doesn't take begin as zeros.
     """
     records = Records(layouts)
 
     def body(arrays: Arrays, extra: PyTree) -> tuple[Buffers, ...]:
-        given = drop_stage_axis(arrays)
-        carry = {name: layouts[name].zeros() for name in results if name not in given} | given
-        done = records.updated(lambda v, _, own: _on_device(function, v, own, records, extra), carry, given)
-        return add_stage_axis(tuple(done[name] for name in results))
+        """One device's part: its buffers `[1, size, ...]` by tree -> new ones."""
+        taken = drop_stage_axis(arrays)
+        carry = {name: layouts[name].zeros() for name in results if name not in taken} | taken
+        updated = records.updated(lambda v, _, leaves: _on_device(function, v, leaves, records, extra), carry, taken)
+        return add_stage_axis(tuple(updated[name] for name in results))
 
     specs = records.specs
     in_specs = {name: specs[name] for name in trees}, jax.tree.map(lambda _: PartitionSpec(), extra)
     run = on_stages(body, records.layout.mesh, in_specs, tuple(specs[name] for name in results))
-    found = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
-    return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, found, strict=True))
+    new = jax.jit(run)({name: dict(tree) for name, tree in trees.items()}, extra)
+    return tuple(StageTree(tree, layouts[name]) for name, tree in zip(results, new, strict=True))
 
 
-def _on_device(function: OnTrees, v: int, own: Leaves, records: Records, extra: PyTree) -> Leaves:
-    """A device's part of `function` for one layer.
+def _on_device(function: OnTrees, v: int, leaves: Leaves, records: Records, extra: PyTree) -> Leaves:
+    """Runs a device's part of `function` for one layer.
 
     The function is written for whole arrays, while a device has parts of them. So it is traced on whole shapes, and the
-    partitioner carries out its equations on parts: given the leaves split as their layouts say, with its results split
-    as theirs say.
+    partitioner carries out its equations on parts. Its arguments and results are split as their layouts say.
 
     Args:
       function: `(trees by name, extra) -> trees by name`.
       v: the index of the layer's set of variables.
-      own: the device's parts of the leaves of these trees.
-      records: of all trees, of those returned too.
-      extra: what all devices have.
+      leaves: the device's parts of the leaves of the trees that it takes.
+      records: the records of all trees, also of those that it returns.
+      extra: its other arguments, whole on all devices.
 
     Returns:
       The device's parts of the leaves of what `function` returns.
     """
     axes, lying = records.lying(v)
-    at = lambda names: [sharding for name in sorted(names) for sharding in lying[name]]
-    whole = {name: records.layouts[name].tree_shapes(v) for name in own}
+    shardings_of = lambda names: [sharding for name in sorted(names) for sharding in lying[name]]
+    whole = {name: records.layouts[name].tree_shapes(v) for name in leaves}
     with no_mesh():
-        jaxpr, found = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
-    given = at(own) + [replicated(axes)] * len(jax.tree.leaves(extra))
-    done = jaxpr_per_device(jaxpr, axes, given, [lambda _, s=s: s for s in at(found)])
-    return replay(done.jaxpr, {name: jax.tree.leaves(tree) for name, tree in found.items()})(own, extra)
+        jaxpr, new = jax.make_jaxpr(function, return_shape=True)(whole, jax.eval_shape(lambda x: x, extra))
+    taken = shardings_of(leaves) + [replicated(axes)] * len(jax.tree.leaves(extra))
+    on_parts = jaxpr_per_device(jaxpr, axes, taken, [lambda _, s=s: s for s in shardings_of(new)])
+    return replay(on_parts.jaxpr, {name: jax.tree.leaves(tree) for name, tree in new.items()})(leaves, extra)
 
 
 def _layout_of(tree: PyTree) -> Layout:
+    """The layout of a pipeline's parameters, or of an optimiser's state for them."""
     if not isinstance(tree, StageTree):
         raise TypeError(
             f"jpipe.per_layer works on the parameters of a jpipe.Pipeline, not on a {type(tree).__name__}; "
@@ -145,19 +146,15 @@ def _layout_of(tree: PyTree) -> Layout:
 
 def _state_layout(tx: optax.GradientTransformation, layout: Layout) -> Layout:
     """Where the optimiser's state for each layer lies: with the layer, split as the parameters that it belongs to."""
-    trees, specs = [], []
-    for known, treedef in zip(layout.storage.record_types, layout.treedefs, strict=True):
-        params = jax.tree.unflatten(treedef, known.leaves)
-        trees.append(jax.eval_shape(tx.init, params))
-        _check_numbers(trees[-1])
-        specs.append(_state_specs(tx, trees[-1], params, jax.tree.unflatten(treedef, known.specs)))
-    storage = build_storage(
-        list(map(jax.tree.leaves, trees)),
-        [known.devices for known in layout.storage.record_types],
-        device_of=range(layout.num_stages),
-        specs=specs,
-    )
-    return replace(layout, storage=storage, treedefs=tuple(map(jax.tree.structure, trees)))
+    states, specs, types = [], [], layout.storage.record_types
+    for record_type, treedef in zip(types, layout.treedefs, strict=True):
+        params = jax.tree.unflatten(treedef, record_type.leaves)
+        states.append(jax.eval_shape(tx.init, params))
+        _check_numbers(states[-1])
+        specs.append(_state_specs(tx, states[-1], params, jax.tree.unflatten(treedef, record_type.specs)))
+    leaves, owners = list(map(jax.tree.leaves, states)), [record_type.devices for record_type in types]
+    storage = build_storage(leaves, owners, device_of=range(layout.num_stages), specs=specs)
+    return replace(layout, storage=storage, treedefs=tuple(map(jax.tree.structure, states)))
 
 
 def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes, specs: PyTree) -> list[PartitionSpec]:
@@ -165,19 +162,21 @@ def _state_specs(tx: optax.GradientTransformation, state: Shapes, params: Shapes
 
     Args:
       tx: the optimiser.
-      state: what it keeps for a layer.
-      params: the layer's parameters.
-      specs: how these are split.
+      state: its state for a layer, as shapes.
+      params: the layer's parameters, as shapes.
+      specs: how these are split, a tree like them.
     """
-    like = lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec()
-    other = lambda _: PartitionSpec()
+    of_param = lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec()
+    of_other = lambda _: PartitionSpec()
     try:
-        found = optax.tree_utils.tree_map_params(tx, like, state, params, specs, transform_non_params=other)
-    except Exception:  # a state that optax can't take apart: by shape, where that leaves no doubt
+        specs_of = optax.tree_utils.tree_map_params
+        return jax.tree.leaves(specs_of(tx, of_param, state, params, specs, transform_non_params=of_other))
+    except (
+        Exception
+    ):  # optax can't take this state apart: shapes decide, where all parameters of a shape are split alike
         pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True))
-        alike = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
-        return [only.pop() if len(only) == 1 else PartitionSpec() for only in alike]
-    return jax.tree.leaves(found)
+        choices = [{spec for param, spec in pairs if param.shape == leaf.shape} for leaf in jax.tree.leaves(state)]
+        return [specs.pop() if len(specs) == 1 else PartitionSpec() for specs in choices]
 
 
 def _check_numbers(state: Shapes) -> None:

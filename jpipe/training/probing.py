@@ -1,8 +1,9 @@
 """Tries an optax transformation on small arrays: may it see many layers' parameters in one array?
 
-Elementwise ones may, and those that sum over all parameters (a global norm). One that takes a norm, a mean or the shape
-of a single parameter would silently compute something else: the trust ratio of lamb, adaptive gradient clipping. So a
-transformation is tried on a few small arrays: once each array is a parameter, and once several lie in one.
+An elementwise transformation may, and one that sums over all parameters (a global norm). One that takes a norm, a mean
+or the shape of a single parameter (the trust ratio of lamb, adaptive gradient clipping) would silently compute
+something else. So a transformation is tried on a few small arrays: once each array is a parameter, and once several lie
+in one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`tx`, which does nothing where transformations are tried: for one that sees to each layer's own arrays itself."""
+    """Makes a transformation do nothing where it is tried, since it shows each layer's arrays alone: `per_layer`."""
 
     def init(params: optax.Params) -> optax.OptState:
         return optax.EmptyState() if isinstance(params, Probe) else tx.init(params)
@@ -47,10 +48,10 @@ def not_tried(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransf
 
 
 Probes = tuple[Probe, Probe]
-"""Each array alone; those of one shape together."""
+"""(each array alone, the arrays of one shape together in one)."""
 
 TOLERANCE = 1e-4
-"""The tolerance of updates, relative to a parameter's largest: sums in another order are off by 1e-7."""
+"""How far updates may be off, relative to a parameter's largest; sums in another order are off by 1e-7."""
 
 _SHAPES = {"bias": (3,), "kernel": (4, 3), "heads": (2, 3, 2)}
 _UPDATES, _MOST_STEPS = 3, 32
@@ -59,7 +60,8 @@ _UPDATES, _MOST_STEPS = 3, 32
 def check_elementwise(tx: optax.GradientTransformation) -> None:
     """Checks that a transformation does the same to parameters whether or not several lie in one array.
 
-    One that can't be tried is let through: it raises on the arrays, or draws random numbers, which depend on shapes.
+    It may be that one can't be tried: it raises on the arrays, or draws random numbers, which depend on shapes. Then it
+    passes.
 
     Raises:
       ValueError: updates are off; by how much, and the remedy, are named.
@@ -86,8 +88,7 @@ def deviation(tx: optax.GradientTransformation) -> float | None:
         return [new for new, _ in pairs], [state for _, state in pairs]
 
     params = _both(_leaves(np.random.default_rng(0), 1.0))
-    # For real, even if the caller is being traced; on one device, whatever the mesh.
-    with on_this_host():
+    with on_this_host():  # computed, even if the caller is being traced; on one device, whatever the mesh is
         try:
             init, states = trace(lambda trees: [tx.init(tree) for tree in trees], params)
             step, _ = trace(update, params, states, params, np.float32(1))
@@ -117,18 +118,18 @@ def _run(step: ClosedJaxpr, states: list[np.ndarray], params: Probes) -> float:
         results = interpret(step, *jax.tree.leaves(grads), *states, *jax.tree.leaves(params), value)
         apart, together, states = results[:num_apart], results[num_apart:num_updates], results[num_updates:]
         pairs = [(array[0, i], apart[2 * n + i]) for n, array in enumerate(together) for i in (0, 1)]
-        worst = max(worst, *(_off(found, expected) for found, expected in pairs))
+        worst = max(worst, *(_off(update, expected) for update, expected in pairs))
         seen += any(np.any(expected) for _, expected in pairs)
         if seen == _UPDATES:
             break
     return worst
 
 
-def _off(found: np.ndarray, expected: np.ndarray) -> float:
-    largest = np.max(np.abs(expected))
-    difference = np.max(np.abs(found - expected))
+def _off(update: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference of two updates, relative to the largest that is expected."""
+    largest, difference = np.max(np.abs(expected)), np.max(np.abs(update - expected))
     if not np.isfinite(difference):
-        return 0.0 if np.array_equal(found, expected, equal_nan=True) else float("inf")
+        return 0.0 if np.array_equal(update, expected, equal_nan=True) else float("inf")
     return float(difference / largest) if largest else float(difference > 0)
 
 
@@ -139,6 +140,6 @@ def _leaves(random: np.random.Generator, scale: float) -> dict[str, list[np.ndar
 
 
 def _both(leaves: dict[str, list[np.ndarray]]) -> Probes:
-    """(each array alone, those of one shape as the rows of one `[1, 3, ...]`: one stage, two layers, an empty row)."""
+    """Makes both probes; arrays of one shape are rows of one `[1, 3, ...]`: one stage, two layers, an empty row."""
     apart = Probe({f"{name} {i}": leaf for name, pair in leaves.items() for i, leaf in enumerate(pair)})
     return apart, Probe({name: np.stack([*pair, np.zeros_like(pair[0])])[None] for name, pair in leaves.items()})

@@ -1,4 +1,4 @@
-"""`TrainState`: what a step of training reads and returns, and how an optimiser's state lies on the devices."""
+"""`TrainState`: the state that a step of training reads and returns, and how it lies on the devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def abstract_state(
     key: jax.ShapeDtypeStruct,
     loss: jax.ShapeDtypeStruct,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of a training state, of an optimiser that may work on these variables.
+    """The shapes, dtypes and shardings of a training state, and a check that the optimiser may work on these variables.
 
     No array of the state is made; `check_elementwise` alone computes: it tries `tx` on a few small arrays.
 
@@ -93,17 +93,17 @@ def state_shardings(opt_state: Shapes, params: StageTree) -> PyTree:
     layout = params.layout
 
     def guess(leaf: Leaf) -> NamedSharding:
-        """Split over the stages if it looks like a statistic of buffers, `[K, ...]`; else, as a vector too, on all."""
-        whole = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages
-        return NamedSharding(layout.mesh, PartitionSpec(AXIS) if whole else PartitionSpec())
+        """Splits a leaf over the stages if it looks like a statistic of buffers, `[K, ...]`; others lie on all."""
+        is_by_stage = leaf.ndim > 1 and leaf.shape[0] == layout.num_stages  # a vector `[K]` is none
+        return NamedSharding(layout.mesh, PartitionSpec(AXIS) if is_by_stage else PartitionSpec())
 
     def of_node(node: Leaf | StageTree) -> PyTree:
         """The shardings of a leaf, or of a part of the state that mirrors the parameters, buffer by buffer."""
         if not is_tree(node):
             return guess(node)
         shapes = node.layout.shapes
-        choose = lambda like, leaf: like.sharding if leaf.shape == like.shape else guess(leaf)
-        return StageTree({n: jax.tree.map(partial(choose, shapes[n]), node[n]) for n in node}, node.layout)
+        of_leaf = lambda buffer, leaf: buffer.sharding if leaf.shape == buffer.shape else guess(leaf)
+        return StageTree({n: jax.tree.map(partial(of_leaf, shapes[n]), node[n]) for n in node}, node.layout)
 
     is_tree = lambda node: isinstance(node, StageTree)
     return jax.tree.map(of_node, opt_state, is_leaf=is_tree)

@@ -32,7 +32,7 @@ CompiledStep = Callable[[StepT, TrainState, Batch], tuple[TrainState, Metrics]]
 def train_step(
     value_and_grad: ValueAndGrad[StepT], step: StepT, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """(the state after one step, the metrics); to be traced."""
+    """Does one step: (the state after it, the metrics); to be traced."""
     key = jax.random.fold_in(state.key, state.step)
     (loss, updates, metrics), grads = value_and_grad(step, state.variables, batch, key)
     with jax.named_scope("update"):
@@ -42,15 +42,15 @@ def train_step(
 def apply_update(
     state: TrainState, loss: jax.Array, updates: Variables, metrics: Metrics, grads: StageTree
 ) -> tuple[TrainState, Metrics]:
-    """The rest of a step: (the new state, all metrics), from what `ValueAndGrad` gives."""
+    """Does the rest of a step, from the results of `ValueAndGrad`: (the new state, all metrics)."""
     params = state.variables["params"]
     changes, opt_state = update_with_loss(state.tx, grads, state.opt_state, params, loss)
-    if skipped := skips(state.opt_state, opt_state):  # what a skipped batch did to other collections goes with it
+    if skipped := skips(state.opt_state, opt_state):  # a skipped batch changes no other collection either
         unless = partial(jnp.where, jnp.stack(skipped).any())
         updates = {name: jax.tree.map(unless, state.variables[name], tree) for name, tree in updates.items()}
     variables = state.variables | {"params": optax.apply_updates(params, changes), **updates}
     norm = global_norm(grads)
-    # Of gradients that aren't finite the norm isn't. It overflows before they do (1e19), where an update is as bad.
+    # If a gradient isn't finite, the norm isn't. The norm overflows first (at 1e19), where an update is as bad.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     metrics = {"loss": loss, "grad_norm": norm, "finite": finite, **metrics}  # a loss function's own have other names
     return state.replace(step=state.step + 1, variables=variables, opt_state=opt_state), metrics
@@ -59,7 +59,7 @@ def apply_update(
 class TrainSteps(Generic[StepT]):
     """The compiled training steps of a pipeline, one for each optimiser.
 
-    An optimiser made anew from the same numbers and functions runs what was compiled for the first one.
+    An optimiser made anew from the same numbers and functions runs the step that was compiled for the first one.
 
     Args:
       value_and_grad: the loss and gradients of a batch, to be traced.
@@ -73,7 +73,7 @@ class TrainSteps(Generic[StepT]):
         self._compiled: dict[Hashable, tuple[optax.GradientTransformation, CompiledStep[StepT]]] = {}
 
     def clear(self) -> None:
-        """Drops them all."""
+        """Drops all compiled steps."""
         self._compiled.clear()
 
     def of(self, tx: optax.GradientTransformation) -> tuple[optax.GradientTransformation, CompiledStep[StepT]]:
@@ -81,12 +81,12 @@ class TrainSteps(Generic[StepT]):
 
         The first one is used in place of `tx`, since it is static: another object would compile anew.
         """
-        known = fingerprint(tx)
-        if known not in self._compiled:
+        key = fingerprint(tx)
+        if key not in self._compiled:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._shapes(tx))
             step = partial(train_step, self._value_and_grad)
             step = jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=(shardings, shardings.step))
             while len(self._compiled) >= MOST_TRAIN_STEPS:
                 del self._compiled[next(iter(self._compiled))]
-            self._compiled[known] = (tx, step)
-        return self._compiled[known]
+            self._compiled[key] = (tx, step)
+        return self._compiled[key]

@@ -7,8 +7,6 @@ a step compiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -23,8 +21,8 @@ from jpipe.model.remat import MODES
 from jpipe.pictures.summary import summarize
 from jpipe.planning.planner import Planner
 from jpipe.planning.step import Step
-from jpipe.schedules.orders import make_schedule
-from jpipe.schedules.schedule import Schedule
+from jpipe.schedules.orders import has_its_name
+from jpipe.terminal.tables import Table
 from jpipe.types import Batch
 
 KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
@@ -33,11 +31,11 @@ KNOWN = ("naive", "gpipe", "1f1b", "interleaved", "v", "zero_bubble")
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one kind.
+    """The bytes of one kind of arrays on a device.
 
     Attributes:
-      own: `[K]`, a device's part of what each stage has.
-      room: what every device holds, whatever its stage.
+      own: `[K]`, a device's part of the bytes that each stage has.
+      room: the bytes that every device holds, whatever its stage.
     """
 
     own: tuple[float, ...]
@@ -54,7 +52,7 @@ class Rows:
 
     Attributes:
       kind: which rows (`ticks.ROWS`).
-      bytes: of an entry.
+      bytes: the bytes of an entry.
       strides: `[K]`, the entries of a row.
     """
 
@@ -68,19 +66,18 @@ class PipelineFacts:
     """A pipeline's own numbers, for `page.html`. Bytes are a device's, for one micro-batch where they depend on it.
 
     Attributes:
-      title: the pipeline in a line.
-      header, rows, notes: its stages as a table (`pictures.summary`).
+      table: its stages (`pictures.summary`), with the pipeline in a line as its title.
       schedule: the name of its schedule.
-      orders: by stage the actions of a schedule that isn't in `KNOWN`, else None.
-      slots: of a tick.
+      orders: by stage, the actions of a schedule that isn't in `KNOWN`; else None.
+      slots: the slots of a tick.
       style: how its virtual stages are dealt out, "loop" or "v".
       num_stages, num_microbatches, num_chunks: K, M and V.
-      batch: examples of a batch.
-      shards: that each micro-batch is split into.
+      batch: the number of examples in a batch.
+      shards: the number of parts that each micro-batch is split into.
       remat: its name.
       keeps_inputs: whether boundary inputs wait for the backward, and residuals for none.
-      unit: of the times.
-      times: what they are, in words.
+      unit: the unit of the times.
+      times: a sentence on where the times come from.
       forward, backward, recompute: `[K]`, the times of one micro-batch on each stage; `recompute` is within `backward`,
         0 if it isn't known apart.
       parameters, gradients: at rest; the sums of gradients while a step runs.
@@ -88,14 +85,11 @@ class PipelineFacts:
       optimizer: the optimiser's state, if there is one.
       residuals: the buffers of residuals.
       activation, cotangent: a row of what waits at a boundary.
-      passing: what is at boundaries besides: a stage's own, and what is on its way.
+      passing: the other bytes at boundaries: a stage's own, and those on their way.
       work: the most that a layer holds while it runs.
     """
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
+    table: Table
     schedule: str
     orders: list[list[str]] | None
     slots: tuple[str, ...]
@@ -143,17 +137,15 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     plan = planner.known_plan() if batch is None else planner.plan_for(batch)
     batch = plan.batch if batch is None else batch
     step = planner.training_step(planner.for_training(batch))
-    table, memory = summarize(title, planner), predict_memory(planner, batch)
+    memory = predict_memory(planner, batch)
     parameters, gradients, other = _variables(step, memory)
     boundaries = {"activation": _crossing(step.activations), "cotangent": _crossing(step.cotangents)}
+    is_known = schedule.name in KNOWN and has_its_name(schedule)
     forward, backward = (np.asarray(times) / np.mean(plan.stage_times[0]) for times in plan.stage_times)
     return PipelineFacts(
-        title=title,
-        header=table.header,
-        rows=table.rows,
-        notes=table.notes,
+        table=summarize(title, planner),
         schedule=schedule.name,
-        orders=None if _is_known(schedule) else [list(map(str, order)) for order in schedule.actions],
+        orders=None if is_known else [list(map(str, order)) for order in schedule.actions],
         slots=schedule.slots,
         style=schedule.style,
         **schedule.sizes,
@@ -181,27 +173,21 @@ def facts_of(planner: Planner, title: str, batch: Batch = None) -> PipelineFacts
     )
 
 
-def _is_known(schedule: Schedule) -> bool:
-    with suppress(ValueError):  # a custom schedule may be called anything
-        return schedule.name in KNOWN and make_schedule(schedule.name, **schedule.sizes) == schedule
-    return False
-
-
 def _variables(step: Step, memory: Parts[int]) -> tuple[Held, Held, Held]:
     """The bytes on devices of parameters, of their gradients' sums, and of everything else that stays, whatever M."""
-    found, placement = holdings(step.plan), step.schedule.placement
+    amounts, placement = holdings(step.plan), step.schedule.placement
+    stage_of = placement.stage_of(np.arange(placement.num_virtual_stages))
 
     def held(name: str) -> Held:
-        own, device, part = np.zeros(placement.num_stages), found.device[name].bytes, found.room[name].bytes
-        for virtual_stage, amount in enumerate(found.own[name]):
-            own[placement.stage_of(virtual_stage)] += amount.bytes * device / max(part, 1)
-        return Held(tuple(np.minimum(own, device).tolist()), device)  # less where others hold a part of its own
+        device, room = amounts.device[name].bytes, amounts.room[name].bytes
+        of_stages = np.bincount(stage_of, [amount.bytes * device / max(room, 1) for amount in amounts.own[name]])
+        return Held(tuple(np.minimum(of_stages, device).tolist()), device)  # less where others hold a part of its own
 
     parameters, others = held("params"), [held(name) for name in step.plan.layouts if name != "params"]
     room = memory.other_variables + memory.casts + memory.batch
     everywhere = room - sum(each.room for each in others)
-    own = np.sum([(everywhere,) * placement.num_stages, *(each.own for each in others)], axis=0)
-    return parameters, parameters.scaled(memory.gradients), Held(tuple(own.tolist()), room)
+    of_stages = everywhere + np.sum([each.own for each in others], axis=0) + np.zeros(placement.num_stages)
+    return parameters, parameters.scaled(memory.gradients), Held(tuple(of_stages.tolist()), room)
 
 
 def _entry(buffer: Buffer) -> int:

@@ -171,7 +171,7 @@ def test_the_cheat_sheet_has_all_that_one_calls():
     code = code_of(DOCS / "cheat-sheet.md")
     assert not [name for name in jpipe.__all__ if name not in GIVEN_BY and f"jpipe.{name}(" not in code]
     for kind in (jpipe.Pipeline, jpipe.Checkpointer, jpipe.Profile, jpipe.Shared, jpipe.Timeline):
-        fields, for_tools = set(kind.__annotations__), {"plan", "in_numbers"}
+        fields, for_tools = set(kind.__annotations__), {"plan", "in_numbers", "bars"}
         for name in {name for name in vars(kind) if name[0] != "_"} - fields - for_tools:
             assert f".{name}" in code, f"{kind.__name__}.{name}"
 

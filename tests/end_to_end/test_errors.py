@@ -814,7 +814,7 @@ def test_policies():
     make(remat=lambda primitive, *_, **__: primitive.name == "dot_general")
 
 
-OFFLOADS = r"remat={}\S* moves what the operation {} gives to other memory .*use a policy that saves it where it is"
+OFFLOADS = r"remat={}\S* moves the result of the operation {} to other memory .*use a policy that saves it where it is"
 
 
 @pytest.mark.usefixtures("nothing_compiles")

@@ -497,7 +497,7 @@ def test_rows_of_processes(monkeypatch, make_mesh):
             self.devices, self.axis_names, self.size = devices, axis_names, devices.size
             self.shape = dict(zip(axis_names, devices.shape, strict=True))
 
-    monkeypatch.setattr("jpipe.mesh.device_order.Mesh", Imagined)
+    monkeypatch.setattr("jpipe.mesh.users_mesh.Mesh", Imagined)
     devices, names = np.array([Device(number) for number in range(8)]), ("stage", "data")
     with refused(ValueError, "use all devices: jpipe.make_mesh(...)"):
         data_shard(Imagined(devices[4:].reshape(2, 2), names), ("data",))

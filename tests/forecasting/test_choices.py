@@ -32,7 +32,7 @@ def but(choice, **seconds):
 
 def slower(choice, factor, bytes_):
     slow = but(choice, computation=choice.time.computation + factor)
-    return replace(slow, cost=replace(slow.cost, bytes=Parts(choice.memory, residuals=bytes_)))
+    return replace(slow, cost=replace(slow.cost, bytes=Parts(choice.cost.bytes, residuals=bytes_)))
 
 
 def test_only_what_is_smaller_than_all_that_is_faster_is_kept(choice):

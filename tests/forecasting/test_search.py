@@ -228,7 +228,7 @@ def test_settings_are_rated_as_if_each_were_the_only_one():
         mesh = mesh_of_nowhere(dict(choice.setting.axes))
         pipe = jpipe.Pipeline(layers_of(2), loss_fn, mesh=mesh, **choice.options)
         assert choice.seconds == predict_time(pipe.planner, words(), CHIPS["v5e"], tx=TX).step
-        assert choice.memory == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
+        assert choice.cost.bytes == predict_memory(pipe.planner, words(), TX, CHIPS["v5e"])
 
 
 def test_a_setting_that_is_refused_is_left_out():

@@ -13,7 +13,7 @@ def operations(cycles):
 
 
 def loop(scope, cycles, *inner, trips=None):
-    return Loop(scope, operations(cycles), list(inner), [], trips)
+    return Loop(scope, operations(cycles), list(inner), {}, trips)
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """What tests of programs for TPUs share; what reads them is `jpipe.forecasting.compiled_program`."""
 
 import importlib.util
+import math
 import os
+import re
 from typing import Any
 
 import pytest
 
 from jpipe.forecasting.compiled_program import Loop as Loop
+from jpipe.forecasting.compiled_program import Operation
 from jpipe.forecasting.compiled_program import compile_with_text as compile_with_text
-from jpipe.forecasting.compiled_program import largest_move as largest_move
 from jpipe.forecasting.compiled_program import read as read
 from jpipe.forecasting.compiled_program import transfers as transfers
 
@@ -27,12 +29,42 @@ def tpu_devices(topology: str, **options: Any) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
 
 
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "c64": 8}
+ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](?:\{([\d,]*)[^}]*?(S\(\d+\))?\})?")
+MOVES = ("parameter", "constant", "copy", "transpose", "broadcast", "bitcast", "reshape", "tuple", "convert")
+
+
+def num_bytes(operation: Operation) -> int:
+    """The bytes of an operation's largest result."""
+    arrays = [(dtype, [int(d or 1) for d in dims.split(",")]) for dtype, dims, _, _ in ARRAY.findall(operation.type)]
+    return max((math.prod(shape) * BYTES.get(dtype, 1) for dtype, shape in arrays), default=0)
+
+
+def only_moves(operation: Operation, computations: dict[str, list[Operation]]) -> bool:
+    """Whether an operation only copies, transposes or fills."""
+    if operation.opcode in ("copy", "transpose", "broadcast"):
+        return True
+    if operation.opcode == "copy-start":  # between memories: no layout changes
+        return len({layout for _, dims, layout, _ in ARRAY.findall(operation.type) if dims}) > 1
+    called = operation.attribute("calls") if operation.opcode == "fusion" else None
+    return called is not None and all(inner.opcode in MOVES for inner in computations[called])
+
+
+def moves_in_loops(program: Loop) -> list[tuple[Loop, Operation]]:
+    """The operations in loops that only copy, transpose or fill, each with its loop; except for fetches ahead."""
+    loops = [loop for loop in program.walk() if loop.scope]
+    return [(loop, op) for loop in loops for op in loop.operations if only_moves(op, loop.computations)]
+
+
 def large_moves(program: Loop, limit: int) -> list[str]:
-    """The operations in loops that copy, transpose or fill more than `limit` bytes, except for fetches ahead."""
+    """The operations in loops that copy, transpose or fill more than `limit` bytes, in words."""
     return [
-        f"{op.opcode} of {op.bytes:,} bytes in {loop.name}: {op.type[:80]}"
-        for loop in program.walk()
-        if loop.scope
-        for op in loop.movers
-        if op.bytes > limit
+        f"{op.opcode} of {num_bytes(op):,} bytes in {loop.name}: {op.type[:80]}"
+        for loop, op in moves_in_loops(program)
+        if num_bytes(op) > limit
     ]
+
+
+def largest_move(program: Loop) -> int:
+    """Bytes of the largest array that is copied, transposed or filled inside of a loop."""
+    return max((num_bytes(op) for _, op in moves_in_loops(program)), default=0)

@@ -40,7 +40,7 @@ _ALLOWED = {
     "model memory batches planning execution",
     "costs": "terminal schedules seam arrays jaxprs partitioner mesh model memory training planning execution",
     "pictures": "terminal schedules planning costs",
-    "view": "schedules model memory planning costs pictures",
+    "view": "terminal schedules model memory planning costs pictures",
     "checkpoints": "terminal seam processes model memory batches training pipeline checks",
     "profiling": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches training "
     "planning execution costs pictures view pipeline checks",
@@ -252,7 +252,7 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 14816
+MOST_LINES = 14434
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
 MOST_ANYS = 51

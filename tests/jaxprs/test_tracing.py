@@ -46,7 +46,7 @@ def test_reductions_over_mesh_axes_are_left_out():
     with jax.sharding.use_abstract_mesh(mesh):
         closed, shapes = trace(lambda x: (jax.lax.psum(x, "data"), own(x)), x)
         for ask in (lambda x: x + jax.lax.axis_index("data").astype(x.dtype), lambda x: jax.lax.all_gather(x, "data")):
-            with pytest.raises(ValueError, match="over the mesh axis 'data': a layer sees the whole micro-batch"):
+            with pytest.raises(ValueError, match="over the mesh axis 'data': a layer sees whole arrays"):
                 trace(ask, x)
     first, second = replay(closed, shapes)(x)
     assert_equal(first, x)
@@ -173,7 +173,7 @@ def test_raw_keys_of_another_implementation():
     """A regression: a raw key doesn't say which it is of; it was wrapped as a default one and failed late."""
     raw = jax.random.key_data(jax.random.key(0, impl="rbg"))
     pipe = make(DROPS)
-    with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32'\) have \(2,\); pass"):
+    with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32' have \(2,\); pass"):
         pipe.init(raw, BATCH)
 
 

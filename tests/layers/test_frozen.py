@@ -247,7 +247,7 @@ def test_shared_bools_stay_bools():
 
 
 def test_what_is_frozen_is_kept():
-    with pytest.raises(ValueError, match=r"'frozen' is the collection of what jpipe\.freeze freezes, which is kept"):
+    with pytest.raises(ValueError, match=r"merge\['frozen'\]='mean': jpipe\.freeze keeps that collection as it is"):
         jpipe.Pipeline([nn.Dense(3)], loss_fn, num_stages=1, num_microbatches=1, merge={"frozen": "mean"})
 
 

@@ -1,10 +1,129 @@
-"""The user's mesh, checked; `tests/end_to_end/test_errors.py` has what a pipeline says of wrong ones."""
+"""Meshes whose axes lie along the links that suit them: stages across the slowest, other axes never across slices."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
+import jpipe
 from jpipe.mesh.users_mesh import as_mesh, check_context
+from tpu_program import needs_tpu_compiler, tpu_devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a device as decides where it goes."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+    device_kind: str = "imagined"
+
+
+def fakes(processes: int, each: int, slices: int | None = None) -> list[Any]:
+    """Devices of several processes, which are shared out equally over slices."""
+    slice_of = lambda p: None if slices is None else p * slices // processes
+    return [Device(p * each + i, p, slice_of(p)) for p in range(processes) for i in range(each)]
+
+
+def along(mesh: Any, axis: str, what: str) -> set[int]:
+    """How many different processes (or slices) there are in the rows of devices along an axis."""
+    values = np.vectorize(lambda device: getattr(device, what), otypes=[int])(mesh.devices)
+    rows = np.moveaxis(values, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    return {len(set(row)) for row in rows.tolist()}
+
+
+@pytest.fixture
+def imagined(monkeypatch):
+    """`make_mesh` of devices that aren't there."""
+
+    class Mesh:
+        def __init__(self, devices, axis_names, axis_types):
+            self.devices, self.axis_names, self.axis_types = devices, axis_names, axis_types
+            self.shape = dict(zip(axis_names, devices.shape, strict=True))
+
+    monkeypatch.setattr("jpipe.mesh.users_mesh.Mesh", Mesh)
+    return jpipe.make_mesh
+
+
+def test_stage_is_first_and_axes_are_auto():
+    mesh = jpipe.make_mesh(model=2, data=2, stage=2)
+    assert mesh.axis_names == ("stage", "model", "data")
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert list(mesh.devices.flat) == jax.devices()
+    explicit = jpipe.make_mesh(stage=4, devices=jax.devices()[:4], axis_types=AxisType.Explicit)
+    assert explicit.axis_types == (AxisType.Explicit,)
+
+
+@pytest.mark.parametrize("what", ["process_index", "slice_index"])
+def test_stage_goes_across_processes_or_slices_and_others_stay_within(imagined, what):
+    devices = fakes(4, 4, slices=4 if what == "slice_index" else None)
+    mesh = imagined(stage=4, data=2, model=2, devices=devices)
+    assert (along(mesh, "stage", what), along(mesh, "data", what), along(mesh, "model", what)) == ({4}, {1}, {1})
+    by_two = imagined(stage=2, data=4, model=2, devices=devices)
+    assert (along(by_two, "stage", what), along(by_two, "data", what)) == ({2}, {2}), "data takes what stage leaves"
+    assert along(by_two, "model", what) == {1}
+    longer = imagined(stage=8, model=2, devices=devices)
+    stages = [{getattr(d, what) for d in row.flat} for row in longer.devices]
+    assert stages == [{0}, {0}, {1}, {1}, {2}, {2}, {3}, {3}], "neighbours in a slice come one after the other"
+
+
+def test_processes_of_one_device_each_need_not_be_hosts(imagined):
+    mesh = imagined(stage=2, model=4, devices=fakes(8, 1))
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+def test_slices_go_before_processes(imagined):
+    mesh = imagined(stage=2, data=4, devices=fakes(4, 2, slices=2))
+    assert along(mesh, "stage", "slice_index") == {2}
+    assert along(mesh, "data", "slice_index") == {1}
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    "topology, sizes",
+    [("v5e:4x4", {"stage": 4, "data": 2, "model": 2}), ("v5p:2x2x4", {"stage": 4, "data": 2, "model": 2})],
+)
+def test_in_a_tpu_slice_the_last_axis_has_neighbours(topology, sizes):
+    """Of a topology of the TPU's compiler: `model` is within one host, and each step along `stage` one link."""
+    mesh = jpipe.make_mesh(**sizes, devices=tpu_devices(topology))
+    assert dict(mesh.shape) == sizes
+    assert along(mesh, "model", "process_index") == {1}
+    for here, there in zip(mesh.devices[:-1].flat, mesh.devices[1:].flat, strict=True):
+        assert sum(abs(a - b) for a, b in zip(here.coords, there.coords, strict=True)) == 1
+
+
+@needs_tpu_compiler
+def test_two_slices_of_tpus():
+    devices = tpu_devices("v5e:2x4", num_slices=2)
+    mesh = jpipe.make_mesh(stage=2, data=4, model=2, devices=devices)
+    assert along(mesh, "stage", "slice_index") == {2}
+    assert along(mesh, "data", "slice_index") == along(mesh, "model", "slice_index") == {1}
+    assert along(mesh, "model", "process_index") == {1}
+    with pytest.raises(
+        ValueError, match=r"2 slices of .8, 8., over which only 'stage' and data axes may go, and stage=1"
+    ):
+        jpipe.make_mesh(stage=1, model=16, devices=devices)
+
+
+@pytest.mark.parametrize(
+    "sizes, kind, message",
+    [
+        ({"stage": 3, "data": 2}, ValueError, r"stage=3 \* data=2 takes 6 devices, but there are 8; change the sizes"),
+        ({"stage": 0}, ValueError, "stage=0 is less than 1"),
+        ({"stage": 2, "data": 4.0}, TypeError, "data=4.0 is no integer"),
+    ],
+)
+def test_wrong_sizes(sizes, kind, message):
+    with pytest.raises(kind, match=message):
+        jpipe.make_mesh(**sizes)
+
+
+# `tests/end_to_end/test_errors.py` has what a pipeline says of wrong meshes.
 
 
 def test_no_mesh_is_one_of_stages_alone():

@@ -14,6 +14,9 @@ import jpipe
 import sequential
 from cases import assert_close
 from jpipe.layers.adapt import as_layers
+from jpipe.layers.fingerprint import same_value
+from jpipe.model.alike import has_custom_derivatives, outputs_that_depend, skeleton, whole
+from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.trace import trace_model
 
 wide = functools.partial(nn.Dense, param_dtype=jnp.float64)
@@ -308,3 +311,67 @@ def test_over_data_axes(make_mesh):
         (found, _), gradients = pipe.value_and_grad(variables, batch, jax.random.key(KEY))
         assert_close(found, loss, "loss")
         assert_close(gradients_of(pipe, gradients), grads, "gradients")
+
+
+# --- what of two traces is compared -----------------------------------------------------------------------------------
+
+LINE = np.linspace(-1, 1, 5)
+
+
+def plain_trace(function, *arguments):
+    return without_plain_calls(jax.make_jaxpr(function)(*arguments))
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_which_outputs_depend(x64):
+    closed = plain_trace(lambda x: (2.0 * x, x + 3.0, jnp.sin(2.0 * x) + 3.0), LINE)
+    found = [value.item() for value in scalars_of(closed)]
+    depend = {place: outputs_that_depend(closed, [place]) for place in range(len(found))}
+    assert found == [2.0, 3.0, 2.0, 3.0]
+    assert list(depend.values()) == [[True, False, False], [False, True, False], *[[False, False, True]] * 2]
+    assert outputs_that_depend(closed, []) == [False, False, False]
+
+
+OTHERS = {
+    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
+    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
+    "types": (lambda x: x * np.float32(2).astype(x.dtype), lambda x: x.astype(np.float32) * 2.0, False),
+    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
+    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
+    "parameters": (lambda x: x.reshape(5, 1), lambda x: x.reshape(1, 5), False),
+    "arrays": (lambda x: x * np.arange(5.0), lambda x: x * np.arange(1.0, 6.0), False),
+    "large arrays": (lambda x: x[0] * np.ones(5000), lambda x: x[0] * np.r_[np.ones(2500), 2, np.ones(2499)], False),
+    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
+    "in a loop": (
+        lambda x: jax.lax.scan(lambda y, _: (y * 2.0, None), x, None, 3)[0],
+        lambda x: jax.lax.scan(lambda y, _: (y * 3.0, None), x, None, 3)[0],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_compared(name, x64):
+    first, second, same = OTHERS[name]
+    a, b = (plain_trace(function, LINE) for function in (first, second))
+    assert same_value(skeleton(a), skeleton(plain_trace(first, LINE)))
+    assert same_value(skeleton(a), skeleton(b)) is same
+    assert same_value(whole(a), whole(b)) is (name == "names")
+
+
+@pytest.mark.parametrize(
+    ("function", "has"),
+    [
+        (jnp.sin, False),
+        (jax.nn.relu, True),
+        (lambda x: jax.lax.map(jax.nn.relu, x), True),
+        (jax.jit(jax.nn.relu), True),
+    ],
+)
+def test_custom_derivatives_are_found(function, has, x64):
+    assert has_custom_derivatives(plain_trace(function, LINE).jaxpr) is has

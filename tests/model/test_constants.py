@@ -1,4 +1,4 @@
-"""Scalars taken out of traces, and put back; what of two traces is compared."""
+"""Scalars taken out of traces, and put back."""
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 
 from jpipe.jaxprs.tracing import replay
-from jpipe.layers.fingerprint import same_value
-from jpipe.model.constants import (
-    Constants,
-    differing,
-    has_custom_derivatives,
-    outputs_that_depend,
-    scalars_of,
-    skeleton,
-    whole,
-    without_plain_calls,
-)
+from jpipe.model.constants import Constants, differing, scalars_of, without_plain_calls
 
 X = np.linspace(-1, 1, 5)
 MASK = np.arange(5) > 1
@@ -83,52 +73,3 @@ def test_another_trace_is_refused():
     constants = differing({0: scalars, 1: scalars_of(traced(lambda x: 3.0 * x, X))}, first=0)
     with pytest.raises(ValueError, match="under other keys the layer computes with other numbers"):
         constants.put_into(traced(lambda x: 2.0 * x + 1.0, X), constants.of(1))
-
-
-def test_which_outputs_depend():
-    closed = traced(lambda x: (2.0 * x, x + 3.0, jnp.sin(2.0 * x) + 3.0), X)
-    found = [value.item() for value in scalars_of(closed)]
-    depend = {place: outputs_that_depend(closed, [place]) for place in range(len(found))}
-    assert found == [2.0, 3.0, 2.0, 3.0]
-    assert list(depend.values()) == [[True, False, False], [False, True, False], *[[False, False, True]] * 2]
-    assert outputs_that_depend(closed, []) == [False, False, False]
-
-
-OTHERS = {
-    "numbers": (lambda x: 2.0 * x, lambda x: 3.0 * x, True),
-    "names": (jax.jit(lambda x: 2.0 * x), lambda y: 2.0 * y, True),
-    "types": (lambda x: x * np.float32(2).astype(x.dtype), lambda x: x.astype(np.float32) * 2.0, False),
-    "operations": (lambda x: x + 2.0, lambda x: x * 2.0, False),
-    "operands": (lambda x: x - x.sum(), lambda x: x.sum() - x, False),
-    "parameters": (lambda x: x.reshape(5, 1), lambda x: x.reshape(1, 5), False),
-    "arrays": (lambda x: x * np.arange(5.0), lambda x: x * np.arange(1.0, 6.0), False),
-    "large arrays": (lambda x: x[0] * np.ones(5000), lambda x: x[0] * np.r_[np.ones(2500), 2, np.ones(2499)], False),
-    "order of results": (lambda x: (x, 2.0 * x), lambda x: (2.0 * x, x), False),
-    "in a loop": (
-        lambda x: jax.lax.scan(lambda y, _: (y * 2.0, None), x, None, 3)[0],
-        lambda x: jax.lax.scan(lambda y, _: (y * 3.0, None), x, None, 3)[0],
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_compared(name):
-    first, second, same = OTHERS[name]
-    a, b = (traced(function, X) for function in (first, second))
-    assert same_value(skeleton(a), skeleton(traced(first, X)))
-    assert same_value(skeleton(a), skeleton(b)) is same
-    assert same_value(whole(a), whole(b)) is (name == "names")
-
-
-@pytest.mark.parametrize(
-    ("function", "has"),
-    [
-        (jnp.sin, False),
-        (jax.nn.relu, True),
-        (lambda x: jax.lax.map(jax.nn.relu, x), True),
-        (jax.jit(jax.nn.relu), True),
-    ],
-)
-def test_custom_derivatives_are_found(function, has):
-    assert has_custom_derivatives(traced(function, X).jaxpr) is has

@@ -65,5 +65,5 @@ def test_what_is_no_key(bad):
 
 def test_a_raw_key_of_another_implementation():
     raw = jax.random.key_data(jax.random.key(0, impl="rbg"))
-    with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32'\) have \(2,\); pass"):
+    with pytest.raises(TypeError, match=r"key is a raw key of shape \(4,\), but .*'threefry2x32' have \(2,\); pass"):
         as_key(raw)

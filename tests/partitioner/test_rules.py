@@ -1,16 +1,17 @@
-"""Operations on dimensions, and that each rule is compared somewhere."""
+"""Operations on shards and on partial sums, and that each rule is compared somewhere."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 import test_control_flow
-import test_elementwise
 import test_lookups
-import test_products
 from jax import lax
 from jax.extend.core import subjaxprs
 
-from jpipe.partitioner.rules import RULES
+from jpipe.partitioner.rule import RuleResult
+from jpipe.partitioner.rules import RULES, elementwise
+from jpipe.partitioner.shardings import PARTIAL, Axis
 from jpipe.seam.primitives import ELEMENTWISE
 from partitioned import array, case, compare, integers, traced
 
@@ -99,7 +100,75 @@ def extremes(x, n):
     return (*found, jnp.argmax(x.reshape(2, 2, 8).swapaxes(0, 1).reshape(-1)), jnp.argmax(n))
 
 
+def rotary(x):
+    a, b = jnp.split(x, 2, -1)
+    angle = jnp.arange(x.shape[1])[:, None] * jnp.ones(a.shape[-1])
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+
+
+def normalised(x, scale):
+    mean, variance = x.mean((0, 1)), x.var((0, 1))
+    return (x - mean) * lax.rsqrt(variance + 1e-3) * scale
+
+
+def casts(n, x):
+    unsigned = n.astype(jnp.uint8)
+    sums = unsigned.sum(0, dtype=jnp.uint8), x.astype(jnp.bfloat16).sum(0, dtype=jnp.float32)
+    return sums[0].astype(jnp.float32), sums[1].astype(jnp.float64), lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def dropped(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(3), 0.5, x.shape), x, 0)
+
+
+def integer_division(n):
+    return n.sum(0) // 4, lax.div(n.sum(0), 3), (n > 2).sum(1) // 2
+
+
+def attention(x, q, k, v):
+    heads = [jnp.einsum("btd,dhe->bthe", x, w) for w in (q, k, v)]
+    scores = jnp.einsum("bthe,bshe->bhts", heads[0], heads[1])
+    scores = jnp.where(jnp.tril(jnp.ones((x.shape[1],) * 2, bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshe->bthe", jax.nn.softmax(scores), heads[2])
+
+
+def fused_attention(x, w):
+    q, k, v = jnp.split(x @ w, 3, -1)
+    return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
+
+
+def grouped(x, w):
+    y = x @ w
+    return y.reshape(*y.shape[:2], 2, 2, -1).sum(3)
+
+
+def convolution(x, w):
+    return nn.avg_pool(
+        nn.max_pool(lax.conv(x.swapaxes(1, 3), w, (1, 1), "SAME").swapaxes(1, 3), (2, 2), (2, 2)), (2, 1)
+    )
+
+
+def depthwise(x, w):
+    spec = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=4, dimension_numbers=spec)
+
+
 CASES = {
+    "rotary": case(rotary, array(4, 6, 8)),
+    "batch norm": case(normalised, array(4, 6, 8), array(8)),
+    "dropout": case(dropped, array(4, 6)),
+    "casts": case(casts, integers(200, 4, 6), array(4, 6), gradients=False),
+    "integer division": case(
+        lambda n: (n.sum(0) // 4, lax.div(n.sum(0), 3), (n > 2).sum(1) // 2), integers(9, 4, 6), gradients=False
+    ),
+    "product": case(lambda x, w, b: x @ w + b, array(4, 6, 8), array(8, 4), array(4)),
+    "feed-forward": case(lambda x, w, v: x + jnp.tanh(x @ w) @ v, array(4, 6, 8), array(8, 12), array(12, 8)),
+    "attention": case(attention, array(4, 6, 8), *(array(8, 2, 4, seed=i) for i in range(3))),
+    "fused attention": case(fused_attention, array(4, 6, 8), array(8, 12)),
+    "grouped": case(grouped, array(4, 6, 8), array(8, 16)),
+    "contrastive": case(lambda x: jax.nn.log_softmax(x @ x.T), array(4, 8)),
+    "convolution": case(convolution, array(4, 8, 6, 4), array(2, 4, 3, 3)),
+    "depthwise": case(depthwise, array(2, 6, 6, 4), array(3, 3, 1, 8)),
     "writes": case(written, array(4, 6, 8), array(4, 6, 8, seed=1)),
     "sorts": case(sorts, array(4, 6, 8)),
     "shapes": case(shapes, array(4, 6, 8)),
@@ -138,8 +207,25 @@ def primitives(jaxpr):
 
 
 def test_every_rule_is_of_an_operation_that_is_compared():
-    files = (test_control_flow, test_elementwise, test_lookups, test_products)
+    files = (test_control_flow, test_lookups)
     cases = [known for each in (CASES, *[file.CASES for file in files]) for known in each.values()]
     found = set().union(*[primitives(traced(known).jaxpr) for known in cases])
     elsewhere = {"device_put", "select_and_gather_add"}  # does nothing here; of forward-mode derivatives alone
     assert set(RULES) - set(ELEMENTWISE) - found == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("is_data", "old", "new", "is_delayed"),
+    [
+        (True, jnp.bfloat16, jnp.float32, True),
+        (True, jnp.float32, jnp.bfloat16, True),
+        (True, jnp.float32, jnp.float16, False),  # which has no numbers as large
+        (True, jnp.int32, jnp.int8, False),
+        (False, jnp.bfloat16, jnp.float32, False),
+    ],
+)
+def test_a_partial_sum_is_passed_on_through_a_cast_over_data_axes(is_data, old, new, is_delayed):
+    """A regression: a widening cast of a partial sum over a tensor axis, for a norm, added it up a second time."""
+    (equation,) = jax.make_jaxpr(lambda x: x.astype(new))(jnp.zeros(4, old)).jaxpr.eqns
+    found = elementwise(equation, [PARTIAL], Axis(("a",), (2,), is_data=is_data))
+    assert found == (RuleResult([PARTIAL], [PARTIAL]) if is_delayed else None)

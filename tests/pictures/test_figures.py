@@ -17,7 +17,7 @@ from matplotlib.patches import StepPatch
 
 import jpipe
 from jpipe.pictures import palette
-from jpipe.pictures.bars import corners
+from jpipe.pictures.gantt import corners
 from jpipe.schedules.simulate import Timeline, simulate
 
 ROOT = Path(__file__).parents[2]

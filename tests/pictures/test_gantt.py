@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import jpipe
-from jpipe.pictures.gantt import draw_legend, draw_memory, peak
+from jpipe.pictures.gantt import HEIGHT, corners, draw_legend, draw_memory, peak
 
 
 def make(name, num_chunks=1, **times):
@@ -52,3 +52,9 @@ def test_peaks_are_in_micro_batches(name, num_chunks, most):
     draw_memory(axes, timeline, scale=peak(timeline))
     texts = [text.get_text() for text in axes.texts]
     assert texts == [f"peak {peaks[0]:g}", *(f"{number:g}" for number in peaks[1:])]
+
+
+def test_a_bar_lies_around_its_stage():
+    bar = next(make("interleaved", 2).bars)
+    low, high = bar.stage - HEIGHT / 2, bar.stage + HEIGHT / 2
+    assert corners(bar)[::2] == [(bar.start, low), (bar.end, high)]

@@ -8,7 +8,7 @@ import pytest
 
 from jpipe.profiling.findings import _slow_process
 from jpipe.profiling.hosts import ProcessTime, host_names, process_times
-from jpipe.profiling.profile_tables import process_table
+from jpipe.profiling.profile import process_table
 
 
 def mesh_of(processes):

@@ -7,7 +7,8 @@ import pytest
 
 import jpipe
 from jpipe.planning.costs import Cost
-from jpipe.profiling.layer_times import LayerTimes, by_stage, measure_layers, recomputed
+from jpipe.profiling.changes import recomputed
+from jpipe.profiling.layer_times import LayerTimes, by_stage, measure_layers
 
 BATCH = np.ones((8, 4), np.float32)
 

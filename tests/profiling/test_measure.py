@@ -1,12 +1,16 @@
 """The step's program, of which only some actions run."""
 
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jpipe
 from cases import assert_equal
-from jpipe.profiling.measure import Program, noise_of
+from jpipe.profiling.measure import Program, memory_of, noise_of
 from wide import make
 
 
@@ -52,3 +56,13 @@ def test_a_program_of_all_actions_computes_what_the_pipeline_does():
 def test_noise_is_of_the_middle_half():
     assert noise_of([2.0] * 5) == 0.0
     assert noise_of([10.0, 8.0, 9.0, 11.0, 300.0]) == 0.2
+
+
+def test_parts_are_those_of_the_fullest_device(make_mesh):
+    mesh = make_mesh((2,), ("stage",))
+    split = jax.device_put(jnp.zeros(8), NamedSharding(mesh, PartitionSpec("stage")))
+    alone = jax.device_put(jnp.zeros(3), mesh.devices[1])
+    state = SimpleNamespace(variables={"params": {"w": split}, "batch_stats": [split, alone]}, opt_state=(split, split))
+    found = memory_of(SimpleNamespace(temporary_bytes=5), state)
+    assert found == {"parameters": 16, "other_variables": 16 + 12, "optimizer": 32, "gradients": 16, "temporaries": 5}
+    assert found.total == 97

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jpipe.schedules.actions import ACTION_KINDS, Action, Orders
+from jpipe.schedules.actions import ACTION_KINDS, Action
 from jpipe.schedules.placement import Placement
+from jpipe.schedules.timing import Orders
 
 
 def test_kinds_depend_on_known_ones_and_flow_one_way_or_none():

@@ -9,7 +9,6 @@ from cases import names
 from jpipe.schedules.orders import SCHEDULES, make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
-from jpipe.schedules.timing import slot_times
 
 # A line a stage, a character a tick: the forwards on the left, the backwards on the right. A digit is the micro-batch
 # in chunk 0, a letter the micro-batch in chunk 1 (a = 0).
@@ -180,7 +179,7 @@ PICTURES = {
 
 def picture(schedule: Schedule) -> list[str]:
     """A line for each stage, as in `PICTURES`."""
-    times = slot_times(schedule)
+    times = schedule.slot_times
     width = len(schedule.slots)
     num_ticks = max(times.values()) // width + 1
     marks = [[["."] * num_ticks for _ in schedule.slots] for _ in schedule.actions]
@@ -206,7 +205,7 @@ def test_order_is_as_drawn(name, num_stages, num_microbatches, num_chunks):
 def test_chunked_orders_never_deadlock_and_stall_only_with_fewer_microbatches_than_stages(name):
     for num_stages, num_microbatches, num_chunks in itertools.product(range(1, 6), range(1, 10), range(1, 5)):
         schedule = make_schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-        forwards = sorted({tau for (_, action), tau in slot_times(schedule).items() if action.kind == "F"})
+        forwards = sorted({tau for (_, action), tau in schedule.slot_times.items() if action.kind == "F"})
         if num_chunks == 1 or num_microbatches >= num_stages:
             assert len(forwards) == num_chunks * num_microbatches + num_stages - 1
         else:  # a wave takes K slots for each chunk, filled or not

@@ -2,8 +2,10 @@
 
 import pytest
 
-from jpipe.schedules.published import PUBLISHED
+from jpipe.schedules.orders import SCHEDULES
 from jpipe.schedules.schedule import Schedule
+
+PUBLISHED = {name: SCHEDULES[name] for name in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")}
 
 ORDERS = {
     "zb-h1": """

@@ -17,7 +17,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import Timeline, Work, in_time, simulate
 from jpipe.schedules.ticks import KEEPS
-from jpipe.schedules.timing import needs, slot_times
+from jpipe.schedules.timing import needs
 from jpipe.schedules.zero_bubble import zero_bubble
 
 CHUNKED = names(chunks=2, split=None)
@@ -201,24 +201,24 @@ def test_one_slot_pays_for_unequal_actions(num_stages, num_microbatches):
 @pytest.mark.parametrize(
     ("times", "error", "message"),
     [
-        ({"forward": 0.0}, ValueError, "forward=0.0 must be positive and finite"),
-        ({"backward": -1}, ValueError, "backward=-1 must be positive and finite"),
-        ({"forward": [1.0, float("nan")]}, ValueError, "must be positive and finite"),
+        ({"forward": 0.0}, ValueError, "forward=0.0 has to be more than 0 and finite; use one number, or one for each"),
+        ({"backward": -1}, ValueError, "backward=-1 has to be more than 0 and finite"),
+        ({"forward": [1.0, float("nan")]}, ValueError, "forward=nan has to be more than 0 and finite"),
         ({"backward": [1.0, 2.0, 3.0]}, ValueError, "has shape (3,); use one number, or one for each of the 2 stages"),
-        ({"recompute": -1.0}, ValueError, "recompute=-1.0 must be at least 0 and finite"),
+        ({"recompute": -1.0}, ValueError, "recompute=-1.0 has to be at least 0 and finite"),
         (
             {"weight": [0.5, 3.0]},
             ValueError,
             "weight=[0.5, 3.0] must be no more than backward=2.0, of which it is a part",
         ),
-        ({"weight": -1}, ValueError, "weight=-1 must be at least 0 and finite"),
+        ({"weight": -1}, ValueError, "weight=-1 has to be at least 0 and finite"),
         ({"transfer": -1}, ValueError, "transfer=-1 has to be at least 0 and finite"),
         ({"transfer": float("inf")}, ValueError, "transfer=inf has to be at least 0 and finite"),
         ({"transfer": [1.0, 2.0]}, TypeError, "transfer=[1.0, 2.0] is no number; give the time of one hop"),
         ({"transfer": "1"}, TypeError, "transfer='1' is no number"),
-        ({"forward": "1"}, TypeError, "forward='1' must be a number or a sequence of 2 numbers"),
-        ({"backward": [True, False]}, TypeError, "backward=[True, False] must be a number or a sequence of 2 numbers"),
-        ({"forward": "fast"}, TypeError, "forward='fast' must be a number or a sequence of 2 numbers"),
+        ({"forward": "1"}, TypeError, "forward='1' is no number; use one number, or one for each of the 2 stages"),
+        ({"backward": [True, False]}, TypeError, "backward=True is no number; use one number"),
+        ({"forward": "fast"}, TypeError, "forward='fast' is no number; use one number"),
     ],
 )
 def test_wrong_times_are_named(times, error, message):
@@ -438,8 +438,22 @@ def test_of_chunks_that_differ_the_slowest_of_each_slot_counts(name, num_chunks)
     place, numbers = schedule.placement, [3.0, 1.0, 4.0, 1.5, 9.0, 2.0][: 2 * num_chunks]
     work = Work({"F": numbers, "B": [2 * number for number in numbers]}, [0.0] * len(numbers))
     slots = defaultdict(list)
-    for (stage, action), time in slot_times(schedule).items():
+    for (stage, action), time in schedule.slot_times.items():
         slots[time].append(work.times[action.kind][place.virtual_stage(stage, action.chunk)])
     found = in_time(schedule, work)
     assert found.makespan == sum(map(max, slots.values()))
     assert sum(found.busy) == 4 * 3 * sum(numbers)
+
+
+def test_bars_cover_the_busy_time():
+    timeline = simulate(make("interleaved", 3, 6, 2), recompute=1.0)
+    for stage, busy in enumerate(timeline.busy):
+        assert sum(bar.end - bar.start for bar in timeline.bars if bar.stage == stage) == pytest.approx(busy)
+
+
+def test_recomputation_is_a_bar_before_its_backward():
+    schedule = make("interleaved", 3, 6, 2)
+    kinds = [bar.action.kind for bar in simulate(schedule, recompute=0.5).bars if bar.stage == 0]
+    assert kinds.count("R") == kinds.count("B") == kinds.count("F") == 12
+    assert all(kinds[i + 1] == "B" for i, kind in enumerate(kinds) if kind == "R")
+    assert "R" not in {bar.action.kind for bar in simulate(schedule).bars}

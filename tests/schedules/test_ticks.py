@@ -13,7 +13,6 @@ from jpipe.schedules.actions import Action, admitted
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.ticks import KEEPS, SlotTable, TickTable, lower
-from jpipe.schedules.timing import slot_times
 
 Tag = tuple[str, int, int]  # kind, micro-batch, and the virtual stage that sent it
 EMPTY: Tag = ("", -1, -1)
@@ -147,7 +146,7 @@ def last_readers(schedule: Schedule, writer: str, readers: str) -> list[set[Acti
 
 def most_live(schedule: Schedule, *, keep_inputs: bool) -> dict[str, tuple[int, ...]]:
     """The most values that are live at once on each stage, counted slot time by slot time."""
-    times, placement = slot_times(schedule), schedule.placement
+    times, placement = schedule.slot_times, schedule.placement
     live: dict[str, list[list[range]]] = {name: [[] for _ in schedule.actions] for name in (*BOUNDARIES, *KEEPS)}
     for (stage, action), tau in times.items():
         virtual_stage = placement.virtual_stage(stage, action.chunk)

@@ -9,7 +9,7 @@ from any_schedule import schedules
 from jpipe.schedules.actions import admitted
 from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
-from jpipe.schedules.timing import needs, slot_times
+from jpipe.schedules.timing import needs
 
 
 def test_one_slot_1f1b_is_the_papers_picture():
@@ -30,7 +30,7 @@ def test_one_slot_1f1b_is_the_papers_picture():
 
 @given(schedules())
 def test_every_action_runs_as_soon_as_possible(schedule):
-    times = slot_times(schedule)
+    times = schedule.slot_times
     for stage, order in enumerate(schedule.actions):
         for before, action in zip([None, *order], order, strict=False):
             tau = times[stage, action]

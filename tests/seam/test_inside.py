@@ -197,7 +197,7 @@ def test_without_layouts(monkeypatch):
     """It goes on, and says once what that costs."""
     monkeypatch.setattr(inside, "layout", None)
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"no jax\.experimental\.layout, so that compilers choose"):
+    with pytest.warns(UserWarning, match=r"no jax\.experimental\.layout: steps on TPUs may take"):
         assert inside.held_to(X, (1, 0)) is X
     assert inside.orders_chosen(lambda x: ([x], []), [X], ([], [])) is None  # a second warning would be an error
 

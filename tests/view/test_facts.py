@@ -117,7 +117,8 @@ def test_the_first_batch_counts_unless_another_is_given_and_nothing_is_compiled(
         twice = facts_of(pipe.planner, "", np.ones((16, 16), np.float32))
         assert not compiled()
     assert (of_shapes.batch, twice.batch, twice.activation) == (8, 16, 2 * of_shapes.activation)
-    data = json.dumps(dataclasses.asdict(dataclasses.replace(of_shapes, title=repr(pipe))))
+    titled = dataclasses.replace(of_shapes, table=dataclasses.replace(of_shapes.table, title=repr(pipe)))
+    data = json.dumps(dataclasses.asdict(titled))
     assert data in pipe.view(path=tmp_path / "pipe.html").path.read_text()
 
 

@@ -23,6 +23,7 @@ from jpipe.schedules.orders import make_schedule
 from jpipe.schedules.schedule import Schedule
 from jpipe.schedules.simulate import simulate
 from jpipe.schedules.ticks import lower
+from jpipe.terminal.tables import Table
 from jpipe.view.facts import Held, PipelineFacts, Rows
 from jpipe.view.page import NO_FACTS, PAGE, show
 from jpipe.view.page import Page as Written
@@ -656,10 +657,13 @@ def test_the_page_asks_for_nothing_but_itself(page):
 # --- a pipeline's own numbers -----------------------------------------------------------------------------------------
 
 FACTS = PipelineFacts(
-    title="Pipeline(6 layers, </script>)",
-    header=("stage", "what"),
-    rows=(("0", "Embed, 2 Block"), ("1", "3 <Block>")),
-    notes=("layers 0, 5 share parameters",),
+    table=Table(
+        "Pipeline(6 layers, </script>)",
+        ("stage", "what"),
+        (("0", "Embed, 2 Block"), ("1", "3 <Block>")),
+        {},
+        ("layers 0, 5 share parameters",),
+    ),
     schedule="1f1b",
     orders=None,
     slots=("F", "B"),
@@ -701,9 +705,10 @@ def test_a_pipelines_page_shows_its_times_and_bytes(tab, tmp_path):
     assert shown(tab, "makespan") == pytest.approx(timeline.makespan)
     assert text(tab, "makespan") == f"{timeline.makespan:g} ms"
     assert shown(tab, "speedup-one") == pytest.approx(4 * (5 + 8.5) / timeline.makespan)
-    assert text(tab, "title") == FACTS.title
-    assert tab.get("[...document.querySelectorAll('#layers td')].map((c) => c.textContent)") == [*sum(FACTS.rows, ())]
-    assert text(tab, "notes") == FACTS.notes[0]
+    assert text(tab, "title") == FACTS.table.title
+    cells = tab.get("[...document.querySelectorAll('#layers td')].map((c) => c.textContent)")
+    assert cells == [cell for row in FACTS.table.rows for cell in row]
+    assert text(tab, "notes") == FACTS.table.notes[0]
     assert not tab.get("document.querySelector('.playground')?.offsetParent"), "nothing of the playground is left"
     tab.click("#tab-memory")
     peaks, table = timeline.peak_in_flight, lower(schedule_of("1f1b", 2, 4, 1))
