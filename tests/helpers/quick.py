@@ -5,7 +5,11 @@ What becomes of a program before that, partitioning and collectives included, is
 
 from importlib.metadata import version
 
-CODE = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+CODE = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": "true",
+    "xla_disable_hlo_passes": "hlo-verifier",  # XLA's check of its own passes
+}
 READ_ONCE = (
     {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1", "xla_cpu_max_isa": "SSE4_2"}
     if version("jaxlib").startswith("0.10.")
