@@ -7,23 +7,17 @@ import gc
 import math
 import os
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
-# Eight devices; and machine code that is made sooner, though it runs slower, as most of the time goes into compiling:
-# what becomes of a program before that, partitioning and collectives included, is the same. What the caller has set
-# stays: XLA_FLAGS=--xla_backend_optimization_level=3 gives the usual machine code.
-_FLAGS = {
-    "xla_force_host_platform_device_count": "8",
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": "true",
-}
-# The older way to write machine code for fusions takes half the time. The newest JAX has lost it, and the TPU's
-# compiler ends the process for a flag that it doesn't know: so it is taken back as soon as JAX has read it.
-_READ_ONCE = {"xla_cpu_use_fusion_emitters": "false"} if version("jaxlib").startswith("0.10.") else {}
-# Read when the first backend starts, so they are set before jax is imported.
+import quick
+
+# Eight devices and quick compilation. What the caller has set stays: XLA_FLAGS=--xla_backend_optimization_level=3 gives
+# the usual machine code.
 _SET = os.environ.get("XLA_FLAGS", "")
-_LASTING = " ".join([_SET, *[f"--{name}={value}" for name, value in _FLAGS.items() if name not in _SET]])
-os.environ["XLA_FLAGS"] = " ".join([_LASTING, *[f"--{name}={value}" for name, value in _READ_ONCE.items()]])
+_WANTED = {"xla_force_host_platform_device_count": "8"} | quick.CODE
+_LASTING = f"{_SET} {quick.in_words({name: value for name, value in _WANTED.items() if name not in _SET})}"
+# Read when the first backend starts, so they are set before jax is imported. What the TPU's compiler doesn't know is
+# taken back then.
+os.environ["XLA_FLAGS"] = f"{_LASTING} {quick.in_words(quick.READ_ONCE)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -13,13 +13,14 @@ import pytest
 
 import jpipe
 from jpipe.checkpoints import files
+from quick import flags_for
 
 SAVER = Path(__file__).parents[1] / "helpers" / "saver.py"
 
 
 def start(directory: Path, *how: str) -> subprocess.Popen:
     """A process that saves step after step (`saver.py`)."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"XLA_FLAGS": flags_for(8), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(SAVER), str(directory), *how]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -7,7 +7,7 @@ each other, and a permute has to be jpipe's own. What is as large as a gradient 
 import pytest
 
 from recipes import MESHES, MODELS
-from timed import Worker
+from timed import FAST, Worker
 
 QUICK = [
     ("plain layers", "data"),
@@ -21,12 +21,11 @@ QUICK = [
     ("tied", "fsdp and tp"),
 ]
 SLOW = [(name, mesh) for mesh in MESHES for name in MODELS if (name, mesh) not in QUICK]
-FLAGS = "--xla_force_host_platform_device_count=8"
 
 
 @pytest.fixture(scope="module")
 def worker():
-    with Worker(flags=FLAGS) as worker:
+    with Worker(flags=FAST) as worker:
         yield worker
 
 

@@ -15,34 +15,16 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jpipe
+import quick
 from cases import VOCABULARY, WIDTH, assert_close, make_model, model, pipeline, tokens, weighted_cross_entropy
+from split_model import split_model
+from timed import Worker
 
 
-class SplitBlock(nn.Module):
-    """A residual block with weights split over `model` by Flax's metadata."""
-
-    dtype: object = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        init, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
-        up = nn.Dense(
-            2 * WIDTH,
-            param_dtype=self.dtype,
-            kernel_init=nn.with_partitioning(init, (None, "model")),
-            bias_init=nn.with_partitioning(zeros, ("model",)),
-        )
-        down = nn.Dense(WIDTH, param_dtype=self.dtype, kernel_init=nn.with_partitioning(init, ("model", None)))
-        return x + down(nn.tanh(up(x)))
-
-
-@pytest.fixture(scope="module")
-def split_model():
+@pytest.fixture(scope="module", name="split_model")
+def split_model_fixture():
     with jax.enable_x64(True):
-        dtype = jnp.float64
-        embed = nn.Embed(VOCABULARY, WIDTH, param_dtype=dtype, dtype=dtype)
-        layers = [embed, *[SplitBlock(dtype) for _ in range(5)], nn.Dense(VOCABULARY, param_dtype=dtype)]
-        return make_model(layers, weighted_cross_entropy, tokens())
+        return split_model()
 
 
 def check(truth, mesh, k, m, *, set_mesh=False, **options):
@@ -298,17 +280,10 @@ def test_training_on_a_mesh_with_all_axes(make_mesh, split_model, explicit):
         assert_close(results[0], results[1], "after two steps")
 
 
-def test_initial_values_do_not_depend_on_the_mesh(make_mesh, split_model):
-    with jax.enable_x64(True):
-        meshes = [None, make_mesh((2, 2, 2), ("stage", "data", "model"))]
-        values = []
-        for mesh in meshes:
-            pipe = pipeline(split_model, "1f1b", 2, 3, balance="even", mesh=mesh)
-            values.append(jax.device_get(pipe.layer_variables(pipe.init(jax.random.key(5), split_model.batch))))
-        for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(values[0]), jax.tree.leaves(values[1]), strict=True
-        ):
-            np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
+def test_initial_values_do_not_depend_on_the_mesh():
+    # In a process of its own with the usual machine code, as the quick one rounds a fusion by its shape.
+    with Worker(flags=quick.in_words({"xla_force_host_platform_device_count": "8"} | quick.CODE)) as worker:
+        assert worker.value("split_model", "leaves_that_differ", [2, 2, 2]) == []
 
 
 def test_each_stages_parameters_are_on_its_devices_alone(make_mesh):
@@ -668,7 +643,7 @@ def test_an_index_along_an_axis_is_refused(make_mesh):
     mesh = make_mesh((2, 2), ("stage", "data"))
     layers = [nn.Dense(4), lambda x: x + jax.lax.axis_index("data").astype(x.dtype)]
     pipe = jpipe.Pipeline(layers, lambda y, _: jnp.mean(y), num_stages=2, num_microbatches=1, mesh=mesh, balance="even")
-    with pytest.raises(ValueError, match=r"layer 1 .*axis_index over the mesh axis 'data': a layer sees the whole"):
+    with pytest.raises(ValueError, match=r"layer 1 .*axis_index over the mesh axis 'data': a layer sees whole arrays"):
         pipe.init(jax.random.key(0), np.ones((2, 4), np.float32))
 
 

@@ -24,6 +24,7 @@ import process_worker
 from cases import assert_close, assert_equal, model, params_of, pipeline
 from jpipe.batches.rows import data_shard
 from jpipe.processes import watching
+from quick import flags_for
 
 WORKER = Path(process_worker.__file__)
 SECONDS = 240
@@ -37,8 +38,11 @@ def free_port() -> int:
 
 
 def start(directory: Path, index: int, processes: int, devices: int, port: int, *more: str) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    known = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    known = {
+        "XLA_FLAGS": flags_for(devices),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     options = ["--port", port, "--processes", processes, "--index", index, "--out", directory, *more]
     with (directory / f"{index}.log").open("w") as log:
         command = [sys.executable, str(WORKER), *map(str, options)]

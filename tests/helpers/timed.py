@@ -19,13 +19,15 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import quick
+
 LIMIT = float(os.environ.get("JPIPE_CASE_SECONDS", "90"))
 """Seconds without a sign of life (see `alive`) after which a call is given up."""
 CALLS_PER_PROCESS = 40  # what it has compiled stays in memory
 STUCK = 30
 """Seconds that a device waits for others in a collective before XLA ends the process."""
 _FLAGS = f"--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds={STUCK}"
-FAST = f"{_FLAGS} --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST = f"{_FLAGS} {quick.in_words(quick.CODE | quick.READ_ONCE)}"
 """Compiles in less time what then runs in more; the partitioning and the collectives are the same."""
 
 

@@ -6,7 +6,31 @@ a case that was renamed runs by default again.
 
 MOVED: dict[str, tuple[str, ...]] = {
     # K=4; K=2 with V=2; orders, unrolled, spread and shared ends stay.
-    "test_decoding.py::test_equals_the_model_without_a_cache": ("K=1-greedy", "K=2-greedy", "K=1, V=2-greedy"),
+    "test_decoding.py::test_equals_the_model_without_a_cache": (
+        *("K=1-greedy", "K=2-greedy", "K=1, V=2-greedy", "v-greedy", "shared by one-greedy", "spread-greedy"),
+    ),
+    # Two axes at once stay.
+    "test_decoding.py::test_other_axes": ("axes1", "axes2"),
+    "test_decoding.py::test_prompts_are_fed_several_tokens_at_a_time": ("2-5-K=2",),
+    # Every schedule stays here, in `test_any_sequence` or in `test_pipeline`, each kind of layer and each remat here.
+    "test_transparency.py::test_equals_the_sequential_model_in_float64": (
+        *("linen-interleaved-K2-M3-V3-stage", "mixed-naive-K3-M3-V1-stage", "linen-zero_bubble-K3-M6-V1-none"),
+        *("mixed-ahead-K3-M6-V1-stage", "nnx modules-gpipe-K2-M3-V1-layer"),
+    ),
+    # Both sizes of K and both remats stay: 4-6-none, 2-3-stage.
+    "test_transparency.py::test_stage_k_runs_k_less_forwards_ahead_in_one_slot": ("2-6-layer", "4-3-layer"),
+    # The other chips stay; 13 s of the TPU's compiler.
+    "test_step_times.py::test_predictions_are_those_kept": ("v5e, K=4, 1024 wide, 1x1024, none, zero_bubble",),
+    # Continuous integration runs all pages.
+    "test_docs.py::test_a_page_runs_and_prints_what_it_shows": ("docs/howto/generate.md",),
+    "test_refreezing.py::test_training_goes_on_as_a_plain_run_does": ("adamw-options0",),
+    # Each kind of layer, the looped and the unrolled, split backwards and whole ones stay with another kind.
+    "test_alike.py::test_a_step_and_evaluation_equal_the_sequential_model": ("linen-zero_bubble",),
+    # M=2 and M=4 stay, at which the batch is cut.
+    "test_backward_rules.py::test_it_sees_what_it_sees_in_the_whole_model": (
+        "clip-mean-M1-{}-{}",
+        "clip-masked-M1-{}-{}",
+    ),
     # Each type and each number of stages stays: 1-int64, 4-int16, 4-uint8.
     "test_decoding.py::test_prompts_of_any_integers": ("1-uint8", "1-int16", "4-int64"),
     # Each schedule and each remat stays: 1f1b with none and layer, interleaved with stage, naive with full.
@@ -17,7 +41,21 @@ MOVED: dict[str, tuple[str, ...]] = {
     # Each value of both options stays: False-use, True-step.
     "test_fsdp.py::test_gradients_of_split_parameters": ("False-step", "True-use"),
     # One stage differs from four, three and two by sizes alone.
-    "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')",),
+    "test_connections.py::test_all_sorts_of_connections": ("(1, 2, '1f1b', 1, 'layer')", "(3, 4, 'gpipe', 1, 'layer')"),
+    # One even and one odd number of rows stay, on both meshes.
+    "test_meshes.py::test_evaluation_of_any_batch": ("shape1-6", "shape0-13", "shape0-7"),
+    "test_meshes.py::test_a_scalar_among_the_boundaries": ("False-4-1",),
+    "test_metadata.py::test_leaves_of_one_shape_with_and_without_metadata": ("2-names1", "1-names0", "1-names2"),
+    "test_frozen.py::test_running_averages_of_a_frozen_layer": ("kept",),
+    "test_flops.py::test_layers_of_the_examples_take_what_the_compiler_counts": ("transformer_l-none",),
+    "test_layer_trees.py::test_there_and_back_also_to_other_numbers_of_stages": (
+        *("mixed-True-all of some", "linen-False-a part of each leaf"),
+    ),
+    # These pictures have the same bars at half the width.
+    "test_figures.py::test_no_text_leaves_its_bar_or_the_picture": (
+        "200-('1f1b', 16, 64, 1)",
+        "200-('gpipe', 16, 64, 1)",
+    ),
 }
 
 
