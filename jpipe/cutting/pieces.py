@@ -141,6 +141,30 @@ class Piece:
         return jaxpr_as_fun(self.jaxpr)
 
 
+class TiedTogether(ValueError):
+    """Some parameters are used in several pieces, and by operations that use others too.
+
+    Args:
+      parts: those parameters.
+    """
+
+    def __init__(self, parts: frozenset[Part]):
+        super().__init__(parts)
+        self.parts = parts
+
+
+class NoSuchPlace(ValueError):
+    """A trace has no place like the one behind a piece.
+
+    Args:
+      index: of the piece.
+    """
+
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.index = index
+
+
 def cut(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
     """Decides where a model is cut.
 
@@ -149,7 +173,8 @@ def cut(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
       wanted: how many pieces there have to be at least, if the model has so many.
 
     Raises:
-      ValueError: a parameter is used in several pieces, of which one can't be cut so that it has no other.
+      TiedTogether: some parameters are used in several pieces, of which one can't be cut so that it has no others.
+      NoSuchPlace: evaluation can't be cut as training is.
     """
     places = _with_ties_alone(training, find_places(training.places, wanted, training.is_inside_of_state))
     ends = [0, *places, len(training.straight.main)]
@@ -175,7 +200,7 @@ def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
         at = [p for p in range(start, stop) if not tied.isdisjoint(traced.parts_used[p])]
         around = {at[0], at[-1] + 1} - {start, stop}
         if not around or any(map(traced.is_inside_of_state, around)):
-            raise ValueError(f"{len(tied)} parameters are used in several places, together with others")
+            raise TiedTogether(tied)
         places = sorted({*places, *around})
     return places
 
@@ -209,7 +234,7 @@ def find_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[in
       like: a trace at the same shapes and its places: what crosses has to be of the same shapes.
 
     Raises:
-      ValueError: there is no such place.
+      NoSuchPlace: a place has no counterpart.
     """
     by_used: dict[Before, list[int]] = {}
     for p, used in enumerate(_used_before(traced, cutting.told_by, cutting.ties)[:-1]):
@@ -222,7 +247,7 @@ def find_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[in
             wanted = like[0].places.shapes(like[1][index])
             candidates = [p for p in candidates if traced.places.shapes(p) == wanted]
         if not candidates:
-            raise ValueError(f"there is no place {index}")
+            raise NoSuchPlace(index)
         fewest = min(len(traced.places.crossing[p]) for p in candidates)
         narrow = [p for p in candidates if len(traced.places.crossing[p]) == fewest]
         places.append(min(reversed(narrow), key=lambda p: traced.places.bytes[p]))

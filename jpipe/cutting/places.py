@@ -15,11 +15,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Origin, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
-
-CUT = "jpipe.cut"
-"""The name under which `jpipe.cut` marks a value (`jax.ad_checkpoint.checkpoint_name`)."""
 
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""

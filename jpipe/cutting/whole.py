@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpipe.cutting.names import names_of
-from jpipe.cutting.pieces import Cutting, Piece, Traced, cut, find_again, make_pieces
+from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, TiedTogether, Traced, cut, find_again, make_pieces
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
+from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
 from jpipe.layers.fingerprint import ShownByTraces, same_value
@@ -27,8 +29,9 @@ from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
+from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import PLAIN_CALLS
+from jpipe.seam.primitives import LOOPS_AND_BRANCHES, PLAIN_CALLS
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -119,6 +122,11 @@ class CutModel:
         """A name for each piece."""
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
         return names_of(self.cutting.parts, self.whole.paths, sizes)
+
+    def parameter_names(self, index: int) -> list[str]:
+        """The paths of a piece's variables; slices end with their indices."""
+        in_words = lambda part: "/".join(self.whole.paths[part.leaf]) + "".join(f"[{i}]" for i in part.indices)
+        return list(map(in_words, self.cutting.parts[index]))
 
     @cached_property
     def shared(self) -> dict[int, Shared]:
@@ -213,10 +221,54 @@ def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJax
 
 
 def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) -> CutModel:
-    """Cuts a model, from the shapes of a micro-batch `[b, ...]`, into at least `wanted` pieces."""
+    """Cuts a model, from the shapes of a micro-batch `[b, ...]`, into at least `wanted` pieces.
+
+    Raises:
+      ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
+    """
     modes = whole.trace(read_inputs, batch)
-    cutting = cut(modes.training, modes.evaluation, wanted)
-    return CutModel(whole, cutting)
+    try:
+        cutting = cut(modes.training, modes.evaluation, wanted)
+    except TiedTogether as error:
+        names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
+        raise ValueError(
+            f"{whole.layer.name} uses {', '.join(names[:3])} in several places, in one of them together with other "
+            "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
+            "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
+        ) from None
+    except NoSuchPlace as error:
+        raise ValueError(
+            f"{whole.layer.name} does in evaluation other things than in training behind piece {error.index}: no place "
+            "there bears the same shapes behind the same parameters; mark places that both modes have by "
+            "x = jpipe.cut(x)"
+        ) from None
+    model = CutModel(whole, cutting)
+    if cutting.num_pieces < wanted:
+        raise ValueError(_too_few(model, modes.training, wanted))
+    return model
+
+
+def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
+    """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
+    places = find_again(model.cutting, training, None)
+    ends, flops, main = [0, *places, len(training.straight.main)], training.places.flops, training.straight.main
+    sizes = [float(flops[b] - flops[a]) for a, b in pairwise(ends)]
+    largest = sizes.index(max(sizes))
+    inside = [training.straight.flat.equations[i] for i in main[ends[largest] : ends[largest + 1]]]
+    heaviest = max(inside, key=lambda equation: flops_of(equation.equation).flops)
+    line = line_of(heaviest.equation, heaviest.callers)
+    loop = heaviest.equation.primitive.name in LOOPS_AND_BRANCHES
+    return (
+        f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
+        f"stages (num_stages * num_chunks); the largest piece, {model.names[largest]}, has "
+        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {heaviest.equation.primitive.name} "
+        f"{f'at {line}' if line else 'of no known line'}; "
+        + (
+            "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
+            if loop
+            else "use fewer stages or chunks, or split what that line does"
+        )
+    )
 
 
 class _Kinds:
