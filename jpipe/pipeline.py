@@ -257,8 +257,8 @@ class Pipeline(Tabular):
           variables: anything laid out like this pipeline's variables, gradients too: `{"params": grads}`.
 
         Returns:
-          Of a linen module a dict by collection, of an nnx module a pure dict by collection, of a `jpipe.Layer` what its
-          `init` returned. Collections that `variables` lacks are missing. Leaves are split over the stages.
+          Of a linen module a dict by collection, of an nnx module a pure dict by collection, of a `jpipe.Layer` what
+          its `init` returned. Collections that `variables` lacks are missing. Leaves are split over the stages.
 
         Raises:
           ValueError: the pipeline was given a list of layers.

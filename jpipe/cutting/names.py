@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -21,10 +22,46 @@ def names_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Seq
       paths: of each leaf of the variables, its path in the model.
       sizes: of each leaf, its elements.
     """
-    sliced = [paths[part.leaf] for parts in pieces for part in parts if part.indices]
-    stack = _common(sliced)
-    names = [_name([(_path(part, paths, stack), sizes[part.leaf]) for part in parts]) for parts in pieces]
+    weights = [[sizes[part.leaf] for part in parts] for parts in pieces]
+    names = [_name(list(zip(*pair, strict=True))) for pair in zip(paths_of(pieces, paths), weights, strict=True)]
     return [name or (f"behind {names[i - 1]}" if i else "start") for i, name in enumerate(names)]
+
+
+def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:
+    """For each piece the paths of its variables; slices have their indices behind what is stacked."""
+    stack = _common([paths[part.leaf] for parts in pieces for part in parts if part.indices])
+    return [[_path(part, paths, stack) for part in parts] for parts in pieces]
+
+
+def paths_below(pieces: Sequence[Sequence[Path]], kinds: Sequence[Sequence[object]]) -> list[list[Path]]:
+    """For each piece the paths of its variables below what they have in common.
+
+    Pieces that differ in the numbers of their names alone, such as `Dense_1` and `Dense_4`, get those of the first.
+
+    Args:
+      pieces: the paths of each piece's variables.
+      kinds: of each variable, what has to be the same (its collection, its shape).
+    """
+    below = [[path[len(_common([p[:-1] for p in paths])) :] for path in paths] for paths in pieces]
+    first: dict[object, list[Path]] = {}
+    without_digits = lambda path: tuple(re.sub(r"\d+", "", name) for name in path)
+    keys = [(tuple(map(without_digits, paths)), tuple(kind)) for paths, kind in zip(below, kinds, strict=True)]
+    return [first.setdefault(key, paths) for key, paths in zip(keys, below, strict=True)]
+
+
+def nested(paths: Sequence[tuple[Path, int]]) -> dict[str, object]:
+    """Nested dicts of values by their paths.
+
+    >>> nested([(("a", "b"), 0), (("a", "c"), 1), (("d",), 2)])
+    {'a': {'b': 0, 'c': 1}, 'd': 2}
+    """
+    tree: dict[str, object] = {}
+    for path, value in paths:
+        inner = tree
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = value
+    return tree
 
 
 def _common(paths: Sequence[Path]) -> Path:

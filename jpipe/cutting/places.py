@@ -19,6 +19,8 @@ from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Origin, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
+LARGEST = 8
+"""A piece with more than this part of the model's FLOPs is cut again."""
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
 
@@ -89,6 +91,9 @@ class Places:
 def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -> list[int]:
     """The places to cut at, in order.
 
+    They follow from the model alone, so that pipelines of other numbers of stages have the same layers; but where
+    these are fewer than wanted, more places are taken.
+
     Args:
       places: of the model.
       wanted: how many pieces there have to be at least, if the model has so many.
@@ -97,42 +102,33 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     end = len(places.straight.main)
     if places.marked:
         return [p for p in places.marked if 0 < p < end and not forbidden(p)]
-    chosen = _cut(places, 0, end, forbidden, lambda start, stop: False)
-    # Pieces that are too large to be balanced are cut again, at places that are not much wider.
-    total = places.flops[-1]
-    for most_wider in (MOST_WIDER, np.inf):
-        is_large = lambda start, stop: places.flops[stop] - places.flops[start] > total / wanted
-        chosen = _cut_again(places, chosen, forbidden, is_large, most_wider)
+    chosen = _cut(places, 0, end, forbidden)
+    for pieces, most_wider in ((LARGEST, MOST_WIDER), (wanted, MOST_WIDER), (wanted, np.inf)):
+        chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / pieces, most_wider)
         if len(chosen) + 1 >= wanted:
             break
     return chosen
 
 
 def _cut_again(
-    places: Places,
-    chosen: Sequence[int],
-    forbidden: Callable[[int], bool],
-    is_large: Callable[[int, int], bool],
-    most_wider: float,
+    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most_flops: float, most_wider: float
 ) -> list[int]:
-    """The places chosen so far, and those inside of large pieces."""
-    found, todo = set(chosen), list(pairwise([0, *chosen, len(places.straight.main)]))
+    """The places chosen so far, and those inside of pieces that have more than so many FLOPs."""
+    found, todo, end = set(chosen), list(pairwise([0, *chosen, len(places.straight.main)])), len(places.straight.main)
     while todo:
         start, stop = todo.pop()
-        if not is_large(start, stop):
+        if places.flops[stop] - places.flops[start] <= most_flops:
             continue
-        ends = max(places.bytes[start], places.bytes[stop] if stop < len(places.straight.main) else 0)
-        wide = lambda p, ends=ends: forbidden(p) or places.bytes[p] > most_wider * max(ends, 1)
-        inner = _cut(places, start, stop, wide, is_large)
+        ends = max(places.bytes[start], places.bytes[stop] if stop < end else 0)
+        inner = _cut(
+            places, start, stop, lambda p, ends=ends: forbidden(p) or places.bytes[p] > most_wider * max(ends, 1)
+        )
         found.update(inner)
-        if inner:
-            todo += pairwise([start, *inner, stop])
+        todo += pairwise([start, *inner, stop]) if inner else []
     return sorted(found)
 
 
-def _cut(
-    places: Places, start: int, stop: int, forbidden: Callable[[int], bool], _: Callable[[int, int], bool]
-) -> list[int]:
+def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
     """The narrowest places inside of a piece: those that the fewest values cross, one for each run of such places."""
     inside = [p for p in range(start + 1, stop) if not forbidden(p)]
     if not inside:
@@ -149,6 +145,8 @@ def _cut(
             if places.works[p - 1] and pieces[-1]:
                 pieces.append([])
             pieces[-1].append(p)
+        if pieces[-1][-1] == stop - 1 and not places.works[stop - 1]:
+            pieces.pop()  # they are one place with the end of the piece
         candidates += [min(reversed(piece), key=lambda p: places.bytes[p]) for piece in pieces]
     return _without_idle(places, start, stop, _without_peaks(places, candidates))
 

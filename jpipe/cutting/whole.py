@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.names import names_of
+from jpipe.cutting.names import names_of, nested, paths_below, paths_of
 from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, TiedTogether, Traced, cut, find_again, make_pieces
 from jpipe.cutting.straight import Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
@@ -123,6 +123,23 @@ class CutModel:
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
         return names_of(self.cutting.parts, self.whole.paths, sizes)
 
+    @cached_property
+    def trees(self) -> list[dict[str, PyTree]]:
+        """For each piece its variables by collection, as nested dicts, of the indices of its parts."""
+        whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
+
+        def kind(part: Part) -> object:
+            leaf = leaves[part.leaf]
+            return whole.collections[part.leaf], leaf.shape[len(part.indices) :], leaf.dtype
+
+        kinds, trees = [list(map(kind, parts)) for parts in self.cutting.parts], []
+        paths = paths_below(paths_of(self.cutting.parts, whole.paths), kinds)
+        for parts, own in zip(self.cutting.parts, paths, strict=True):
+            names = [whole.collections[part.leaf] for part in parts]
+            by_name = {name: [(own[i], i) for i, n in enumerate(names) if n == name] for name in sorted(set(names))}
+            trees.append({name: nested(of_collection) for name, of_collection in by_name.items()})
+        return trees
+
     def parameter_names(self, index: int) -> list[str]:
         """The paths of a piece's variables; slices end with their indices."""
         in_words = lambda part: "/".join(self.whole.paths[part.leaf]) + "".join(f"[{i}]" for i in part.indices)
@@ -148,7 +165,7 @@ class CutModel:
         makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
         return tuple(maker.layer() for maker in makers)
 
-    def to_model(self, trees: Mapping[int, Mapping[str, Sequence[Leaf]]]) -> dict[str, PyTree]:
+    def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
         """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.
 
         Gradients and other arrays like the variables can be given too. What is sliced is stacked again.
@@ -156,10 +173,9 @@ class CutModel:
         names = {name for tree in trees.values() for name in tree}
         leaves: dict[Part, Leaf] = {}
         for index, parts in enumerate(self.cutting.parts):
-            rest = {name: iter(own) for name, own in trees.get(index, {}).items()}
-            for part in parts:
-                if (name := self.whole.collections[part.leaf]) in rest:
-                    leaves[part] = next(rest[name])
+            for name, own in trees.get(index, {}).items():
+                places = jax.tree.leaves(self.trees[index].get(name))
+                leaves |= {parts[i]: leaf for i, leaf in zip(places, jax.tree.leaves(own), strict=True)}
         by_leaf: dict[int, dict[tuple[int, ...], Leaf]] = {}
         for part, leaf in leaves.items():
             by_leaf.setdefault(part.leaf, {})[part.indices] = leaf
@@ -170,19 +186,18 @@ class CutModel:
         }
         return {name: own for name, own in tree.items() if name in names}
 
-    def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, list[Leaf]]]:
+    def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, PyTree]]:
         """The inverse of `to_model`."""
         leaves: dict[int, Leaf] = {}
         for i, name in enumerate(self.whole.collections):
             if name in variables and i == self.whole.collections.index(name):
                 leaves |= dict(enumerate(jax.tree.leaves(variables[name]), start=i))
-        trees: dict[int, dict[str, list[Leaf]]] = {}
+        trees: dict[int, dict[str, PyTree]] = {}
         for index, parts in enumerate(self.cutting.parts):
-            trees[index] = {}
-            for part in parts:
-                if part.leaf in leaves:
-                    own = trees[index].setdefault(self.whole.collections[part.leaf], [])
-                    own.append(leaves[part.leaf][part.indices])
+            put = lambda i, parts=parts: leaves[parts[i].leaf][parts[i].indices]
+            trees[index] = {
+                name: jax.tree.map(put, tree) for name, tree in self.trees[index].items() if name in variables
+            }
         return trees
 
     @cached_property
@@ -250,24 +265,21 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
-    places = find_again(model.cutting, training, None)
-    ends, flops, main = [0, *places, len(training.straight.main)], training.places.flops, training.straight.main
-    sizes = [float(flops[b] - flops[a]) for a, b in pairwise(ends)]
+    ends = [0, *find_again(model.cutting, training, None), len(training.straight.main)]
+    flops = training.places.flops
+    sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
-    inside = [training.straight.flat.equations[i] for i in main[ends[largest] : ends[largest + 1]]]
-    heaviest = max(inside, key=lambda equation: flops_of(equation.equation).flops)
-    line = line_of(heaviest.equation, heaviest.callers)
-    loop = heaviest.equation.primitive.name in LOOPS_AND_BRANCHES
+    inside = training.straight.main[ends[largest] : ends[largest + 1]]
+    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
+    operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
+    remedy = "use fewer stages or chunks, or split what that line does"
+    if operation in LOOPS_AND_BRANCHES:
+        remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
     return (
         f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
-        f"stages (num_stages * num_chunks); the largest piece, {model.names[largest]}, has "
-        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {heaviest.equation.primitive.name} "
-        f"{f'at {line}' if line else 'of no known line'}; "
-        + (
-            "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
-            if loop
-            else "use fewer stages or chunks, or split what that line does"
-        )
+        f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
+        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
+        f"{line or 'an unknown line'}; {remedy}"
     )
 
 
@@ -315,7 +327,7 @@ class _PieceLayer:
         return self.model.cutting.parts[self.index]
 
     def layer(self) -> AnyLayer:
-        """The layer, whose variables are lists of leaves by collection."""
+        """The layer, whose variables are named as the model names them."""
         model, cutting = self.model.whole, self.model.cutting
         jaxprs = [
             self.training.jaxpr,
@@ -338,7 +350,7 @@ class _PieceLayer:
             has_model_key=True,
         )
 
-    def chosen(self, variables: Mapping[str, PyTree]) -> dict[str, list[Leaf]]:
+    def chosen(self, variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The piece's part of the model's variables, or of arrays like them."""
         leaves = [leaf for name in sorted(variables) for leaf in jax.tree.leaves(variables[name])]
         return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
@@ -350,7 +362,9 @@ class _PieceLayer:
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """What crosses out of the piece, and the new state."""
         piece = self.training if context.train else self.evaluation
-        leaves = [leaf for name in sorted(variables) for leaf in variables[name]]
+        places, values = jax.tree.leaves(self.tree), jax.tree.leaves({name: variables[name] for name in self.tree})
+        by_place = dict(zip(places, values, strict=True))
+        leaves = [by_place[i] for i in range(len(self.parts))]
         batch = jax.tree.leaves(context.batch) or [None] * self.num_leaves
         takes = [] if self.index == 0 else inputs
         given = piece(leaves, takes, [*batch, context.key])
@@ -374,10 +388,13 @@ class _PieceLayer:
         model = self.model.whole
         specs = model.layer.partition_specs(model.variables)
         leaves = [spec for name in sorted(model.variables) for spec in specs[name]]
-        return self._by_collection([PartitionSpec(*leaves[p.leaf][len(p.indices) :]) for p in self.parts])
+        own = [PartitionSpec(*leaves[part.leaf][len(part.indices) :]) for part in self.parts]
+        return {name: [own[i] for i in jax.tree.leaves(tree)] for name, tree in self.tree.items()}
 
-    def _by_collection(self, leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
-        by_collection: dict[str, list[Leaf]] = {}
-        for part, leaf in zip(self.parts, leaves, strict=True):
-            by_collection.setdefault(self.model.whole.collections[part.leaf], []).append(leaf)
-        return by_collection
+    @property
+    def tree(self) -> dict[str, PyTree]:
+        """The piece's variables by collection, of the indices of its parts."""
+        return self.model.trees[self.index]
+
+    def _by_collection(self, leaves: Sequence[Leaf]) -> dict[str, PyTree]:
+        return jax.tree.map(lambda i: leaves[i], self.tree)

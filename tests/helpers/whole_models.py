@@ -53,7 +53,7 @@ class Transformer(nn.Module):
 
     Attributes:
       depth: how many blocks it has.
-      style: "loop", "scan", "remat" (a scan over blocks that are computed again) or "remat around" each block of a loop.
+      style: "loop", "scan", "remat" (a scan over blocks that are computed again) or "remat around" (in a loop).
       tied: whether the table is the head, too.
       rate: of dropout.
     """
