@@ -130,7 +130,11 @@ def _cut_again(
 
 def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
     """The narrowest places inside of a piece: those that the fewest values cross, one for each run of such places."""
-    inside = [p for p in range(start + 1, stop) if not forbidden(p)]
+    # Where no work lies between a place and an end, the two are one. A model begins with a look-up, which is none.
+    begins = places.works if start else [a or b for a, b in zip(places.works, places.uses_variables, strict=True)]
+    first = next((p + 1 for p in range(start, stop) if begins[p]), stop)
+    last = next((p for p in reversed(range(start, stop)) if places.works[p]), start)
+    inside = [p for p in range(first, last + 1) if not forbidden(p)]
     if not inside:
         return []
     fewest = min(len(places.crossing[p]) for p in inside)
@@ -145,8 +149,6 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
             if places.works[p - 1] and pieces[-1]:
                 pieces.append([])
             pieces[-1].append(p)
-        if pieces[-1][-1] == stop - 1 and not places.works[stop - 1]:
-            pieces.pop()  # they are one place with the end of the piece
         candidates += [min(reversed(piece), key=lambda p: places.bytes[p]) for piece in pieces]
     return _without_idle(places, start, stop, _without_peaks(places, candidates))
 

@@ -85,11 +85,15 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_plain_model(name, options, request):
-    if (name, options) not in BY_DEFAULT:
-        request.applymarker(pytest.mark.slow)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=[] if (name, options) in BY_DEFAULT else pytest.mark.slow)
+        for name in CASES
+        for options in OPTIONS
+    ],
+)
+def test_equals_the_plain_model(name, options):
     case = CASES[name]
     pipe, variables = pipeline(case, **OPTIONS[options]), made(case)
     (loss, states), expected = plain(case, variables, 4)

@@ -71,7 +71,14 @@ class Transformer(nn.Module):
         block = nn.remat(Block) if "remat" in self.style else Block
         if self.style in ("scan", "remat"):
             rngs = {"params": True, "dropout": True}
-            stack = nn.scan(block, {"params": 0}, split_rngs=rngs, length=self.depth, in_axes=nn.broadcast)
+            stack = nn.scan(
+                block,
+                {"params": 0},
+                split_rngs=rngs,
+                length=self.depth,
+                in_axes=nn.broadcast,
+                metadata_params={nn.PARTITION_NAME: None},
+            )
             x, _ = stack(self.rate, train, name="blocks")(x, mask)
         else:
             for i in range(self.depth):
