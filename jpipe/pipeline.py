@@ -68,9 +68,11 @@ class Pipeline(Tabular):
         state, metrics = pipe.train_step(state, batch)
 
     Args:
-      layers: a sequence of layers: `flax.linen` modules, `nnx` modules or factories `lambda rngs: Block(rngs=rngs)`,
-        `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A
-        layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
+      layers: a model that is one module (Linen, nnx, a factory of one, or a `jpipe.Layer`), in which jpipe finds the
+        layers (`jpipe.layers_of`). Or a sequence of layers: `flax.linen` modules, `nnx` modules or factories
+        `lambda rngs: Block(rngs=rngs)`, `jpipe.Layer(init, apply)`, functions of the activations; or a
+        `flax.linen.Sequential` or `nnx.Sequential`. A layer maps one pytree of arrays to one; a tuple is passed as
+        positional arguments.
       loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, summed over
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
         pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,

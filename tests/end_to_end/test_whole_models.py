@@ -142,7 +142,7 @@ def test_on_meshes(shape, axes, make_mesh):
 
 
 def test_training_is_that_of_the_model():
-    case, tx = CASES["tied"], optax.adam(1e-2)
+    case, tx = CASES["tied"], optax.sgd(0.1, 0.9)
     pipe, variables = pipeline(case), made(case)
     state = pipe.create_state(KEY, case.batch, tx, pipe.from_model_variables(variables, case.batch))
     params, opt_state = variables["params"], tx.init(variables["params"])
@@ -155,24 +155,24 @@ def test_training_is_that_of_the_model():
     same(pipe.model_variables(state.variables)["params"], params)
 
 
-def nnx_loss(graphdef, params, rest, batch):
-    return whole_models.cross_entropy(nnx.merge(graphdef, params, rest)(batch["inputs"]), batch)
-
-
-@pytest.mark.parametrize("ready", [False, True])
-def test_nnx(ready):
-    batch = whole_models.tokens("inputs", "targets")
-    module = whole_models.NnxTransformer(nnx.Rngs(0))
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Dropout):
-            node.rate = 0.0
-    make = module if ready else (lambda rngs: module)
-    pipe = jpipe.Pipeline(make, whole_models.cross_entropy, num_stages=2, num_microbatches=4)
-    variables = pipe.init(KEY, batch)
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_nnx(is_ready):
+    batch, module = whole_models.tokens("inputs", "targets"), whole_models.NnxTransformer(nnx.Rngs(0))
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    loss, expected = jax.value_and_grad(nnx_loss, 1)(graphdef, params, rest, batch)
+
+    def loss(params):
+        return whole_models.cross_entropy(nnx.merge(graphdef, params, rest)(batch["inputs"]), batch)
+
+    model = module if is_ready else whole_models.NnxTransformer
+    pipe = jpipe.Pipeline(
+        model if is_ready else lambda rngs: model(rngs), whole_models.cross_entropy, num_stages=2, num_microbatches=4
+    )
+    variables = pipe.init(KEY, batch)
+    if not is_ready:
+        variables = pipe.from_model_variables({"params": nnx.to_pure_dict(params)}, batch)
+    expected_loss, expected = jax.value_and_grad(loss)(params)
     (found, _), gradients = pipe.value_and_grad(variables, batch, KEY)
-    np.testing.assert_allclose(found, loss, rtol=1e-13)
+    np.testing.assert_allclose(found, expected_loss, rtol=1e-13)
     same(pipe.model_variables({"params": gradients})["params"], nnx.to_pure_dict(expected))
 
 
@@ -193,3 +193,88 @@ def test_two_functions():
     expected, by_params = jax.value_and_grad(lambda p: loss(apply(p, batch), batch))(params)
     np.testing.assert_allclose(found, expected, rtol=1e-13)
     same(pipe.model_variables({"params": gradients}), by_params)
+
+
+# --- what can't be done -----------------------------------------------------------------------------------------------
+
+
+class Looped(nn.Module):
+    """All of the work is in a loop whose trips share their weights."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (4, 4), x.dtype)
+        _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ kernel)), (0, x))
+        return y
+
+
+def square(outputs, batch):
+    return (outputs**2).mean()
+
+
+def test_too_few_places_are_told_with_the_largest_piece():
+    pipe = jpipe.Pipeline(Looped(), square, num_stages=2, num_microbatches=2)
+    with pytest.raises(
+        ValueError,
+        match=r"Looped can be cut into 1 pieces, but there are 2 virtual stages .* in a while "
+        r"at test_whole_models.py:\d+; a loop is one operation",
+    ):
+        pipe.init(KEY, np.ones((4, 4)))
+
+
+class Mixed(nn.Module):
+    """Weights are used in two places, in one of them by the operation that uses others too."""
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (self.param(name, nn.initializers.lecun_normal(), (4, 4), x.dtype) for name in ("a", "b"))
+        x = jnp.tanh(x @ first)
+        return jnp.tanh(x @ (first @ second))
+
+
+def test_ties_that_cannot_be_told_apart_are_named():
+    pipe = jpipe.Pipeline(Mixed(), square, num_stages=2, num_microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"Mixed uses a in several places, in one of them together with other parameters"
+    ):
+        pipe.init(KEY, np.ones((4, 4)))
+
+
+def test_lists_have_no_variables_of_one_model():
+    batch = np.ones((4, 4))
+    pipe = jpipe.Pipeline([nn.Dense(4), nn.Dense(4)], square, num_stages=2, num_microbatches=2)
+    variables = pipe.init(KEY, batch)
+    with pytest.raises(ValueError, match=r"was given a list of layers, not one module; call pipe.layer_variables"):
+        pipe.model_variables(variables)
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Four products, with one mark."""
+
+    marked: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = jnp.tanh(nn.Dense(4, param_dtype=FLOAT)(x))
+            x = jpipe.cut(x) if self.marked and i == 1 else x
+        return x
+
+
+FLOAT = jnp.float64
+
+
+def test_a_model_is_cut_where_it_is_marked():
+    batch = np.ones((4, 4))
+    assert [layer.name for layer in jpipe.layers_of(Marked(), batch)] == ["Dense_0+Dense_1", "Dense_2+Dense_3"]
+    assert len(jpipe.layers_of(Marked(marked=False), batch)) == 4
+    variables = Marked().init(KEY, batch)
+    np.testing.assert_array_equal(Marked().apply(variables, batch), Marked(marked=False).apply(variables, batch))
+    pipe = jpipe.Pipeline(Marked(), square, num_stages=2, num_microbatches=2)
+    placed = pipe.from_model_variables(variables, batch)
+    np.testing.assert_allclose(
+        pipe.evaluate(placed, batch), square(Marked().apply(variables, batch), batch), rtol=1e-13
+    )

@@ -94,7 +94,7 @@ class ResNet(nn.Module):
     def __call__(self, x, train: bool = False):
         norm = lambda: nn.BatchNorm(use_running_average=not train, param_dtype=FLOAT, momentum=0.9)
         x = nn.relu(norm()(nn.Conv(4, (3, 3), param_dtype=FLOAT)(x)))
-        for width in (4, 8, 8):
+        for width in (4, 4, 8, 4, 4):
             y = nn.relu(norm()(nn.Conv(width, (3, 3), param_dtype=FLOAT)(x)))
             y = norm()(nn.Conv(width, (3, 3), param_dtype=FLOAT)(y))
             x = nn.relu(y + (x if x.shape == y.shape else nn.Conv(width, (1, 1), param_dtype=FLOAT)(x)))
@@ -142,12 +142,12 @@ class Translation(nn.Module):
 class NnxBlock(nnx.Module):
     """A block of nnx."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        options: dict[str, Any] = {"param_dtype": FLOAT, "rngs": rngs}
+    def __init__(self, rngs: nnx.Rngs, rate: float):
+        options: dict[str, Any] = {"dtype": FLOAT, "param_dtype": FLOAT, "rngs": rngs}
         self.norm, self.norm2 = nnx.LayerNorm(WIDTH, **options), nnx.LayerNorm(WIDTH, **options)
         self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
         self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, **options), nnx.Linear(4 * WIDTH, WIDTH, **options)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x, mask):
         x = x + self.dropout(self.attention(self.norm(x), mask=mask))
@@ -157,10 +157,10 @@ class NnxBlock(nnx.Module):
 class NnxTransformer(nnx.Module):
     """The decoder in nnx."""
 
-    def __init__(self, rngs: nnx.Rngs, depth: int = 3):
-        self.table = nnx.Embed(VOCABULARY, WIDTH, param_dtype=FLOAT, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(depth)])
-        self.norm = nnx.LayerNorm(WIDTH, param_dtype=FLOAT, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0, depth: int = 3):
+        self.table = nnx.Embed(VOCABULARY, WIDTH, dtype=FLOAT, param_dtype=FLOAT, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs, rate) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(WIDTH, dtype=FLOAT, param_dtype=FLOAT, rngs=rngs)
 
     def __call__(self, tokens):
         x, mask = self.table(tokens), nnx.make_causal_mask(tokens)
