@@ -1,4 +1,4 @@
-"""Decides which layers differ in numbers alone, and so are one group, by comparing their traces.
+"""Decides whether a layer joins a group, compiled once: if it `is_same`, or by its trace is so but for numbers.
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
