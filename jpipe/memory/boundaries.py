@@ -63,7 +63,8 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
     Args:
       boundaries: for each boundary between a layer and the next, its leaves as one device has them.
-      cuts: the indices of the boundaries between two virtual stages: of the last layer of each but the last.
+      cuts: the indices of the boundaries whose values have to have room in what crosses: those between two virtual
+        stages.
     """
     count = len(boundaries)
     storage = build_storage(

@@ -47,13 +47,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index, look_up, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
 from jpipe.mesh.specs import on_all_stages
-from jpipe.types import Leaf as Leaf
+from jpipe.types import Leaf
 
 Buffers = dict[str, jax.Array]
 """The arrays of one device, by the name of the buffer."""
@@ -150,16 +149,12 @@ class Storage:
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(order))}
 
     def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
-        """The arrays with floating-point leaves added to the record's, in the arrays' dtype.
-
-        Other leaves replace the record's. None leaves the record's leaf as it is.
-        """
+        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
         arrays = dict(arrays)
         for leaf, value in enumerate(leaves):
             if value is not None:
                 name, entry, order = self._place(t, leaf, record)
-                change = self.buffers[name].add if is_float(value) else self.buffers[name].put
-                arrays[name] = change(arrays[name], entry, value.transpose(order))
+                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:

@@ -151,8 +151,6 @@ def build_step(
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
-        # Boundaries 0 and N-2, where the ends give and take, count as cuts: what crosses has room for what lies there.
-        cuts = sorted({0, *cuts, model.num_layers - 2})
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=ends.shared and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]
