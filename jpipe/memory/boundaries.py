@@ -21,7 +21,8 @@ from jpipe.memory.storage import Buffers, Storage, build_storage
 
 WASTE = 1.0
 """How much more memory (as a share) stacked leaves may take than flat ones would: a device holds one set of these
-buffers, and a copy of the part that crosses for each micro-batch that waits."""
+buffers, and a copy of the part that crosses for each micro-batch that waits. What stacking saves is the copy that
+flattening a leaf makes on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
 
 def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:
-    """For each leaf `(n,)` if it is the n-th of its type, counted from 0; `()` for the first."""
+    """For each leaf `(n,)` if it is the n-th of its type, counted from 0.
+
+    `()` for the first, whose buffer then has the plain name of its type.
+    """
     types = [(leaf.shape, leaf.dtype) for leaf in leaves]
     return [(types[:i].count(types[i]),) if types[i] in types[:i] else () for i in range(len(leaves))]

@@ -100,6 +100,8 @@ class RecordType:
 class Storage:
     """The places of all records.
 
+    Fields are hashable: a storage is part of a `Layout`, which JAX hashes and compares.
+
     In the methods, `t` is the index of a record type, and `record` the index of a record among those of its type, which
     may be traced. `arrays` are the buffers of one device; `at` is the record's row, in a storage with rows.
 
@@ -192,6 +194,9 @@ class Storage:
         table `[K, longest]`. For record type 0 of the picture above the table is [[0, 1, 2], [3, 4, 0]], and the counts
         are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.arrays.loops`). Else a
         compiler may compute the body ahead of the loop, also on devices that have no such record.
+
+        A record with leaves on all stages is visited on its `RecordType.devices` alone; name its type in `without` if
+        all stages have to work on it.
 
         Args:
           read, body: functions of one record, as above.
@@ -309,9 +314,10 @@ def _counts(
 
 
 def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
-    """Makes tags for `build_storage` so that no two leaves share a stacked buffer; flat leaves still share one.
+    """Makes tags for `build_storage` so that only records of one type share a stacked buffer.
 
-    With `unroll` each leaf is an array of its own.
+    Each leaf of a record has a stacked buffer of its own then; flat leaves still share one. With `unroll` a type has
+    at most one record on each virtual stage.
     """
     return [[(t, leaf) for leaf in range(len(record))] for t, record in enumerate(leaves)]
 
