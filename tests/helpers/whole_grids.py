@@ -77,6 +77,34 @@ MOVED: dict[str, tuple[str, ...]] = {
         "200-('1f1b', 16, 64, 1)",
         "200-('gpipe', 16, 64, 1)",
     ),
+    # A schedule by name and by value, chunks and axes stay.
+    "test_search.py::test_what_is_pinned_alone_has_the_rest_chosen_to_fit": (
+        *("{'schedule': 'dualpipe-v'}", "{'schedule': 'gpipe'}", "{'shard_over': 'data'}"),
+    ),
+    # What is computed stays with the other two, by both remats.
+    "test_kernels.py::test_layers_with_programs_inside_equal_plain_flax": ("all-layer",),
+    "test_per_layer.py::test_per_layer_shows_each_layer_its_own_tree": ("multi_transform", "clipped by block"),
+    "test_tpu.py::test_images_are_padded_one_micro_batch_at_a_time": ("use",),
+    "test_options.py::test_the_step_stays_that_of_the_sequential_model": ("plain-1f1b-1-3-1-full",),
+    # Each mode stays: none, layer, stage; full with one stage.
+    "test_remat.py::test_every_layer_runs_as_often_as_its_mode_says_and_never_in_an_idle_tick": (
+        *("none-interleaved-2-2-1", "full-1f1b-2-1-3"),
+    ),
+    "test_connections.py::test_a_skip_under_every_cut": ("counts1", "counts2"),
+    "test_packed_sequences.py::test_packed_documents_train_as_each_by_itself": ("interleaved",),
+    "test_loss.py::test_a_loss_with_a_key": ("{'num_stages': 2}",),
+    "test_train_state.py::test_state_lies_with_its_layers": ("adamw", "chain"),
+    "test_train_state.py::test_a_loop_of_ones_own_compiles_its_step_once": ("True",),
+    "test_frozen.py::test_a_checkpoint_has_all": ("nnx",),
+    "test_primitives.py::test_a_layer_of_it": ("layer-{}",),
+    "test_holdings.py::test_own_and_held_are_what_arrays_have": ("axes0-options0", "axes2-options2"),
+    "test_csv_format.py::test_files_of_pytorch_are_run_exactly": ("GPipe", "Interleaved1F1B"),
+    "test_dit_stream.py::test_forty_blocks_are_cut_into_equal_stages": ("4",),
+    "test_errors.py::test_a_metric_in_place_of_a_weight": (*("<lambda>-True1", "<lambda>-False0", "<lambda>-False1"),),
+    "test_refreezing.py::test_a_layer_that_is_one_array": ("all",),
+    "test_meshes.py::test_layers_that_remember_the_mesh": ("linear solver",),
+    "test_meshes.py::test_one_stage_and_another_axis": ("data-None",),
+    "test_pipeline.py::test_boundaries_cross_by_permutation_alone": ("masked-gpipe-3-1-stage-3-2",),
 }
 
 
