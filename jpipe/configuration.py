@@ -1,4 +1,4 @@
-"""Puts into words all that decides which program a step is: processes compare it before they compute.
+"""Lists all that decides which program a step is, and has processes compare it (`Agreement`) before they compute.
 
 Two processes with other programs would wait for each other's transfers for ever.
 """

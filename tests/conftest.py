@@ -65,6 +65,6 @@ def pytest_collection_modifyitems(items):
     """
     for item in items:
         call = getattr(item, "callspec", None)
-        if call and whole_grids.is_moved(item.path.name, item.originalname, call.id):
+        if whole_grids.is_moved(item.path.name, getattr(item, "originalname", item.name), call and call.id):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name != "test_processes.py")

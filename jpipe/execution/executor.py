@@ -125,6 +125,8 @@ def run_training(stage: Stage, gradients: Buffers) -> tuple[list[jax.Array], dic
     state = {name: jax.tree.map(_accumulator, stage.variables[name]) for name in step.collections("state")}
     lowest = lambda leaf: jnp.full(leaf.shape, -jnp.inf, accumulator_dtype(leaf.dtype))
     overwritten = {name: jax.tree.map(lowest, stage.variables[name]) for name in step.collections(GRADIENT)}
+    # Of shared ends each stage adds gradients of its own part to `gradients` (`Stage.add_gradients`), so they need no
+    # accumulator and no sum over stages.
     shared = {v: weights["params"] for v, weights in stage.shared.items() if v not in step.ends.sets}
     shared_gradients = {v: list(map(_accumulator, leaves)) for v, leaves in shared.items()}
     carry = TickCarry(
@@ -186,7 +188,13 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
     turns = end_turns.turns_of(step, mine.shape[0])
 
     def tick(carry: TickCarry, entries: tuple[jax.Array, list[Turns]]) -> tuple[TickCarry, None]:
-        """Runs one tick of this device, by its entries of the table, `[slots, columns]`, and all stages' turns."""
+        """Runs one tick of this device.
+
+        Args:
+          carry: as the tick before left it.
+          entries: (this device's row of the table, `[slots, columns]`; for each slot its `Turns` in this tick, scalars,
+            the same on all stages, or none if each end runs on its own stage).
+        """
         row, turns = entries
         for i, slot in enumerate(slots):
             now = jax.tree.unflatten(structure, [row[i, j] for j in range(structure.num_leaves)])
@@ -202,6 +210,8 @@ def _run_ticks(stage: Stage, carry: TickCarry) -> TickCarry:
                     carry = when(active, now, partial(ACTIONS[kind], stage), carry)
             carry = end_turns.after_slot(stage, turns, i, carry)
             # 3. What it left is sent at once, where the next slot admits an action that receives along its flow.
+            #    No flow is in `beside` too: the kinds that send along a flow also receive along it, so nothing of that
+            #    flow crosses beside a slot that sends along it.
             at_end = [flow for flow in _flows(slot) if not crosses_beside(names, flow, i)]
             crossing |= {flow: _sent(stage, flow, slot, carry) for flow in at_end}
             # 4. Arrivals are written last: the action has read its row by then, so they may take it.
@@ -319,7 +329,10 @@ ACTIONS = {"F": _forward, "R": _recompute, "B": _backward, "I": partial(_backwar
 
 
 def _job(stage: Stage, now: Now, *, keeps: bool = True) -> Job:
-    """The action in this slot; its virtual stage is a Python integer if there is only one."""
+    """The action in this slot; its virtual stage is a Python integer if there is only one.
+
+    A row of -1 is never used: its action neither reads nor writes such values.
+    """
     only_one = stage.step.schedule.placement.num_virtual_stages == 1
     virtual_stage = 0 if only_one else stage.step.schedule.placement.virtual_stage(stage.device, now.chunk)
     rows = {name: Row(getattr(now, name), stage.device) for name in stage.step.kept.storages} if keeps else {}
@@ -336,7 +349,8 @@ def _activation(stage: Stage, job: Job, now: Now, carry: TickCarry) -> Buffers:
 def _read_row(boundaries: Boundaries, buffers: Buffers, waiting: Buffers, row: Index) -> Buffers:
     """Boundary buffers: what crosses a boundary from a row of `waiting`, the rest as in `buffers`.
 
-    A row of -1 (on the first or last virtual stage) gives row 0, whose values aren't used.
+    The rest is only memory to write into: the stage's layers write each inner boundary before they read it. A row of -1
+    (on the first or last virtual stage) gives row 0, whose values aren't used.
     """
 
     def take(buffer: jax.Array) -> jax.Array:

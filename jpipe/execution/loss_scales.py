@@ -1,4 +1,4 @@
-"""Computes where the backward starts: the cotangents of the sums of a loss.
+"""Computes the cotangents that the backward starts from: 1 / the weights that the loss gives, over all micro-batches.
 
 A loss is sum_t S_t / W_t, where S_t and W_t are sums over all micro-batches of a term and of its weight. (A mean's
 weight is 1, so that W_t is M.) The weights follow from the batch alone, so they are summed up before the first tick,

@@ -56,7 +56,8 @@ class ForwardWork(NamedTuple):
 
     Attributes:
       activation: boundary buffers (`Boundaries`) with the input of the next layer to run, for one micro-batch.
-      kept: by `ROWS`, buffers of what actions keep for later ones, a row for each micro-batch in flight.
+      kept: buffers by `ROWS`: "residual" and "kept" hold residuals ("kept" those that W reads too), "stash" what I
+        leaves for W; a row for each micro-batch in flight.
       state: by collection, buffers with the totals of new state so far.
       results: with a loss, scalars: the sums over the micro-batches so far of each of its terms and of that term's
         weight, and such a pair for each metric. Without a loss, the outputs of all micro-batches, `[M, b, ...]`.
@@ -125,12 +126,14 @@ class Stage:
 
     Attributes:
       step: the step.
-      variables: the device's buffers, by collection.
+      variables: the device's buffers by collection, as they lie at work (`Step.storages`): weights that are gathered
+        for a whole step are gathered already.
       batch: the device's own part of all micro-batches, `[M, b, ...]`.
       key: the step's key; None in evaluation.
       only: None, or for measurements `[slots, ticks, K]` of 0 and 1: only so many ticks run, and in them only the
         actions marked by 1. The results then mean nothing.
-      scales: the cotangents of the sums of the loss's terms.
+      scales: for each term of the loss the cotangent of its sum: 1 / W_t, or 1 if the weight W_t depends on the outputs
+        (`loss_scales`); empty if the step is forward only.
       shared: for each shared set of variables, its weights by collection, on every stage, as layers use them.
       device: the stage's index k, a Python integer if there is one stage only.
     """
@@ -266,6 +269,8 @@ class Stage:
                 for a, new in zip(work.shared_gradients[v], gradients, strict=True)
             ]
             return work._replace(shared_gradients=work.shared_gradients | {v: sums})
+        # A set that isn't shared has an instance for each position of its group, in order. A set of shared ends has one
+        # instance, and the position of its layers is 0.
         return work._replace(gradients=storage.add(work.gradients, v, turn.position, gradients))
 
     # --- one layer ---
@@ -351,6 +356,10 @@ class Stage:
             pass 0   A[0:3] B[0:2] C[0:0]
             pass 1   A[3:4] B[2:2] C[0:1]
 
+        `ranges.most[g]` is the most layers of group g that a virtual stage has. Where `always_one[p, g]`, every virtual
+        stage has exactly one in pass p, which needs no loop if there is no other pass. `passes_of[s]` counts the passes
+        of virtual stage s.
+
         An empty range is a loop of zero trips. `loops.each` ties what the loop reads to its trips by an
         `optimization_barrier`; else a compiler could move work out of the loop, and do it even for zero trips.
         Groups without a layer on any virtual stage that has actions of this `kind` have no loop.
@@ -418,6 +427,7 @@ class Stage:
 
     def _read(self, buffers: dict[str, Buffers], names: list[str], g: int, position: Index) -> list[Leaf]:
         """The leaves of some of a layer's collections, in order, out of buffers by collection."""
+        # The position is the instance, as in `add_gradients`.
         storages, v = self.step.storages, self.step.model.groups[g].variable_set
         return [leaf for name in names if v is not None for leaf in storages[name].read(buffers[name], v, position)]
 

@@ -1,4 +1,4 @@
-"""`AnyLayer`: a layer as the rest of the package knows it, a name and a few functions; and when two are the same.
+"""`AnyLayer`: a layer as the rest of the package knows it; and `is_same`, which says when two layers are equal.
 
 A model is a sequence of unlike layers. Each kind of layer (functions, Linen, NNX) makes an `AnyLayer`. Connections,
 frozen parameters and decode mode replace some of its functions. All other code calls these functions, and never asks

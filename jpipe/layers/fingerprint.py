@@ -1,4 +1,4 @@
-"""Decides when two values, functions above all, are the same, so that what was compiled for one serves the other.
+"""Compares Python values part by part, functions above all; `is_same` (`layers/base.py`) compares layers by it.
 
 A function made twice from the same values is two objects that aren't equal, as are layers and optimisers built of such
 functions. So values are taken apart, down to parts that Python or a library compares. `same_value` compares

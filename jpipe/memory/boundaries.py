@@ -21,7 +21,8 @@ from jpipe.memory.storage import Buffers, Storage, build_storage
 
 WASTE = 1.0
 """How much more memory (as a share) stacked leaves may take than flat ones would: a device holds one set of these
-buffers, and a copy of the part that crosses for each micro-batch that waits."""
+buffers, and a copy of the part that crosses for each micro-batch that waits. What stacking saves is the copy that
+flattening a leaf makes on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
     Args:
       boundaries: for each boundary between a layer and the next, its leaves as one device has them.
-      cuts: the indices of the boundaries between two virtual stages: of the last layer of each but the last.
+      cuts: the indices of the boundaries whose values have to have room in what crosses: those between two virtual
+        stages.
     """
     count = len(boundaries)
     storage = build_storage(
@@ -85,6 +87,9 @@ def make_boundaries(boundaries: Sequence[Sequence[jax.ShapeDtypeStruct]], cuts: 
 
 
 def _occurrences(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:
-    """For each leaf `(n,)` if it is the n-th of its type, counted from 0; `()` for the first."""
+    """For each leaf `(n,)` if it is the n-th of its type, counted from 0.
+
+    `()` for the first, whose buffer then has the plain name of its type.
+    """
     types = [(leaf.shape, leaf.dtype) for leaf in leaves]
     return [(types[:i].count(types[i]),) if types[i] in types[:i] else () for i in range(len(leaves))]

@@ -47,13 +47,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpipe.arrays.dtypes import is_float
 from jpipe.arrays.indexing import Index, look_up, take_slice
 from jpipe.arrays.loops import Carry, each
 from jpipe.memory.buffers import Buffer, FlatBuffer, LeafType, StackedBuffer, largest_first
 from jpipe.memory.memory_order import Order
 from jpipe.mesh.specs import on_all_stages
-from jpipe.types import Leaf as Leaf
+from jpipe.types import Leaf
 
 Buffers = dict[str, jax.Array]
 """The arrays of one device, by the name of the buffer."""
@@ -100,6 +99,8 @@ class RecordType:
 @dataclass(frozen=True)
 class Storage:
     """The places of all records.
+
+    Fields are hashable: a storage is part of a `Layout`, which JAX hashes and compares.
 
     In the methods, `t` is the index of a record type, and `record` the index of a record among those of its type, which
     may be traced. `arrays` are the buffers of one device; `at` is the record's row, in a storage with rows.
@@ -150,16 +151,12 @@ class Storage:
         return arrays | {name: self.buffers[name].put(arrays[name], entry, value.transpose(order))}
 
     def add(self, arrays: Buffers, t: int, record: Index, leaves: Sequence[Leaf | None]) -> Buffers:
-        """The arrays with floating-point leaves added to the record's, in the arrays' dtype.
-
-        Other leaves replace the record's. None leaves the record's leaf as it is.
-        """
+        """The arrays with leaves added to the record's, in the arrays' dtype; None leaves the record's as it is."""
         arrays = dict(arrays)
         for leaf, value in enumerate(leaves):
             if value is not None:
                 name, entry, order = self._place(t, leaf, record)
-                change = self.buffers[name].add if is_float(value) else self.buffers[name].put
-                arrays[name] = change(arrays[name], entry, value.transpose(order))
+                arrays[name] = self.buffers[name].add(arrays[name], entry, value.transpose(order))
         return arrays
 
     def on_host(self, name: str, device: int | None, leaves: Mapping[tuple[int, int], Sequence[Leaf]]) -> np.ndarray:
@@ -197,6 +194,9 @@ class Storage:
         table `[K, longest]`. For record type 0 of the picture above the table is [[0, 1, 2], [3, 4, 0]], and the counts
         are (3, 2). What `read` gives is tied to the trip before the body gets it (`jpipe.arrays.loops`). Else a
         compiler may compute the body ahead of the loop, also on devices that have no such record.
+
+        A record with leaves on all stages is visited on its `RecordType.devices` alone; name its type in `without` if
+        all stages have to work on it.
 
         Args:
           read, body: functions of one record, as above.
@@ -314,9 +314,10 @@ def _counts(
 
 
 def each_apart(leaves: Sequence[Sequence[Leaf]]) -> list[list[tuple[int, ...]]]:
-    """Makes tags for `build_storage` so that no two leaves share a stacked buffer; flat leaves still share one.
+    """Makes tags for `build_storage` so that only records of one type share a stacked buffer.
 
-    With `unroll` each leaf is an array of its own.
+    Each leaf of a record has a stacked buffer of its own then; flat leaves still share one. With `unroll` a type has
+    at most one record on each virtual stage.
     """
     return [[(t, leaf) for leaf in range(len(record))] for t, record in enumerate(leaves)]
 

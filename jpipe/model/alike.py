@@ -1,4 +1,4 @@
-"""Decides which layers differ in numbers alone, and so are one group, by comparing their traces.
+"""Decides whether a layer joins a group, compiled once: if it `is_same`, or by its trace is so but for numbers.
 
 Two layers that are made of the same things but for numbers may compute the same function of these numbers, or not: a
 rate of zero may leave an operation out, a width is a shape. So both are traced, as they are initialised, trained and
@@ -68,6 +68,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
       Exception: whatever the layer raises, but for evaluation, which it may refuse.
     """
     jaxprs: dict[str, ClosedJaxpr] = {}
+    # `ready` are values that the layer came with: it isn't initialised, so there is no INIT to compare.
     made, results = layer.ready, dict[str, tuple[Shapes, dict[str, Shapes]]]()
     if made is None:
         jaxprs[INIT], made = trace_init(layer, key_shape(), group.takes, batch)
@@ -77,6 +78,7 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     jaxprs[TRAIN], results[TRAIN] = call(key_shape())
     with suppress(Exception):
         jaxprs[EVALUATION], results[EVALUATION] = call(None)
+    # Decode mode isn't traced in `generate`'s own trace, whose rules name `CACHE`: there the layers are in it already.
     first = next(iter(jax.tree.leaves(group.takes)), None)
     if first is not None and first.ndim > 1 and group.rules.get(CACHE) != CACHE and layer.keeps_cache:
         with suppress(Exception):  # it can't decode such sequences, which `generate` will say
@@ -87,6 +89,8 @@ def trace_modes(layer: AnyLayer, group: LayerGroup, batch: Shapes) -> LayerTrace
     scalars = {mode: scalars_of(jaxpr) for mode, jaxpr in jaxprs.items()}
     computed: list[object] = [skeleton(jaxpr) for jaxpr in jaxprs.values()]
     if has_custom_derivatives(jaxprs[TRAIN].jaxpr):
+        # All scalars are taken out as if they differed, so that forward and backward take them as arguments and show
+        # only what else differs.
         every = {TRAIN: Constants(scalars[TRAIN], tuple(range(len(scalars[TRAIN]))))}
         alone = replace(group, layer=layer, variables=variables, gives=strong(results[TRAIN][0]), constants=every)
         traced = trace_layer(LayerFunction(alone, key_shape(), MODES["none"], batch))
@@ -110,6 +114,9 @@ class Alike:
     def joined(self, group: LayerGroup, index: int, *, before: bool = False) -> LayerGroup | None:
         """Adds a layer that takes the same to a group; returns None if it is another function.
 
+        `trace_model` asks it for each layer but the last and each earlier group that takes the same; the first group
+        that doesn't answer None is joined.
+
         Args:
           group: the layers.
           index: the index of the layer that is added.
@@ -124,6 +131,7 @@ class Alike:
         traces = {i: layer_traces for i in together if (layer_traces := self._traced(group, i)) is not None}
         if len(traces) < len(together) or not same_value(traces[first].rest, traces[index].rest):
             return None
+        # `places` of a mode are the indices of the scalars in its trace that differ between these layers.
         constants = {
             mode: differing({i: layer_traces.scalars[mode] for i, layer_traces in traces.items()}, first)
             for mode in traces[first].scalars
@@ -159,13 +167,17 @@ def outputs_that_depend(flat: ClosedJaxpr, places: Collection[int]) -> list[bool
 def skeleton(flat: ClosedJaxpr) -> object:
     """Describes a trace without the scalars that can be taken out, to be compared by `same_value`.
 
+    These are integers and floating-point numbers outside of loops, branches, custom derivatives and `jax.checkpoint`.
     The rules of custom derivatives aren't in it (`has_custom_derivatives`).
     """
     return _described(flat, without=scalar_places(flat))
 
 
 def has_custom_derivatives(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or one within it, has its own rules for derivatives."""
+    """Whether a jaxpr, or one within it, calls something that has a say in how it is differentiated.
+
+    That is a `jax.custom_jvp`, a `jax.custom_vjp` or a `jax.checkpoint`.
+    """
     return any(equation.primitive.name in CALLS - PLAIN_CALLS for equation in equations_in(jaxpr.eqns))
 
 

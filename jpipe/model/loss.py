@@ -1,4 +1,4 @@
-"""Traces the loss function, and turns its result into sums over examples, which are added up and divided once."""
+"""Takes a loss's result apart, (sum, weight) or a mean, as sums over examples that are added up and divided once."""
 
 from __future__ import annotations
 

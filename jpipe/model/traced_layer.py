@@ -56,7 +56,8 @@ class Gradients(NamedTuple):
 
     Attributes:
       params: the gradients of the parameters; in one part of a split backward, None for those of the other part.
-      overwritten: the new values of `LayerFunction.overwritten`.
+      overwritten: the gradients of the leaves of `Arguments.fixed` at the indices `LayerFunction.overwritten`; they are
+        these leaves' new values (fp8 amplitudes).
       cotangents: those of the activation's floating-point leaves.
     """
 
@@ -98,7 +99,8 @@ class TracedLayer:
 def trace_layer(function: LayerFunction) -> TracedLayer:
     """Traces a layer's forward and its vjp, whose residuals remat chooses.
 
-    The vjp is taken of parameters, of `LayerFunction.overwritten`, and of the activation's floating-point leaves.
+    The vjp is taken of parameters, of the leaves of `Arguments.fixed` at the indices `LayerFunction.overwritten`, and
+    of the activation's floating-point leaves.
     """
     activation = jax.tree.leaves(function.group.takes)
     float_indices = [i for i, leaf in enumerate(activation) if is_float(leaf)]
@@ -124,6 +126,7 @@ def trace_layer(function: LayerFunction) -> TracedLayer:
         raise
     forward = without_roundings(jaxpr)  # `jax.checkpoint` rounds all that it saves: copies, where numbers are wide
     num_results, num_arguments = len(jax.tree.leaves(results)), len(jax.tree.leaves(function.arguments))
+    # Variables (parameters, state, what is only read) are the first leaves of `Arguments`.
     num_variables = len(function.arguments.variables)
     sources, remade, stored = _sources(forward, num_results, num_variables, num_arguments)
     wanted = [i - num_results in remade for i in range(len(forward.jaxpr.outvars))]
@@ -148,6 +151,7 @@ def _sources(
     inputs, leaves = forward.jaxpr.invars, forward.jaxpr.outvars[num_results:]
     depends = depends_on(forward, inputs[num_variables:])[num_results:]
     source_of: dict[Var | int, Source] = {v: Source("argument", i) for i, v in enumerate(inputs[:num_arguments])}
+    # A literal is no variable, so each is a leaf of its own, known by its index; it depends on nothing and is remade.
     keys = [i if isinstance(leaf, Literal) else leaf for i, leaf in enumerate(leaves)]
     firsts: dict[str, list[int]] = {"remade": [], "residual": []}
     for i, (key, depends_on_more) in enumerate(zip(keys, depends, strict=True)):
@@ -205,7 +209,8 @@ class DeviceLayer:
       sources: where the backward finds each leaf of the vjp.
       residuals: the shapes of the device's parts of the residuals.
       gradients_at: how the gradients of its parameters lie.
-      split: the backward in two parts, if it is to run so.
+      split: the backward in two parts, if it is to run so; its `early` and `late` are indices of leaves of `gradients`,
+        its `reads` of leaves of the vjp.
       split_programs: these two as this kind of device computes them; empty without `split`.
       unsplit: the equations of its backward that every device carries out whole though an operand was split.
     """
@@ -316,8 +321,9 @@ def _partition_forward(
     """Makes one device's forward of one on whole arrays; `stored` says which leaves of the vjp are residuals."""
     count = len(jax.tree.leaves(results))
     inputs_at = [*shardings.arguments, *shardings.activation]
-    # Residuals lie as the rules alone say for gathered weights, with partial sums added up. A plan of the forward might
-    # split them further to send less, but the backward might then have to gather them. The other leaves are dropped.
+    # Residuals lie as the rules alone say where variables, the first arguments, lie as if gathered along the data axes
+    # (`gathered`), with partial sums added up. A plan of the forward might split them further to send less, but the
+    # backward might then have to gather them. The other leaves are dropped.
     by_rules = results_by_rules(jaxpr, axes, [*shardings.gathered, *inputs_at[len(shardings.gathered) :]])[count:]
     leaves = [always(summed(s)) if i in stored else as_it_lies for i, s in enumerate(by_rules)]
     local = jaxpr_per_device(jaxpr, axes, inputs_at, [*shardings.results(results), *leaves])

@@ -67,7 +67,8 @@ def cheapest_plan(
 ) -> DevicePlan:
     """Makes plans in all `ROUNDS`, along the axes and along axes `taken_apart`, and returns the cheapest.
 
-    Arguments are those of `Chooser` and `Chooser.make_plan`. The plan speaks of its own axes.
+    Taken apart, 16 devices are seen as `[8, 2]`, which can split eight heads. Arguments are those of `Chooser` and
+    `Chooser.make_plan`. The plan speaks of its own axes.
     """
     plans: list[DevicePlan] = []
     for parts in dict.fromkeys([axes, taken_apart(flat, axes)]):
@@ -95,6 +96,7 @@ class Chooser:
       way: a flat jaxpr, the number of an equation, how its operands lie -> its way by its handler or rule; the way may
         want operands otherwise.
       results_at: a flat jaxpr, how its arguments lie -> how its results lie by themselves, as the rules say.
+        Handlers of loops, branches and users' shardings ask it of their bodies, `results_by_rules` of whole layers.
     """
 
     def __init__(self, axes: Axes, handlers: Mapping[str, Handler], prices: Cost = PRICES, horizon: int = 200):
@@ -116,7 +118,8 @@ class Chooser:
         draft = _Draft(self, flat, arguments, early)
         ahead = draft.plan(wanted, partial(draft.cheapest, wanted))
         best = min(ahead, self.by_rules(flat, arguments, wanted), key=self._price)
-        # Narrow sums first: a sum taken before a cast is one that `summed_twice` need no longer find.
+        # Each `find` looks for one flaw in the best plan so far and returns changes (`Early`) to try one by one.
+        # `summed_wide` comes first: a sum that it moves before a cast is one that `summed_twice` need no longer find.
         for find in (summed_wide, summed_twice, added_to_whole):
             for change in find(best):
                 draft = _Draft(self, flat, arguments, early | change)
@@ -141,6 +144,8 @@ class Chooser:
         handler = self.handlers.get(equation.primitive.name)
         if handler:
             return handler(self, equation, lying)
+        # What no equation reads is a result: if it is a cast to a wider type, it may stay partial and be summed after
+        # the cast.
         is_last = not flat.read.intersection(flat.equations[at].makes)
         return way_by_rule(equation, lying, self.axes, is_last=is_last)
 

@@ -1,4 +1,4 @@
-"""Checks `balance=`, decides what is to be equal on all stages, and cuts the layers by it."""
+"""Checks `balance=`, and decides what is to be equal on all stages; where the cuts lie then, `partition` says."""
 
 from __future__ import annotations
 

@@ -42,6 +42,8 @@ from jpipe.seam.jaxpr_types import shapes_of
 class Turns(NamedTuple):
     """The micro-batches whose ends all stages compute around one slot of each tick: int32 `[T]`, -1 for none.
 
+    `jpipe.execution.end_turns` takes them: enter before the slot; leave, then back, after it.
+
     Attributes:
       enter: whose first layer they compute before the slot.
       leave: whose last layer and loss they compute after it.
@@ -58,8 +60,8 @@ class Ends:
     """How a step runs its first and its last layer. By default each runs on its own stage, as other layers do.
 
     Attributes:
-      first: the stage of the layer after the first one; it takes what the first layer gives.
-      last: the stage of the layer before the last one; it gives what the last layer takes.
+      first: the stage of the first virtual stage, which goes on with what the first layer gives.
+      last: the stage of the last virtual stage, which leaves what the last layer takes.
       sets: the sets of variables of which each stage has a part, and computes with it.
       turns: for each slot of a tick the turns that all stages take; none if each end runs on its own stage.
     """
@@ -89,6 +91,7 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
       keep_inputs: whether the first stage's backward reads again what the first layer gave.
     """
     place = schedule.placement
+    # The last virtual stage is always the last chunk of its stage.
     first, last, chunk = place.stage_of(0), place.stage_of(place.num_virtual_stages - 1), schedule.num_chunks - 1
     ends = (model.groups[0], model.groups[model.last])
 
@@ -115,12 +118,17 @@ def make_shared_ends(model: Model, schedule: Schedule, table: TickTable, *, keep
 def as_they_lie(
     model: Model, layouts: dict[str, Layout], functions: Sequence[LayerFunction], trained: Sequence[TracedLayer]
 ) -> tuple[list[LayerFunction], list[TracedLayer]]:
-    """Functions and traced layers of all groups, those of the ends with weights that are split as at rest."""
+    """Functions and traced layers of all groups, those of the ends with weights that are split as at rest.
+
+    The lists are by group as traced, of which `unroll` makes more in `model`. A group's own specs don't name `stage`;
+    the layouts' specs of its variables do.
+    """
     lying = list(functions)
     for g, group in ((0, model.groups[0]), (len(lying) - 1, model.groups[model.last])):
         if (v := group.variable_set) is not None:
             specs = {name: list(layouts[name].storage.record_types[v].specs) for name in group.specs}
             lying[g] = replace(lying[g], group=replace(lying[g].group, specs=specs))
+    # `trained` is empty if the step is forward only.
     return lying, [replace(layer, function=function) for layer, function in zip(trained, lying, strict=False)]
 
 
@@ -148,6 +156,8 @@ def _check_end(group: LayerGroup, layer: DeviceLayer) -> None:
             "dimension that K divides, or they are used in other layers too; pad the vocabulary to a multiple of K, or "
             "use ends='spread'"
         )
+    # An operation counts if one of its operands has at least as many elements as the layer's largest weight or its
+    # largest output, whichever is smaller; smaller ones are let pass.
     size = lambda leaf: math.prod(leaf.shape)
     largest = [
         max(map(size, leaves), default=0) for leaves in (group.leaves(group.names), jax.tree.leaves(group.gives))

@@ -1,4 +1,4 @@
-"""Decides what a stage's actions keep for its later ones (residuals, stashes), where, and for how long.
+"""Places what a stage's actions keep for its later ones (residuals, stashes) in buffers, in rows that `ticks` numbers.
 
 A forward keeps its layers' residuals. Where backwards are split, their second part, W, needs some of the residuals too,
 which have rows of their own, and what the first part, I, stashes for it (`jpipe.model.split_backward`):

@@ -76,12 +76,15 @@ class Step:
 
     @property
     def loss(self) -> TracedLoss | None:
-        """The loss, if it follows the last layer."""
+        """The loss that follows the last layer; None in a step that gives the model's outputs (`apply`, generation)."""
         return self.functions[self.model.last].loss
 
     @property
     def storages(self) -> dict[str, Storage]:
-        """The places of the variables at work, by collection."""
+        """The places of the variables at work, within a step, by collection.
+
+        At rest, between steps, they lie as `plan.layouts` says.
+        """
         return {name: layout.storage for name, layout in self.plan.at_work.items()}
 
     def collections(self, *roles: str) -> list[str]:
@@ -108,6 +111,8 @@ class Step:
     @property
     def outputs_at(self) -> list[Sharding]:
         """How the leaves of `outputs` lie on the devices of the last stage."""
+        # If all stages compute the last layer together, its shardings have one more entry, the last, for `stage`; it is
+        # left out.
         lying = self.forwards[self.model.last].results_at[: len(self.outputs)]
         return [at[: len(self.model.axes)] for at in lying]
 
@@ -133,11 +138,20 @@ def build_step(
       plan: cuts and layout.
       traced: the layers, traced at these shapes.
       schedule: the order of actions.
-      functions: what the layers of each group compute.
-      trained: their forward and backward; empty for a step without backward.
-      on_device: what makes of these what a device runs.
+      functions: what the layers of each group of `traced` compute.
+      trained: their forward and backward, in the same order; empty for a step without backward.
+      on_device: `partition_layer`, or a cached one, so that steps that share a layer partition it once
+        (`Planner.on_device`).
+
+    Raises:
+      ValueError: as `check_layers` and `make_merging`.
+
+    Warns:
+      UserWarning: as `check_layers`.
     """
     request, bounds = plan.request, plan.partition.bounds
+    # `model` is `traced`, or with `unroll` its groups taken apart: a virtual stage has at most one layer of each then.
+    # `model.traced_as` says from which group each came.
     model, splits = plan.arranged(traced), request.splits
     stores_residuals = schedule.trains and not request.remat.keep_inputs
 
@@ -151,8 +165,6 @@ def build_step(
         ends = make_shared_ends(model, schedule, table, keep_inputs=request.remat.keep_inputs)
         functions, trained = as_they_lie(model, plan.layouts, functions, trained)
         # Virtual stages run layers 1 to N-2, and keep nothing of the ends. One with an end alone passes its input on.
-        # Boundaries 0 and N-2, where the ends give and take, count as cuts: what crosses has room for what lies there.
-        cuts = sorted({0, *cuts, model.num_layers - 2})
         bounds = [(max(start, 1), max(1, min(stop, model.num_layers - 1))) for start, stop in bounds]
     over = lambda g: replace(splits, over_stages=ends.shared and g in (0, traced.last))
     layers = [on_device(one, over(g), in_parts=schedule.splits) for g, one in enumerate(trained)]

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same settings before they compute: else they wait for one another for ever.
+"""Compares facts of all processes, given by name, before they compute: else they wait for one another for ever.
 
 They exchange texts through the key-value store of `jax.distributed`, which runs beside the devices, so that a process
 waits only for some time, and nothing is compiled.

@@ -5,8 +5,9 @@ this data, a `TickTable`, from orders of actions. It looks up when each action r
 every value that waits for an action (an activation, a cotangent, a forward's residuals) a row of a buffer while it is
 live, so that no more memory is held than the orders need. A *row* here is the part of a buffer for one value.
 
-Arrays are NumPy's, int32. K stages, M micro-batches, V chunks a stage; T ticks of `width` slots each. While the table
-is made, a *column* is `[T * width, K]`, a line for each slot time; the table has `[T, K]` for each slot of a tick.
+Arrays are NumPy's, int32. K stages, M micro-batches, V chunks a stage; T ticks of `width` slots each. Slot time tau is
+slot `tau % width` of tick `tau // width`. While the table is made, a *column* is `[T * width, K]`, a line for each slot
+time; the table has `[T, K]` for each slot of a tick.
 """
 
 import heapq
@@ -50,8 +51,9 @@ class SlotTable:
         value that arrives over its boundary at the end of this slot, after the slot's action has read its own row. A
         value arrives at the end of the slot in which it is sent, or of the next one where `crosses_beside` says so.
         Where nothing arrives, it is a row that holds nothing live: so the executor always writes, without a condition.
-        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage. Where values arrive in this
-        slot by both routes, each column is -1 wherever nothing arrives by its own route.
+        -1 everywhere if nothing ever arrives in this slot, in any tick or on any stage. There are two routes only where
+        virtual stages are placed as a "v": there a stage receives from both sides. Where values arrive in this slot by
+        both routes, each column is -1 wherever nothing arrives by its own route.
       cotangent_in: the same for the cotangent buffer.
     """
 
@@ -123,6 +125,7 @@ class _Values:
         rows = np.zeros_like(self.stage)
         taken: dict[int, list[tuple[int, int]]] = {}  # by stage a heap of rows, each after the last use of its value
         freed: dict[int, list[int]] = {}  # by stage a heap of rows
+        # By `first`; of values that become live together, as by two routes, the one that is used first goes first.
         order = np.lexsort((self.uses[:, 0], self.first))
         columns = (order, self.stage[order], self.first[order], self.last[order])
         for i, stage, first, last in zip(*(column.tolist() for column in columns), strict=True):
@@ -157,6 +160,7 @@ def lower(orders: Orders, *, keep_inputs: bool = False) -> TickTable:
     num_ticks = max(int(times.max()) for times in at.values()) // width + 1
     shape = (num_ticks * width, orders.num_stages)  # a line for each slot time; the slots of a tick are split below
     occurs = {kind: {*np.unique(times[times >= 0] % width).tolist()} for kind, times in at.items()}
+    # A slot admits the kinds in its name, and "I" where it names "B"; `used` keeps those that ever run in it.
     used = ["".join(kind for kind in admitted(slot) if i in occurs[kind]) for i, slot in enumerate(orders.slots)]
     columns = {name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "chunk")}
     for kind, times in at.items():
@@ -211,6 +215,7 @@ def _boundary_values(orders: Orders, at: dict[str, np.ndarray], flow: int, later
     width = len(orders.slots)
     beside = np.array([crosses_beside(orders.slots, flow, slot) for slot in range(width)], int)
     either = np.max([at[kind] for kind in FLOWS[flow]], axis=0)  # there is one of them at most
+    # `sources`: (flow, stage, chunk) -> the (stage, chunk) from which its values come; missing at the end of the chain.
     sources = [(to, source) for (way, *to), source in orders.placement.sources.items() if way == flow]
     parts = [np.zeros((0, 4 + len(later)), int)]
     for (stage, chunk), (sender, sent_by) in sources:
@@ -252,7 +257,8 @@ def _arrivals(
     """For each route a column `[T * width, K]`: the row into which a stage writes the value that arrives by it.
 
     Where nothing arrives, it is the lowest row that holds nothing live. It stays -1 in slots in which nothing ever
-    arrives, and in slots in which values arrive by two routes: there one route's write could hit the other's row.
+    arrives, and in slots in which values arrive by two routes: there one route's write could hit the other's row. There
+    are two routes only where virtual stages are placed as a "v".
     """
     columns = []
     for route in routes:

@@ -1,5 +1,6 @@
 """Ends that all stages compute together: the step is the sequential model's, and no stage has a vocabulary alone."""
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -8,7 +9,7 @@ import pytest
 import collectives
 import jpipe
 from cases import assert_close
-from vocabulary import WIDTH, WORDS, batch_of, cross_entropy, pipeline, tied, untied
+from vocabulary import WIDTH, WORDS, Block, Head, batch_of, cross_entropy, pipeline, tied, untied, wide
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,12 @@ def sequential(layers, trees, batch):
     return jax.value_and_grad(loss, has_aux=True)(trees)
 
 
+def wide_at_the_ends():
+    """The ends give and take wider values than those that cross from stage to stage."""
+    dense = [nn.Dense(width, **wide) for width in (WIDTH, 3 * WIDTH)]
+    return [nn.Embed(WORDS, 2 * WIDTH, **wide), dense[0], Block(), Block(), dense[1], Head()]
+
+
 CASES = [
     (untied, 2, 2, {"schedule": "zero_bubble"}, {"data": 2}),
     (tied, 4, 4, {}, {}),
@@ -45,6 +52,7 @@ CASES = [
     (untied, 2, 4, {"schedule": "zb-h1"}, {}),
     (untied, 2, 2, {"shard_over": "fsdp"}, {"fsdp": 4}),
     (tied, 2, 2, {"shard_over": "fsdp", "gather": "use"}, {"fsdp": 4}),
+    (wide_at_the_ends, 2, 4, {"remat": "stage"}, {}),
 ]
 
 

@@ -11,12 +11,12 @@ CODE = {
     "xla_disable_hlo_passes": "hlo-verifier",  # XLA's check of its own passes
 }
 READ_ONCE = (
-    {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1", "xla_cpu_max_isa": "SSE4_2"}
+    {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
     if version("jaxlib").startswith("0.10.")
     else {}
 )
-"""The older way to write machine code for fusions takes half the time, and short vectors take less. The newest JAX has
-lost the first, and the TPU's compiler ends the process for a flag that it doesn't know."""
+"""The older way to write machine code for fusions takes half the time. The newest JAX has lost it, and the TPU's
+compiler ends the process for a flag that it doesn't know."""
 
 
 def in_words(flags: dict[str, str]) -> str:

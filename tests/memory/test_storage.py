@@ -144,10 +144,9 @@ def test_a_leaf_split_over_another_axis_keeps_its_shape():
 def test_adding():
     storage = made()
     buffers = fill(storage, 0)
-    more = [jnp.full((4, 2), 0.5), jnp.full((2,), 7, jnp.int32)]
-    floats, integers = storage.read(storage.add(buffers, 1, 0, more), 1, 0)
-    assert_equal(floats, value(1, 0, 0) + 0.5)
-    assert_equal(integers, more[1], "integers are replaced")
+    one, other = storage.read(storage.add(buffers, 1, 0, [jnp.full((4, 2), 0.5), None]), 1, 0)
+    assert_equal(one, value(1, 0, 0) + 0.5)
+    assert_equal(other, value(1, 0, 1), "nothing is added to it")
     again = storage.add(buffers, 0, 1, [jnp.ones((2, 3)), jnp.ones(3)])
     assert_equal(storage.read(again, 0, 1), [value(0, 1, i) + 1 for i in range(2)])
     assert_equal(storage.read(again, 0, 2), [value(0, 2, i) for i in range(2)], "the others stay")
