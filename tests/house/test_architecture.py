@@ -33,8 +33,9 @@ _ALLOWED = {
     "model": "terminal seam arrays jaxprs partitioner layers mesh",
     "memory": "terminal schedules seam arrays jaxprs partitioner layers mesh model",
     "batches": "arrays jaxprs partitioner layers mesh model",
+    "cutting": "terminal seam jaxprs layers model batches",
     "training": "seam arrays jaxprs partitioner layers mesh memory",
-    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches",
+    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches cutting",
     "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
     "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
     "model memory batches planning execution",
