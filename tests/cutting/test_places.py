@@ -1,5 +1,7 @@
 """The places are those that the fewest values cross."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ def places_of(function, num_weights, wanted=1, width=8):
 def products_between(places, found):
     """How many products lie between the places."""
     ends = [0, *found, len(places.works)]
-    return [sum(places.works[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [sum(places.works[a:b]) for a, b in pairwise(ends)]
 
 
 def residual(x, v, w):

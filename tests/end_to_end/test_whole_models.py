@@ -248,6 +248,13 @@ def test_lists_have_no_variables_of_one_model():
         pipe.model_variables(variables)
 
 
+def test_a_model_in_one_piece_does_not_decode_yet():
+    batch = whole_models.tokens("inputs", "targets")
+    pipe = jpipe.Pipeline(whole_models.Transformer(), whole_models.cross_entropy, num_stages=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="Transformer is a model in one piece, which doesn't decode yet"):
+        pipe.generate(pipe.init(KEY, batch), batch["inputs"], 3)
+
+
 # --- marks ------------------------------------------------------------------------------------------------------------
 
 
