@@ -144,7 +144,7 @@ class Pipeline(Tabular):
             read_inputs=inputs,
             remat=as_remat(remat),
             merge=check_rules(merge),
-            balance=balance if whole is not None else as_balance(balance, len(layers), num_stages * num_chunks),
+            balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),

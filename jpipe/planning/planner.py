@@ -86,6 +86,9 @@ class Planner:
     def trace_like(self, other: Planner) -> None:
         """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over`, M and remat."""
         self.model, self.loss, self.layers, self.on_device = other.model, other.loss, other.layers, other.on_device
+        if other.cut is not None:
+            self.cut, self.pieces = other.cut, other.pieces
+            self.request = replace(self.request, layers=other.request.layers)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -260,7 +263,7 @@ class Planner:
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 
     def _first_plan(self, micro: MicroBatch) -> Plan:
-        if self.request.whole is not None:
+        if self.request.whole is not None and self.cut is None:
             self._cut_whole(micro)
         with task(f"planning {len(self.request.layers)} layers"):
             model, loss = self.model(micro), self.loss(micro)
