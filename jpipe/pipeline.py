@@ -18,7 +18,6 @@ from jpipe.batches import rows
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.configuration import Agreement
 from jpipe.costs.communication import Communication, communication
-from jpipe.cutting.whole import CutModel
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
@@ -253,41 +252,18 @@ class Pipeline(Tabular):
         return from_items(plan.model, plan.layouts, trees)
 
     def model_variables(self, variables: Variables) -> Item:
-        """The variables of a model that is one module, as its own `init` would have returned them.
-
-        Args:
-          variables: anything laid out like this pipeline's variables, gradients too: `{"params": grads}`.
-
-        Returns:
-          Of a linen module a dict by collection, of an nnx module a pure dict by collection, of a `jpipe.Layer` what
-          its `init` returned. Collections that `variables` lacks are missing. Leaves are split over the stages.
-
-        Raises:
-          ValueError: the pipeline was given a list of layers.
-        """
-        plan, cut = self.plan, self._known_cut("layer_variables")
+        """The variables (or gradients) of a model that is one module, as its own `init` would have returned them."""
+        plan, cut = self.plan, self.planner.known_cut("layer_variables")
         checks.check_variables(plan, variables)
         return cut.whole.layer.to_item(self._jit_to_model(cut, variables))
 
     def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
-        """The inverse of `model_variables`, under this pipeline's layout.
-
-        Args:
-          tree: as `model_variables` of any pipeline of this model returns it, or the model's `init`; on the host or on
-            devices of this mesh; no tracers.
-          batch: needed if this pipeline has seen none yet: shapes decide the partition.
-        """
+        """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
         plan = self.plan if batch is None else self.planner.plan_for(batch)
-        cut = self._known_cut("from_layer_variables")
+        cut = self.planner.known_cut("from_layer_variables")
         if batch is not None:
             self.agreement.check(batch, "init")
         return from_layers(plan.layouts, cut.from_model(cut.whole.layer.from_item(tree)))
-
-    def _known_cut(self, instead: str) -> CutModel:
-        """Where the model is cut; for a list of layers a ValueError with the method to call instead."""
-        if self.planner.cut is None:
-            raise ValueError(f"this pipeline was given a list of layers, not one module; call pipe.{instead}")
-        return self.planner.cut
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from jpipe.cutting.straight import Part
+from jpipe.types import PyTree
 
 MOST = 0.8
 """A piece is named after the largest of its modules that together have so much of its weights."""
@@ -14,7 +15,7 @@ MOST = 0.8
 Path = tuple[str, ...]
 
 
-def names_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Sequence[int]) -> list[str]:
+def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Sequence[int]) -> list[str]:
     """A name for each piece.
 
     Args:
@@ -29,7 +30,7 @@ def names_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: Seq
 
 def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:
     """For each piece the paths of its variables; slices have their indices behind what is stacked."""
-    stack = _common([paths[part.leaf] for parts in pieces for part in parts if part.indices])
+    stack = _common([paths[part.leaf][:-1] for parts in pieces for part in parts if part.indices])
     return [[_path(part, paths, stack) for part in parts] for parts in pieces]
 
 
@@ -49,13 +50,13 @@ def paths_below(pieces: Sequence[Sequence[Path]], kinds: Sequence[Sequence[objec
     return [first.setdefault(key, paths) for key, paths in zip(keys, below, strict=True)]
 
 
-def nested(paths: Sequence[tuple[Path, int]]) -> dict[str, object]:
+def nested(paths: Sequence[tuple[Path, int]]) -> PyTree:
     """Nested dicts of values by their paths.
 
     >>> nested([(("a", "b"), 0), (("a", "c"), 1), (("d",), 2)])
     {'a': {'b': 0, 'c': 1}, 'd': 2}
     """
-    tree: dict[str, object] = {}
+    tree: PyTree = {}
     for path, value in paths:
         inner = tree
         for name in path[:-1]:

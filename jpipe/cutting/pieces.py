@@ -35,7 +35,7 @@ class Traced:
 
     @cached_property
     def written(self) -> dict[Part, int]:
-        """By part of the state that changes, the number of its new value."""
+        """The new values of the state: by part that changes, the number of its new value."""
         new, parts = self.straight.new_state, self.used_anywhere
         sliced = {part: new[part.leaf] for part in parts if part.indices and part.leaf in new}
         sliced = {part: self.straight.flat.element(number, part.indices)[0] for part, number in sliced.items()}
@@ -129,7 +129,7 @@ class Piece:
     written: tuple[int, ...]
 
     def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
-        """What crosses out of it, then new values of its state."""
+        """Computes what crosses out of it, then new values of its state."""
         chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
         return [
             jnp.asarray(leaf, aval.dtype) for leaf, aval in zip(self.run(*chosen), self.jaxpr.out_avals, strict=True)
@@ -165,7 +165,7 @@ class NoSuchPlace(ValueError):
         self.index = index
 
 
-def cut(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
+def decide_cutting(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
     """Decides where a model is cut.
 
     Args:
@@ -186,7 +186,7 @@ def cut(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
     told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
     by_place = _used_before(training, told_by, ties)
     cutting = Cutting(tuple(by_place[place] for place in places), (), tied, ties, told_by)
-    again = [0, *find_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
+    again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
     return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
@@ -225,7 +225,7 @@ def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Par
     return by_place
 
 
-def find_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[int]] | None) -> list[int]:
+def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[int]] | None) -> list[int]:
     """The places of another trace of the same model: those at which the same variables are used before.
 
     Args:

@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from jpipe.cutting.marks import CUT
-from jpipe.cutting.straight import Origin, Straight, does_work
+from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
 LARGEST = 8
@@ -47,7 +47,7 @@ class Places:
         crossing: list[tuple[int, ...]] = [()]
         for p, i in enumerate(main):
             made = straight.flat.equations[i].makes
-            live.update(dict.fromkeys(n for n in made if straight.origins[n] is Origin.BOTH))
+            live.update(dict.fromkeys(n for n in made if straight.sources[n] is Follows.BOTH))
             live = {n: None for n in live if last.get(n, -1) > p}
             crossing.append(tuple(live))
         return crossing
@@ -72,8 +72,8 @@ class Places:
     @cached_property
     def uses_variables(self) -> list[bool]:
         """For each main equation, whether it reads what follows from variables alone."""
-        origins, equations = self.straight.origins, self.straight.flat.equations
-        return [any(origins[n] is Origin.VARIABLES for n in equations[i].reads) for i in self.straight.main]
+        sources, equations = self.straight.sources, self.straight.flat.equations
+        return [any(sources[n] is Follows.VARIABLES for n in equations[i].reads) for i in self.straight.main]
 
     @cached_property
     def works(self) -> list[bool]:
@@ -157,7 +157,11 @@ def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
     """Without places that bear more bytes than those before and behind them: such as a wide hidden layer."""
     runs = [list(run) for _, run in groupby(candidates, lambda p: places.bytes[p])]
     size = lambda run: places.bytes[run[0]]
-    is_peak = lambda i: 0 < i < len(runs) - 1 and size(runs[i]) > max(size(runs[i - 1]), size(runs[i + 1]))
+
+    def is_peak(i: int) -> bool:
+        neighbours = [size(runs[j]) for j in (i - 1, i + 1) if 0 <= j < len(runs)]
+        return bool(neighbours) and size(runs[i]) > max(neighbours)
+
     return [p for i, run in enumerate(runs) if not is_peak(i) for p in run]
 
 

@@ -30,8 +30,8 @@ WORK = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_gener
 """The primitives that do a model's work: products of matrices and convolutions."""
 
 
-class Origin(IntFlag):
-    """What a value follows from."""
+class Follows(IntFlag):
+    """The kinds of arguments that a value follows from."""
 
     NOTHING = 0
     VARIABLES = 1
@@ -81,18 +81,18 @@ class Straight:
         return self.flat.arguments[self.num_variables :]
 
     @cached_property
-    def origins(self) -> list[Origin]:
-        """By number of a value, what it follows from."""
-        origins = [Origin.NOTHING] * len(self.flat.avals)
+    def sources(self) -> list[Follows]:
+        """The kinds of arguments that each value follows from, by its number."""
+        sources = [Follows.NOTHING] * len(self.flat.avals)
         for place, number in enumerate(self.flat.arguments):
-            origins[number] = Origin.VARIABLES if place < self.num_variables else Origin.BATCH
+            sources[number] = Follows.VARIABLES if place < self.num_variables else Follows.BATCH
         for equation in self.flat.equations:
-            origin = Origin.NOTHING
+            origin = Follows.NOTHING
             for number in equation.reads:
-                origin |= origins[number]
+                origin |= sources[number]
             for number in equation.makes:
-                origins[number] = origin
-        return origins
+                sources[number] = origin
+        return sources
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -103,12 +103,12 @@ class Straight:
     @cached_property
     def main(self) -> list[int]:
         """The indices of the needed equations that are about activations, in order."""
-        is_about = lambda equation: any(self.origins[n] is Origin.BOTH for n in (*equation.makes, *equation.reads))
+        is_about = lambda equation: any(self.sources[n] is Follows.BOTH for n in (*equation.makes, *equation.reads))
         return [i for i in sorted(self.needed) if is_about(self.flat.equations[i])]
 
     @cached_property
     def new_state(self) -> dict[int, int]:
-        """By leaf of the variables that changes, the number of its new value."""
+        """The number of the new value of each leaf of the variables that changes."""
         pairs = zip(self.state, self.flat.results[self.num_outputs :], strict=True)
         return {leaf: number for leaf, number in pairs if number != self.flat.arguments[leaf]}
 
@@ -138,7 +138,7 @@ class Straight:
         return {number: place for place, number in enumerate(self.flat.arguments[: self.num_variables])}
 
     def support(self, numbers: Iterable[int]) -> tuple[list[int], dict[Part, int]]:
-        """What values need besides activations, if they are to be computed at some place in the model.
+        """Finds what values need besides activations, if they are to be computed at some place in the model.
 
         Args:
           numbers: the values.
@@ -152,7 +152,7 @@ class Straight:
         todo, seen = list(numbers), set[int]()
         while todo:
             number = todo.pop()
-            if number in seen or self.origins[number] is Origin.BOTH:
+            if number in seen or self.sources[number] is Follows.BOTH:
                 continue
             seen.add(number)
             if (part := self.part(number)) is not None:
@@ -170,8 +170,8 @@ class Straight:
         scan = equation.equation
         if scan.primitive.name != "scan" or not 1 < scan.params["length"] <= MOST_TRIPS or not does_work(scan):
             return False
-        sliced = {self.origins[number] for number in equation.reads[sum(scan_counts(scan)) :]}
-        return Origin.VARIABLES in sliced or sliced <= {Origin.NOTHING}
+        sliced = {self.sources[number] for number in equation.reads[sum(scan_counts(scan)) :]}
+        return Follows.VARIABLES in sliced or sliced <= {Follows.NOTHING}
 
 
 def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state: Sequence[int]) -> Straight:
@@ -185,7 +185,7 @@ def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state:
     over_blocks: set[int] = set()  # by identity
     is_over_blocks = lambda scan: id(scan) in over_blocks
     while True:
-        flat = flatten(closed, calls=_CALLS, unrolls=is_over_blocks)
+        flat = flatten(closed, calls=INLINED, unrolls=is_over_blocks)
         straight = Straight(flat, num_variables, num_outputs, tuple(state))
         # A scan inside of another is seen once that one is unrolled.
         unrolled = {id(e.equation) for e in flat.equations if straight.is_over_blocks(e)}
@@ -194,14 +194,10 @@ def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state:
         over_blocks |= unrolled
 
 
-_CALLS = PLAIN_CALLS | {"remat2"}
+INLINED = PLAIN_CALLS | {"remat2"}
+"""Calls that are replaced by what they call: what a model computes again, the pipeline's `remat` says."""
 
 
 def does_work(equation: JaxprEqn) -> bool:
     """Whether an equation, or one inside of it, is a product of matrices or a convolution."""
     return any(inner.primitive.name in WORK for inner in equations_in([equation]))
-
-
-def remat_of(equation: FlatEquation) -> JaxprEqn | None:
-    """The outermost `jax.checkpoint` that an equation was in."""
-    return next((caller for caller in equation.callers if caller.primitive.name == "remat2"), None)

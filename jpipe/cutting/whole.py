@@ -15,9 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpipe.cutting.names import names_of, nested, paths_below, paths_of
-from jpipe.cutting.pieces import Cutting, NoSuchPlace, Piece, TiedTogether, Traced, cut, find_again, make_pieces
-from jpipe.cutting.straight import Part, Straight, straighten
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
+from jpipe.cutting.pieces import (
+    Cutting,
+    NoSuchPlace,
+    Piece,
+    TiedTogether,
+    Traced,
+    decide_cutting,
+    make_pieces,
+    places_again,
+)
+from jpipe.cutting.straight import INLINED, Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
@@ -31,7 +41,7 @@ from jpipe.model.layer_function import trace_init
 from jpipe.model.random_keys import key_shape
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
-from jpipe.seam.primitives import LOOPS_AND_BRANCHES, PLAIN_CALLS
+from jpipe.seam.primitives import LOOPS_AND_BRANCHES
 from jpipe.types import Batch, Leaf, PyTree, Shapes
 
 Read = Callable[[Batch], PyTree]
@@ -61,7 +71,12 @@ class WholeModel:
     def paths(self) -> list[tuple[str, ...]]:
         """The path of each leaf of the variables within its collection."""
         in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:])
-        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.variables)]
+        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
+
+    @cached_property
+    def unboxed(self) -> dict[str, Shapes]:
+        """The shapes of the variables, without boxes of Flax's metadata."""
+        return self.layer.from_item(self.layer.to_item(self.variables))
 
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
@@ -121,7 +136,7 @@ class CutModel:
     def names(self) -> list[str]:
         """A name for each piece."""
         sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
-        return names_of(self.cutting.parts, self.whole.paths, sizes)
+        return piece_names(self.cutting.parts, self.whole.paths, sizes)
 
     @cached_property
     def trees(self) -> list[dict[str, PyTree]]:
@@ -147,14 +162,14 @@ class CutModel:
 
     @cached_property
     def shared(self) -> dict[int, Shared]:
-        """By index of the first piece that has them, what stands for tied parameters."""
+        """Stand-ins for tied parameters, by index of the first piece that has them."""
         return {first: Shared(self.whole.layer) for first in self.cutting.tied if first is not None}
 
     def layers(self, read_inputs: Read, batch: Shapes) -> tuple[AnyLayer, ...]:
         """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
         modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
-        training = find_again(cutting, modes.training, None)
-        evaluation = find_again(cutting, modes.evaluation, (modes.training, training))
+        training = places_again(cutting, modes.training, None)
+        evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
         trained, evaluated = (
             make_pieces(modes.training, cutting, training),
             make_pieces(modes.evaluation, cutting, evaluation),
@@ -187,7 +202,11 @@ class CutModel:
         return {name: own for name, own in tree.items() if name in names}
 
     def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, PyTree]]:
-        """The inverse of `to_model`."""
+        """The inverse of `to_model`; a ValueError names the first leaf that isn't as the model has it."""
+        for name, tree in variables.items():
+            expected = self.whole.unboxed.get(name, {})
+            check_same_structure(f"model's {name}", tree, expected)
+            check_same_shapes(f"model's {name}", tree, expected)
         leaves: dict[int, Leaf] = {}
         for i, name in enumerate(self.whole.collections):
             if name in variables and i == self.whole.collections.index(name):
@@ -204,7 +223,7 @@ class CutModel:
     def inits(self) -> list[ClosedJaxpr]:
         """For each piece the initialisation of its variables: takes a random key, gives its parts."""
         assert self.whole.init is not None
-        flat = flatten(self.whole.init, calls=PLAIN_CALLS, unrolls=lambda scan: bool(scan.outvars))
+        flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars))
         inits = []
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
@@ -243,7 +262,7 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
     """
     modes = whole.trace(read_inputs, batch)
     try:
-        cutting = cut(modes.training, modes.evaluation, wanted)
+        cutting = decide_cutting(modes.training, modes.evaluation, wanted)
     except TiedTogether as error:
         names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
         raise ValueError(
@@ -265,7 +284,7 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
     """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
-    ends = [0, *find_again(model.cutting, training, None), len(training.straight.main)]
+    ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
     flops = training.places.flops
     sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
     largest = sizes.index(max(sizes))
@@ -290,7 +309,7 @@ class _Kinds:
         self._known: dict[object, list[object]] = {}
 
     def of(self, jaxpr: ClosedJaxpr) -> object:
-        """What stands for a jaxpr without its numbers."""
+        """The object that stands for a jaxpr without its numbers."""
         names, shape = tuple(equation.primitive.name for equation in jaxpr.jaxpr.eqns), skeleton(jaxpr)
         known = self._known.setdefault(names, [])
         for other in known:
@@ -360,7 +379,7 @@ class _PieceLayer:
         return self._by_collection(replay(self.model.inits[self.index], [0] * len(self.parts))(key))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        """What crosses out of the piece, and the new state."""
+        """Computes what crosses out of the piece, and the new state."""
         piece = self.training if context.train else self.evaluation
         places, values = jax.tree.leaves(self.tree), jax.tree.leaves({name: variables[name] for name in self.tree})
         by_place = dict(zip(places, values, strict=True))

@@ -84,8 +84,8 @@ class Generator:
         request = self._planner.request
         if request.whole is not None:
             raise ValueError(
-                f"generate: {request.whole.name} is a model in one piece, which doesn't decode yet; make a pipeline of a "
-                "list of its layers"
+                f"generate: {request.whole.name} is a model in one piece, which doesn't decode yet; make a pipeline of "
+                "a list of its layers"
             )
         stages, shards = request.schedule.num_stages, request.splits.num_shards
         _check_prompts(prompts, stages)

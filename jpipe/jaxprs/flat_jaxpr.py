@@ -77,7 +77,7 @@ class FlatJaxpr:
 
     @cached_property
     def made_by(self) -> dict[int, int]:
-        """By number of a value, the index of the equation that makes it."""
+        """The index of the equation that makes a value, by the value's number."""
         return {number: i for i, equation in enumerate(self.equations) for number in equation.makes}
 
     def needed_for(self, values: Iterable[int]) -> list[int]:
@@ -116,7 +116,7 @@ def flatten(
 
 
 class _Flattening:
-    """What `flatten` has so far."""
+    """The equations, values and constants that `flatten` has so far."""
 
     def __init__(self, calls: Collection[str], unrolls: Callable[[JaxprEqn], bool]):
         self._calls, self._unrolls = calls, unrolls

@@ -227,6 +227,14 @@ class Planner:
             )
         return self.plan
 
+    def known_cut(self, instead: str) -> CutModel:
+        """Where a model that is one module is cut; for a list of layers a ValueError with what to call instead."""
+        if self.request.whole is None:
+            raise ValueError(f"this pipeline was given a list of layers, not one module; call pipe.{instead}")
+        self.known_plan()
+        assert self.cut is not None
+        return self.cut
+
     def plan_for(self, batch: Batch) -> Plan:
         """The plan; made from this batch's shapes, if it is the first one. Of other batches nothing is looked at."""
         check_context(self.request.mesh)

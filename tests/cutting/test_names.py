@@ -1,6 +1,6 @@
 """Pieces have the names that the model gives to their parameters."""
 
-from jpipe.cutting.names import names_of, paths_below, paths_of
+from jpipe.cutting.names import paths_below, paths_of, piece_names
 from jpipe.cutting.straight import Part
 
 PATHS = [("h_0", "attention", "w"), ("h_0", "norm", "scale"), ("h_1", "attention", "w"), ("stack", "mlp", "w")]
@@ -8,7 +8,7 @@ PATHS = [("h_0", "attention", "w"), ("h_0", "norm", "scale"), ("h_1", "attention
 
 def test_a_piece_is_named_after_its_largest_modules():
     pieces = [[Part(0), Part(1)], [Part(2)], [Part(3, (4,))], []]
-    assert names_of(pieces, PATHS, [16, 4, 16, 64]) == [
+    assert piece_names(pieces, PATHS, [16, 4, 16, 64]) == [
         "h_0/attention",
         "h_1/attention",
         "stack/mlp/4",

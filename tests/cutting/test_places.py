@@ -38,12 +38,12 @@ def test_a_chain_is_cut_behind_each_product():
 def test_residual_blocks_are_cut_between_them():
     def blocks(ws, x):
         x = x @ ws[0]
-        for i in range(1, 9, 2):
+        for i in range(1, 21, 2):
             x = residual(x, ws[i], ws[i + 1])
         return x
 
-    places, found = places_of(blocks, 9)
-    assert products_between(places, found) == [1, 2, 2, 2, 2]
+    places, found = places_of(blocks, 21)
+    assert products_between(places, found) == [1, *[2] * 10]
 
 
 def test_a_block_that_is_too_large_is_cut_inside():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpipe.cutting.straight import Origin, Part, straighten
+from jpipe.cutting.straight import Follows, Part, straighten
 
 W, STACK, X = jnp.ones((3, 3)), jnp.ones((4, 3, 3)), jnp.ones((2, 3))
 
@@ -22,8 +22,8 @@ def products(found):
 def test_values_follow_from_variables_the_batch_or_both():
     found = straight(lambda w, x: jnp.tanh(x + 1) @ (2 * w), W, X)
     (product,) = products(found)
-    assert [found.origins[n] for n in product.reads] == [Origin.BATCH, Origin.VARIABLES]
-    assert found.origins[product.makes[0]] is Origin.BOTH
+    assert [found.sources[n] for n in product.reads] == [Follows.BATCH, Follows.VARIABLES]
+    assert found.sources[product.makes[0]] is Follows.BOTH
     equations, parts = found.support(product.reads)
     assert [found.flat.equations[i].equation.primitive.name for i in equations] == ["add", "tanh", "mul"]
     assert list(parts) == [Part(0)]

@@ -145,12 +145,14 @@ class NnxBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, rate: float):
         options: dict[str, Any] = {"dtype": FLOAT, "param_dtype": FLOAT, "rngs": rngs}
         self.norm, self.norm2 = nnx.LayerNorm(WIDTH, **options), nnx.LayerNorm(WIDTH, **options)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, **options)
+        self.attention = nnx.Linear(WIDTH, 3 * WIDTH, **options)
         self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, **options), nnx.Linear(4 * WIDTH, WIDTH, **options)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x, mask):
-        x = x + self.dropout(self.attention(self.norm(x), mask=mask))
+        query, key, value = jnp.split(self.attention(self.norm(x)), 3, -1)
+        weights = jax.nn.softmax(jnp.where(mask[:, 0], query @ key.mT, -1e9))
+        x = x + self.dropout(weights @ value)
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
