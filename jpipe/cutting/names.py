@@ -25,7 +25,9 @@ def piece_names(pieces: Sequence[Sequence[Part]], paths: Sequence[Path], sizes: 
     """
     weights = [[sizes[part.leaf] for part in parts] for parts in pieces]
     names = [_name(list(zip(*pair, strict=True))) for pair in zip(paths_of(pieces, paths), weights, strict=True)]
-    return [name or (f"behind {names[i - 1]}" if i else "start") for i, name in enumerate(names)]
+    for i, name in enumerate(names):
+        names[i] = name or (f"behind {names[i - 1]}" if i else "start")
+    return names
 
 
 def paths_of(pieces: Sequence[Sequence[Part]], paths: Sequence[Path]) -> list[list[Path]]:

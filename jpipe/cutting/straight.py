@@ -12,7 +12,7 @@ Calls are replaced by what they call, scans that do the work of several blocks b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from functools import cached_property
 from typing import NamedTuple
@@ -190,7 +190,7 @@ def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state:
         # A scan inside of another is seen once that one is unrolled.
         unrolled = {id(e.equation) for e in flat.equations if straight.is_over_blocks(e)}
         if not unrolled:
-            return straight
+            return replace(straight, flat=flat.folded)
         over_blocks |= unrolled
 
 

@@ -70,7 +70,8 @@ class WholeModel:
     @cached_property
     def paths(self) -> list[tuple[str, ...]]:
         """The path of each leaf of the variables within its collection."""
-        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:])
+        # The variables of a `Layer` may be a bare array, without a path.
+        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:]) or ("value",)
         return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
 
     @cached_property
@@ -223,7 +224,7 @@ class CutModel:
     def inits(self) -> list[ClosedJaxpr]:
         """For each piece the initialisation of its variables: takes a random key, gives its parts."""
         assert self.whole.init is not None
-        flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars))
+        flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
         inits = []
         for parts in self.cutting.parts:
             numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]

@@ -6,7 +6,7 @@ So a fact about a value, such as how it lies on devices, holds wherever the valu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple, cast
 
@@ -18,7 +18,7 @@ from jax.core import ShapedArray, Tracer
 
 from jpipe.seam.inside import called_by, replaced, scan_counts, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
-from jpipe.seam.primitives import CALLS
+from jpipe.seam.primitives import CALLS, NUMPY
 from jpipe.types import Leaf
 
 
@@ -68,6 +68,23 @@ class FlatJaxpr:
         """The values that equations read, or may read."""
         by_equations = (value for equation in self.equations for value in equation.reads)
         return frozenset([*by_equations, *(self.results if self.is_body else ())])
+
+    @cached_property
+    def folded(self) -> FlatJaxpr:
+        """The same with scalars that follow from constants alone as constants: such as counts of random numbers drawn.
+
+        So that functions that differ in such numbers have the same equations.
+        """
+        constants, equations = dict(self.constants), []
+        for flat in self.equations:
+            name, operands = flat.equation.primitive.name, [constants.get(number) for number in flat.reads]
+            is_plain = name in NUMPY or name == "convert_element_type"
+            if is_plain and all(isinstance(value, np.ndarray | np.generic) and value.ndim == 0 for value in operands):
+                result = getattr(np, NUMPY[name])(*operands) if name in NUMPY else operands[0]
+                constants[flat.makes[0]] = np.asarray(result).astype(self.avals[flat.makes[0]].dtype)
+            else:
+                equations.append(flat)
+        return replace(self, constants=constants, equations=equations)
 
     def element(self, number: int, indices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """(the number of an element of an array that unrolled scans stack, the indices that are left within it)."""
