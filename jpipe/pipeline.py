@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -481,7 +481,7 @@ class Pipeline(Tabular):
         variables = {name: layout.shapes for name, layout in self.plan.layouts.items()}
         return abstract_state(variables, tx, key_shape(key), self.plan.known_loss().of_batch)
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> PyTree:
         """Calls a jitted program, and returns its results."""
         arguments = self._placed(variables), *rows.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:

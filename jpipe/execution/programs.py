@@ -7,7 +7,7 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
@@ -148,7 +148,7 @@ def run_step(
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],
     out_specs: PyTree,
     fill: Callable[[Batch], Batch] = lambda batch: batch,
-    **results: Any,
+    **results: PyTree,
 ) -> PyTree:
     """Runs `work` on each device, for its part of a batch.
 

@@ -256,7 +256,7 @@ def test_every_module_has_its_test_file():
 MOST_LINES = 15405
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
-MOST_ANYS = 51
+MOST_ANYS = 28
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
