@@ -33,7 +33,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        remedy = "pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        remedy = "pass a model that is one module, a list of layers, or a Sequential of linen or nnx"
         raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
