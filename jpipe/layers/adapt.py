@@ -50,7 +50,9 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
 def as_whole(model: object) -> AnyLayer | None:
     """A model that is one module, a factory of one, or a `Layer`, as one layer; None for a sequence of layers."""
     inner = model.layer if isinstance(model, Frozen) else model
-    is_one = isinstance(inner, nn.Module | nnx.Module | Layer) and not isinstance(inner, nn.Sequential | nnx.Sequential)
+    if isinstance(inner, nn.Sequential | nnx.Sequential | Sequence):  # an nnx.List is a module, too
+        return None
+    is_one = isinstance(inner, nn.Module | nnx.Module | Layer)
     is_factory = callable(inner) and not isinstance(inner, type) and "rngs" in signature_of(inner)
     return as_layers([model])[0] if is_one or is_factory else None
 
