@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from jpipe.cutting.found_layers import layers_of
+from jpipe.cutting.marks import cut
 from jpipe.forecasting.forecaster import Forecast, forecast
 from jpipe.forecasting.search import plan
 from jpipe.layers.connections import pop, reads, stash
@@ -30,9 +32,9 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Action", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
-    "Timeline", "TrainState", "compare", "forecast", "freeze", "initialize", "load_layers", "make_mesh",
-    "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress", "simulate", "stash",
-    "watch", "zero_bubble",
+    "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of", "load_layers",
+    "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress",
+    "simulate", "stash", "watch", "zero_bubble",
 ]  # fmt: skip
 
 

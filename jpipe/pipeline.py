@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from jpipe.costs.communication import Communication, communication
 from jpipe.execution import programs
 from jpipe.generation.decoding import PickLogits
 from jpipe.generation.generator import Generator
-from jpipe.layers.adapt import as_layers
+from jpipe.layers.adapt import as_layers, as_whole
 from jpipe.layers.base import Item
-from jpipe.memory.layer_trees import from_items, ready_values, to_items, to_layers
+from jpipe.memory.layer_trees import from_items, from_layers, ready_values, to_items, to_layers
 from jpipe.memory.layout import StageTree
 from jpipe.mesh.axes import BATCH_AXES
 from jpipe.mesh.splits import make_splits
@@ -67,9 +67,11 @@ class Pipeline(Tabular):
         state, metrics = pipe.train_step(state, batch)
 
     Args:
-      layers: a sequence of layers: `flax.linen` modules, `nnx` modules or factories `lambda rngs: Block(rngs=rngs)`,
-        `jpipe.Layer(init, apply)`, functions of the activations; or a `flax.linen.Sequential` or `nnx.Sequential`. A
-        layer maps one pytree of arrays to one; a tuple is passed as positional arguments.
+      layers: a model that is one module (Linen, nnx, a factory of one, or a `jpipe.Layer`), in which jpipe finds the
+        layers (`jpipe.layers_of`). Or a sequence of layers: `flax.linen` modules, `nnx` modules or factories
+        `lambda rngs: Block(rngs=rngs)`, `jpipe.Layer(init, apply)`, functions of the activations; or a
+        `flax.linen.Sequential` or `nnx.Sequential`. A layer maps one pytree of arrays to one; a tuple is passed as
+        positional arguments.
       loss_fn: `loss_fn(outputs, batch)` of a micro-batch: its mean loss, or `(loss_sum, weight_sum)`, summed over
         micro-batches and divided once (weights are constants), or these and `metrics`, a dict of scalars (means) or
         pairs `(sum, weight)`, which `train_step` gives divided. A dict of means or pairs, alone or as `(dict,
@@ -124,21 +126,24 @@ class Pipeline(Tabular):
         ends: str = "own",
     ):
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        layers, inputs = as_layers(layers), inputs or default_inputs
+        whole, inputs = as_whole(layers), inputs or default_inputs
+        layers = () if whole is not None else as_layers(layers)
         checks.check_callable(inputs=inputs, **({} if loss_fn is None else {"loss_fn": loss_fn}))
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-        checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
+        if whole is None:
+            checks.check_enough_layers(len(layers), num_stages, num_chunks)  # before a schedule of so many is made
         self.schedule: Schedule = make_schedule(schedule, **sizes)
         num_stages, num_chunks = self.schedule.num_stages, self.schedule.num_chunks
         checks.check_trains(self.schedule)
         self.mesh = as_mesh(mesh, num_stages)
         request = Request(
             layers=layers,
+            whole=whole,
             loss_fn=loss_fn,
             read_inputs=inputs,
             remat=as_remat(remat),
             merge=check_rules(merge),
-            balance=as_balance(balance, len(layers), num_stages * num_chunks),
+            balance=as_balance(balance, len(layers) or None, num_stages * num_chunks),
             schedule=self.schedule,
             mesh=self.mesh,
             splits=make_splits(self.mesh, batch_axes, shard_over, gather),
@@ -151,6 +156,7 @@ class Pipeline(Tabular):
         self._train_steps = TrainSteps(programs.value_and_grad, self._state_shapes)
         self._jit_value_and_grad, self._jit_evaluate = jit(programs.value_and_grad, 0), jit(programs.evaluate, 0)
         self._jit_apply, self._jit_to_layers = jit(programs.apply, 0, 1), jax.jit(to_layers)
+        self._jit_to_model = jax.jit(lambda cut, variables: cut.to_model(to_layers(variables)), static_argnums=0)
         self._generator = Generator(self.planner)
 
     def __repr__(self) -> str:
@@ -244,6 +250,20 @@ class Pipeline(Tabular):
         if batch is not None:
             self.agreement.check(batch, "init")
         return from_items(plan.model, plan.layouts, trees)
+
+    def model_variables(self, variables: Variables) -> Item:
+        """The variables (or gradients) of a model that is one module, as its own `init` would have returned them."""
+        plan, cut = self.plan, self.planner.known_cut("layer_variables")
+        checks.check_variables(plan, variables)
+        return cut.whole.layer.to_item(self._jit_to_model(cut, variables))
+
+    def from_model_variables(self, tree: Item, batch: Batch = None) -> Variables:
+        """The inverse of `model_variables`, under this pipeline's layout; arguments as of `from_layer_variables`."""
+        plan = self.plan if batch is None else self.planner.plan_for(batch)
+        cut = self.planner.known_cut("from_layer_variables")
+        if batch is not None:
+            self.agreement.check(batch, "init")
+        return from_layers(plan.layouts, cut.from_model(cut.whole.layer.from_item(tree)))
 
     def modules(self, variables: Variables) -> list[Callable[..., PyTree]]:
         """Each layer as a callable with its variables: an nnx module, a bound linen module, or a function.
@@ -461,7 +481,7 @@ class Pipeline(Tabular):
         variables = {name: layout.shapes for name, layout in self.plan.layouts.items()}
         return abstract_state(variables, tx, key_shape(key), self.plan.known_loss().of_batch)
 
-    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> Any:
+    def _run(self, what: str, jitted: Callable, variables: Variables, *given: PyTree, **options: object) -> PyTree:
         """Calls a jitted program, and returns its results."""
         arguments = self._placed(variables), *rows.on_mesh(given, self.mesh)
         with first_call(what, arguments) as done:

@@ -17,7 +17,7 @@ a loop here *ties* the values that its body works on to the trip, before the bod
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def each(
     start: Index,
     stop: Index,
     fixed: Fixed,
-    body: Callable[[Index, Any, Carry], Carry],
+    body: Callable[[Index, PyTree, Carry], Carry],
     carry: Carry,
     *,
     reads: Callable[[Index, Fixed, Carry], PyTree] | None = None,
@@ -77,7 +77,7 @@ def each(
 def when(
     condition: bool | jax.Array,
     fixed: Fixed,
-    body: Callable[[Any, Carry], Carry],
+    body: Callable[[PyTree, Carry], Carry],
     carry: Carry,
     *,
     reads: Callable[[Fixed, Carry], PyTree] | None = None,

@@ -79,7 +79,7 @@ class MicroBatch:
         return replace(self, leaves=tuple(twice))
 
 
-def cut(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
+def cut_batch(batch: Batch, count: int, *, bare: bool = False) -> MicroBatch:
     """One of `count` micro-batches of a batch `[B, ...]` that passed `batch_size`, as shapes."""
     leaves, structure = jax.tree.flatten(batch)
     shape = lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype))
@@ -108,7 +108,7 @@ def cut_for_training(batch: Batch, num_microbatches: int, shards: int) -> MicroB
             f"micro-batches of {micro} ({size} / num_microbatches={num_microbatches}) can't be split over the {shards} "
             f"devices of the mesh's data axes; use a batch size divisible by {num_microbatches * shards}"
         )
-    return cut(batch, num_microbatches)
+    return cut_batch(batch, num_microbatches)
 
 
 def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare: bool = False) -> MicroBatch:
@@ -118,7 +118,7 @@ def cut_for_evaluation(batch: Batch, num_microbatches: int, shards: int, *, bare
     """
     size = batch_size(batch)
     fitting = [m for m in range(1, num_microbatches + 1) if size % m == 0]
-    return cut(batch, max(fitting, key=lambda m: (size // m % shards == 0, m)), bare=bare)
+    return cut_batch(batch, max(fitting, key=lambda m: (size // m % shards == 0, m)), bare=bare)
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:

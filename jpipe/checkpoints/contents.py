@@ -151,7 +151,7 @@ class Contents:
 
     def layer_name(self, layer: int) -> str:
         """A layer's name in the checkpoint: its index and the name of its kind."""
-        return f"{layer:04d}_{self.model.group_at(layer).layer.name}"
+        return f"{layer:04d}_{self.model.group_at(layer).layer.name.replace('/', '.')}"
 
     @cached_property
     def each_record(self) -> list[NamedRecord]:

@@ -24,7 +24,7 @@ from jax.extend.core import jaxprs_in_params
 from jpipe.arrays.trees import bytes_of
 from jpipe.costs.chips import Chip
 from jpipe.jaxprs.flat_jaxpr import without_calls
-from jpipe.planning.flops import flops_of
+from jpipe.jaxprs.flops import flops_of
 from jpipe.seam.inside import needed_part
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var, shapes_of
 from jpipe.seam.primitives import ELEMENTWISE, MOVES, REDUCTIONS

@@ -7,7 +7,7 @@ layouts. `Pipeline` jits them; all are traceable, so that they run inside a user
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
@@ -58,7 +58,8 @@ def init_variables(plan: Plan, key: jax.Array, ready: dict[str, Buffers]) -> dic
             group = model.groups[model.variable_sets[v].group]
             if group.layer.ready is not None:
                 return {}
-            arguments = [init_key(key, layer), *group.constants.get(INIT, Constants()).of(layer)]
+            layer_key = init_key(key, layer, of_model=group.layer.has_model_key)
+            arguments = [layer_key, *group.constants.get(INIT, Constants()).of(layer)]
             return _init_layer(plan, group, arguments, *records.lying(v))
 
         buffers = {name: layout.zeros() for name, layout in layouts.items()} | drop_stage_axis(ready)
@@ -147,7 +148,7 @@ def run_step(
     arguments: tuple[dict[str, StageTree], Batch, jax.Array | None, jax.Array | None],
     out_specs: PyTree,
     fill: Callable[[Batch], Batch] = lambda batch: batch,
-    **results: Any,
+    **results: PyTree,
 ) -> PyTree:
     """Runs `work` on each device, for its part of a batch.
 

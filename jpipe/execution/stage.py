@@ -303,7 +303,8 @@ class Stage:
         """The arguments of a layer besides its activation, in forward and backward."""
         group, key = self.step.model.groups[turn.g], None
         if self.key is not None:
-            key = layer_key(self.key, look_up(group.indices, turn.position), turn.microbatch)
+            of_model, index = group.layer.has_model_key, look_up(group.indices, turn.position)
+            key = layer_key(self.key, index, turn.microbatch, of_model=of_model)
         params, fixed = self.weights(turn)
         state = self._read(self.variables, group.state_names, turn.g, turn.position)
         return Arguments(params, state, fixed, key, batch)

@@ -82,6 +82,11 @@ class Generator:
             `make_decoding`.
         """
         request = self._planner.request
+        if request.whole is not None:
+            raise ValueError(
+                f"generate: {request.whole.name} is a model in one piece, which doesn't decode yet; make a pipeline of "
+                "a list of its layers"
+            )
         stages, shards = request.schedule.num_stages, request.splits.num_shards
         _check_prompts(prompts, stages)
         if isinstance(temperature, Tracer) or isinstance(num_tokens, Tracer):

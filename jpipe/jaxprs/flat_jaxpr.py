@@ -5,19 +5,20 @@ So a fact about a value, such as how it lies on devices, holds wherever the valu
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray, Tracer
 
-from jpipe.seam.inside import called_by, replaced, within
+from jpipe.seam.inside import called_by, replaced, scan_counts, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
-from jpipe.seam.primitives import CALLS
+from jpipe.seam.primitives import CALLS, NUMPY
 from jpipe.types import Leaf
 
 
@@ -48,6 +49,9 @@ class FlatJaxpr:
       equations: what it computes, in order.
       results: the numbers of its results.
       is_body: whether it is a loop's or a branch, whose results are read by what is around it.
+      slices: by number of a value that an unrolled scan takes in one trip, (the number of the array that it is a slice
+        of, the index of the trip).
+      trips: by number of an array that an unrolled scan stacks, the numbers of its trips' values.
     """
 
     avals: list[ShapedArray]
@@ -56,6 +60,8 @@ class FlatJaxpr:
     equations: list[FlatEquation]
     results: tuple[int, ...]
     is_body: bool = False
+    slices: dict[int, tuple[int, int]] = field(default_factory=dict)
+    trips: dict[int, list[int]] = field(default_factory=dict)
 
     @cached_property
     def read(self) -> frozenset[int]:
@@ -63,51 +69,155 @@ class FlatJaxpr:
         by_equations = (value for equation in self.equations for value in equation.reads)
         return frozenset([*by_equations, *(self.results if self.is_body else ())])
 
+    @cached_property
+    def folded(self) -> FlatJaxpr:
+        """The same with scalars that follow from constants alone as constants: such as counts of random numbers drawn.
 
-def flatten(closed: ClosedJaxpr, *, calls: Collection[str] = CALLS, is_body: bool = False) -> FlatJaxpr:
+        So that functions that differ in such numbers have the same equations.
+        """
+        constants, equations = dict(self.constants), []
+        for flat in self.equations:
+            name, operands = flat.equation.primitive.name, [constants.get(number) for number in flat.reads]
+            is_plain = name in NUMPY or name == "convert_element_type"
+            if is_plain and all(isinstance(value, np.ndarray | np.generic) and value.ndim == 0 for value in operands):
+                result = getattr(np, NUMPY[name])(*operands) if name in NUMPY else operands[0]
+                constants[flat.makes[0]] = np.asarray(result).astype(self.avals[flat.makes[0]].dtype)
+            else:
+                equations.append(flat)
+        return replace(self, constants=constants, equations=equations)
+
+    def element(self, number: int, indices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """(the number of an element of an array that unrolled scans stack, the indices that are left within it)."""
+        while indices and number in self.trips:
+            number, indices = self.trips[number][indices[0]], indices[1:]
+        return number, indices
+
+    @cached_property
+    def made_by(self) -> dict[int, int]:
+        """The index of the equation that makes a value, by the value's number."""
+        return {number: i for i, equation in enumerate(self.equations) for number in equation.makes}
+
+    def needed_for(self, values: Iterable[int]) -> list[int]:
+        """The indices of the equations that some values need, in order."""
+        todo, needed = list(values), set[int]()
+        while todo:
+            i = self.made_by.get(todo.pop())
+            if i is not None and i not in needed:
+                needed.add(i)
+                todo += self.equations[i].reads
+        return sorted(needed)
+
+
+def flatten(
+    closed: ClosedJaxpr,
+    *,
+    calls: Collection[str] = CALLS,
+    is_body: bool = False,
+    unrolls: Callable[[JaxprEqn], bool] = lambda equation: False,
+) -> FlatJaxpr:
     """Puts the equations of the jaxprs that a jaxpr calls in their callers' places.
 
     Args:
       closed: the jaxpr.
       calls: the names of the primitives that call them.
       is_body: as of `FlatJaxpr`.
+      unrolls: whether the equations of all trips of a `scan` stand in its place, one trip after the other.
     """
-    avals: list[ShapedArray] = []
-    constants: dict[int, Leaf] = {}
-    equations: list[FlatEquation] = []
+    flattening = _Flattening(calls, unrolls)
+    arguments = tuple(map(flattening.new, closed.jaxpr.invars))
+    results = flattening.visit(closed, arguments, ())
+    equations, constants = flattening.equations, flattening.constants
+    return FlatJaxpr(
+        flattening.avals, constants, arguments, equations, results, is_body, flattening.slices, flattening.trips
+    )
 
-    def new(variable: Var | Literal) -> int:
-        avals.append(aval_of(variable))
-        return len(avals) - 1
 
-    def visit(closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
-        """Appends the equations of a jaxpr, given the numbers of its inputs; returns the numbers of its results."""
+class _Flattening:
+    """The equations, values and constants that `flatten` has so far."""
+
+    def __init__(self, calls: Collection[str], unrolls: Callable[[JaxprEqn], bool]):
+        self._calls, self._unrolls = calls, unrolls
+        self.avals: list[ShapedArray] = []
+        self.constants: dict[int, Leaf] = {}
+        self.equations: list[FlatEquation] = []
+        self.slices: dict[int, tuple[int, int]] = {}
+        self.trips: dict[int, list[int]] = {}
+
+    def new(self, variable: Var | Literal) -> int:
+        self.avals.append(aval_of(variable))
+        return len(self.avals) - 1
+
+    def visit(self, closed: ClosedJaxpr, inputs: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+        """Appends the equations of a jaxpr, given the numbers of its inputs; the numbers of its results."""
         jaxpr = closed.jaxpr
         numbers = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-            numbers[variable] = new(variable)
-            constants[numbers[variable]] = _without_mesh(constant)
+            numbers[variable] = self.new(variable)
+            self.constants[numbers[variable]] = _without_mesh(constant)
 
         def read(variable: Var | Literal) -> int:
             if not isinstance(variable, Literal):
                 return numbers[variable]
-            number = new(variable)
-            constants[number] = np.asarray(variable.val, avals[number].dtype)
+            number = self.new(variable)
+            self.constants[number] = np.asarray(variable.val, self.avals[number].dtype)
             return number
 
         for equation in jaxpr.eqns:
             reads = tuple(map(read, equation.invars))
-            if equation.primitive.name in calls:
-                makes = visit(called_by(equation), reads, (*callers, equation))
+            if equation.primitive.name in self._calls:
+                makes = self.visit(called_by(equation), reads, (*callers, equation))
+            elif equation.primitive.name == "scan" and self._unrolls(equation):
+                makes = self._visit_trips(equation, reads, (*callers, equation))
             else:
-                makes = tuple(map(new, equation.outvars))
-                equations.append(FlatEquation(equation, callers, reads, makes))
+                makes = tuple(map(self.new, equation.outvars))
+                self.equations.append(FlatEquation(equation, callers, reads, makes))
             numbers.update(zip(equation.outvars, makes, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
-    arguments = tuple(map(new, closed.jaxpr.invars))
-    results = visit(closed, arguments, ())
-    return FlatJaxpr(avals, constants, arguments, equations, results, is_body)
+    def _visit_trips(self, scan: JaxprEqn, reads: tuple[int, ...], callers: tuple[JaxprEqn, ...]) -> tuple[int, ...]:
+        """Appends the equations of all trips of a scan; the numbers of its results."""
+        num_constants, num_carry = scan_counts(scan)
+        kept, carry, arrays = (
+            reads[:num_constants],
+            reads[num_constants:][:num_carry],
+            reads[num_constants + num_carry :],
+        )
+        trips = range(scan.params["length"])
+        stacked: dict[int, tuple[int, ...]] = {}
+        for i in reversed(trips) if scan.params["reverse"] else trips:
+            slices = [self._slice(array, i, callers) for array in arrays]
+            results = self.visit(called_by(scan), (*kept, *carry, *slices), callers)
+            carry, stacked[i] = results[:num_carry], results[num_carry:]
+        columns = zip(*(stacked[i] for i in trips), strict=True)
+        return *carry, *(self._stack(list(column), callers) for column in columns)
+
+    def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
+        if array in self.trips:
+            return self.trips[array][i]
+        jaxpr, shape = _slice_of(self.avals[array].shape, self.avals[array].dtype), ShapedArray((), np.dtype(np.int32))
+        self.avals.append(shape)
+        index = len(self.avals) - 1
+        # The index is a number among the constants, so that slices that differ in it are one function.
+        self.constants[index] = np.int32(i)
+        (number,) = self.visit(jaxpr, (array, index), callers)
+        self.slices[number] = array, i
+        return number
+
+    def _stack(self, trips: list[int], callers: tuple[JaxprEqn, ...]) -> int:
+        shapes = [jax.ShapeDtypeStruct(self.avals[i].shape, self.avals[i].dtype) for i in trips]
+        (number,) = self.visit(jax.make_jaxpr(lambda *x: jnp.stack(x))(*shapes), tuple(trips), callers)
+        self.trips[number] = trips
+        return number
+
+
+@cache
+def _slice_of(shape: tuple[int, ...], dtype: np.dtype) -> ClosedJaxpr:
+    """The jaxpr of `x[i]`."""
+
+    def take(x: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.squeeze(lax.dynamic_slice(x, [i, *[np.int32(0)] * (x.ndim - 1)], (1, *x.shape[1:])), [0])
+
+    return jax.make_jaxpr(take)(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((), np.int32))
 
 
 def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> ClosedJaxpr:
@@ -116,15 +226,43 @@ def without_calls(closed: ClosedJaxpr, calls: Collection[str] = CALLS) -> Closed
     Each literal is a constant of its own. The arguments are those of `flatten`.
     """
     flat = flatten(closed, calls=calls)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in flat.avals]
-    values = jax.make_jaxpr(lambda *x: x)(*shapes).jaxpr.invars
-    chosen = lambda numbers: [values[i] for i in numbers]
-    equations = [
-        replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
-        for equation, callers, reads, makes in flat.equations
-    ]
-    ends = {"invars": chosen(flat.arguments), "constvars": chosen(flat.constants), "outvars": chosen(flat.results)}
-    return ClosedJaxpr(replaced(closed.jaxpr, eqns=equations, **ends), list(flat.constants.values()))
+    return jaxpr_of(flat, flat.equations, flat.arguments, flat.results, list(flat.constants))
+
+
+def jaxpr_of(
+    flat: FlatJaxpr,
+    equations: Sequence[FlatEquation],
+    takes: Sequence[int],
+    gives: Sequence[int],
+    constants: Sequence[int] | None = None,
+) -> ClosedJaxpr:
+    """Some equations of a flat jaxpr as a jaxpr of their own.
+
+    Args:
+      flat: the jaxpr.
+      equations: those of its equations that are wanted, in order.
+      takes: the numbers of the values that it takes.
+      gives: the numbers of the values that it gives.
+      constants: the numbers of its constants. Default: those that the equations read or that it gives.
+    """
+    read = dict.fromkeys([*(number for equation in equations for number in equation.reads), *gives])
+    constants = [number for number in read if number in flat.constants] if constants is None else constants
+    numbers = list(dict.fromkeys([*takes, *constants, *(n for equation in equations for n in equation.makes)]))
+    shapes = [jax.ShapeDtypeStruct(flat.avals[n].shape, flat.avals[n].dtype) for n in numbers]
+    variables = dict(zip(numbers, jax.make_jaxpr(lambda *x: x)(*shapes).jaxpr.invars, strict=True))
+    chosen = lambda numbers: [variables[i] for i in numbers]
+    jaxpr = replaced(
+        jax.make_jaxpr(lambda: 0)().jaxpr,
+        invars=chosen(takes),
+        constvars=chosen(constants),
+        eqns=[
+            replaced(within(equation, callers), invars=chosen(reads), outvars=chosen(makes))
+            for equation, callers, reads, makes in equations
+        ],
+        outvars=chosen(gives),
+        effects=frozenset().union(*(equation.equation.effects for equation in equations)),
+    )
+    return ClosedJaxpr(jaxpr, [flat.constants[number] for number in constants])
 
 
 def aval_of(variable: Var | Literal) -> ShapedArray:

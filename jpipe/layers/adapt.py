@@ -33,7 +33,7 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     """
     opened = list(layers.layers) if isinstance(layers, nn.Sequential | nnx.Sequential) else layers
     if not isinstance(opened, Sequence) or isinstance(opened, str):
-        remedy = "pass a list of layers, a flax.linen.Sequential or an nnx.Sequential"
+        remedy = "pass a model that is one module, a list of layers, or a Sequential of linen or nnx"
         raise TypeError(f"layers is a {type(layers).__name__}; {remedy}")
     if len(opened) == 0:
         raise ValueError("layers is empty; pass at least one layer")
@@ -45,6 +45,16 @@ def as_layers(layers: object) -> tuple[AnyLayer, ...]:
     for index, first in _repeats(places, adapted).items():
         adapted[index] = replace(adapted[index], repeats=first)
     return connect([_frozen(*pair, index) for index, pair in enumerate(zip(adapted, places, strict=True))], marks)
+
+
+def as_whole(model: object) -> AnyLayer | None:
+    """A model that is one module, a factory of one, or a `Layer`, as one layer; None for a sequence of layers."""
+    inner = model.layer if isinstance(model, Frozen) else model
+    if isinstance(inner, nn.Sequential | nnx.Sequential | Sequence):  # an nnx.List is a module, too
+        return None
+    is_one = isinstance(inner, nn.Module | nnx.Module | Layer)
+    is_factory = callable(inner) and not isinstance(inner, type) and "rngs" in signature_of(inner)
+    return as_layers([model])[0] if is_one or is_factory else None
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class AnyLayer:
       ready: the values that the layer already has, or None if `init` makes them.
       reads_batch: whether it needs the micro-batch in its context.
       shared: the shared layer whose parameters it uses; None if they are its own.
+      has_model_key: whether its random keys are those of the whole model, of which it is a piece.
       repeats: the index of the first layer that is the same object, where one would think the two tied; else None.
       variable_types: the collection that variables of each type are in, for libraries in which types name collections.
     """
@@ -115,6 +116,7 @@ class AnyLayer:
     ready: LayerVariables | None = None
     reads_batch: bool = False
     shared: Shared | None = None
+    has_model_key: bool = False
     repeats: int | None = None
     variable_types: Mapping[type, str] = field(default_factory=dict)
 

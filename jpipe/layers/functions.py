@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
-ModeArguments = dict[str, Any]
+ModeArguments = dict[str, bool]
 """Booleans by keyword, for functions that may also take others."""
 
 IN_TRAINING: tuple[str, ...] = ("train", "training", "is_training", "is_train", "enable_dropout", "apply_dropout")

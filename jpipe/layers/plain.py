@@ -43,9 +43,10 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
         return from_item(layer.init(key, *inputs))
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        options = mode_arguments(layer.apply, context.train)
-        if "key" in signature_of(layer.apply):
-            options["key"] = context.key if context.train else None
+        takes_key = "key" in signature_of(layer.apply)
+        options = mode_arguments(layer.apply, context.train) | (
+            {"key": context.key if context.train else None} if takes_key else {}
+        )
         return layer.apply(variables["params"], *inputs, **options), {}
 
     def from_item(item: Item) -> LayerVariables:

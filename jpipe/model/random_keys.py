@@ -16,13 +16,23 @@ Key = jax.Array
 _INIT, _STEP, _LOSS = 0x1217, 0x57E9, 0x1055
 
 
-def init_key(key: Key, layer: Index) -> Key:
-    """Derives the random key from which a layer's variables are made; it depends on nothing else."""
+def init_key(key: Key, layer: Index, *, of_model: bool = False) -> Key:
+    """The random key from which a layer's variables are made; it depends on nothing else.
+
+    A piece of a model gets the user's key, as the model's own `init` would.
+    """
+    if of_model:
+        return key
     return jax.random.fold_in(jax.random.fold_in(key, _INIT), layer)
 
 
-def layer_key(key: Key, layer: Index, microbatch: Index) -> Key:
-    """Derives the random key of one layer for one micro-batch of a step; it depends on nothing else."""
+def layer_key(key: Key, layer: Index, microbatch: Index, *, of_model: bool = False) -> Key:
+    """The random key of one layer for one micro-batch of a step; it depends on nothing else.
+
+    All pieces of a model get the same one, the user's with the micro-batch folded in.
+    """
+    if of_model:
+        return jax.random.fold_in(key, microbatch)
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, _STEP), layer), microbatch)
 
 

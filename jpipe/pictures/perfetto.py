@@ -7,13 +7,12 @@ format is the Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUm
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from jpipe.pictures.palette import NAMES
 from jpipe.schedules.simulate import Span, Timeline
 from jpipe.users_numbers import as_number
 
-Json = dict[str, Any]
+Json = dict[str, object]
 
 
 def chrome_trace(timeline: Timeline, path: str | os.PathLike[str] | None = None, unit_in_seconds: float = 1e-3) -> Json:

@@ -43,8 +43,8 @@ MEASURES = {
 BALANCES = (*MEASURES, "even")
 
 
-def as_balance(balance: object, num_layers: int, num_parts: int) -> Balance:
-    """Checks the user's balance as far as it can be without shapes.
+def as_balance(balance: object, num_layers: int | None, num_parts: int) -> Balance:
+    """Checks the user's balance as far as it can be without shapes, and without the number of layers, if that is None.
 
     Raises:
       ValueError: an unknown name, counts that don't fit (length, sum, zeros), or costs that don't.
@@ -64,6 +64,8 @@ def as_balance(balance: object, num_layers: int, num_parts: int) -> Balance:
         values = tuple(value.item() if hasattr(value, "item") else value for value in balance)
     if any(not isinstance(value, float) and integer_or_none(value) is None for value in values):
         raise TypeError(f"balance={balance!r} is neither one of {list(BALANCES)} nor a list of layer counts or costs")
+    if num_layers is None:
+        return values
     if any(isinstance(value, float) for value in values):
         if len(values) != num_layers:
             raise ValueError(

@@ -143,7 +143,7 @@ def early_partition(request: Request) -> Partition | None:
 
     For layer counts and "even" every layer's cost is given as 1.0, since costs aren't known.
     """
-    if request.balance in MEASURES:
+    if request.balance in MEASURES or not request.layers:
         return None
     return _cut(request, unmeasured_costs(request.balance, len(request.layers)))
 

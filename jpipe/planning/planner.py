@@ -24,6 +24,7 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
+from jpipe.cutting.whole import CutModel, cut_model, make_whole
 from jpipe.layers.base import AnyLayer
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
@@ -36,7 +37,7 @@ from jpipe.model.loss import TracedLoss, trace_loss
 from jpipe.model.random_keys import Key, key_shape
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
-from jpipe.planning.balance import measure_of
+from jpipe.planning.balance import as_balance, measure_of
 from jpipe.planning.partition import Partition
 from jpipe.planning.plan import Plan, early_partition, make_plan
 from jpipe.planning.request import Request
@@ -54,8 +55,10 @@ class Planner:
 
     Attributes:
       plan: None until a batch was seen.
+      cut: of a model that is one module, where it is cut; None until a batch was seen.
       model: micro-batch -> the layers traced at its shapes, checked against the plan if there is one.
       loss: micro-batch -> the loss that follows them, checked; None if there is none.
+      pieces: micro-batch -> the pieces of a model that is one module, as layers for its shapes.
       layers: micro-batch, type of random keys -> the layers of each group in training.
       output_axes: micro-batch -> the batch axis of each leaf of the outputs.
       on_device: such a layer, splits -> as a device runs it (`partition_layer`).
@@ -67,20 +70,25 @@ class Planner:
     def __init__(self, request: Request):
         self.request = request
         self.plan: Plan | None = None
+        self.cut: CutModel | None = None
         self._rules: Callable[[], AbstractContextManager[object]] = nullcontext
         self.model, self.loss, self.output_axes = cache(self._model), cache(self._loss), cache(self._output_axes)
         self.layers, self.on_device = cache(self._layers), cache(partition_layer)
+        self.pieces = cache(self._pieces)
         self.step, self.evaluation_step = cache(self._step), cache(self._evaluation_step)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and laid out, but for the plan."""
         steps = self.step, self.evaluation_step
-        for kept in (self.model, self.loss, self.output_axes, self.layers, self.on_device, *steps):
+        for kept in (self.model, self.pieces, self.loss, self.output_axes, self.layers, self.on_device, *steps):
             kept.cache_clear()
 
     def trace_like(self, other: Planner) -> None:
         """Takes over what another planner traces, of the same layers, loss, mesh, `shard_over`, M and remat."""
         self.model, self.loss, self.layers, self.on_device = other.model, other.loss, other.layers, other.on_device
+        if other.cut is not None:
+            self.cut, self.pieces = other.cut, other.pieces
+            self.request = replace(self.request, layers=other.request.layers)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -129,7 +137,7 @@ class Planner:
                 f"bare={bare!r} is no bool; pass True for the model's inputs alone, False for a whole batch"
             )
         bare = bool(is_bare(batch, seen.batch, seen.inputs, self.request.read_inputs, bare))
-        if bare:
+        if bare and self.cut is None:
             check_reads_nothing(self.request.layers)
         check_no_example(batch, seen.inputs if bare else seen.batch)
         return cut_for_evaluation(batch, *self._sizes, bare=bare)
@@ -149,10 +157,11 @@ class Planner:
 
     def _traced(self, micro: MicroBatch, splits: Splits) -> Model:
         asked = self.request
-        read = (lambda inputs: inputs) if micro.bare else asked.read_inputs
+        read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
+            layers = asked.layers if self.cut is None else self.pieces(micro)
             like = None if self.plan is None else self.plan.traced
-            return trace_model(asked.layers, read, micro.shapes, splits, asked.rules, like)
+            return trace_model(layers, read, micro.shapes, splits, asked.rules, like)
 
     def _output_axes(self, micro: MicroBatch) -> tuple[int, ...]:
         outputs, doubled = self.model(micro).groups[-1].gives, None
@@ -218,6 +227,14 @@ class Planner:
             )
         return self.plan
 
+    def known_cut(self, instead: str) -> CutModel:
+        """Where a model that is one module is cut; for a list of layers a ValueError with what to call instead."""
+        if self.request.whole is None:
+            raise ValueError(f"this pipeline was given a list of layers, not one module; call pipe.{instead}")
+        self.known_plan()
+        assert self.cut is not None
+        return self.cut
+
     def plan_for(self, batch: Batch) -> Plan:
         """The plan; made from this batch's shapes, if it is the first one. Of other batches nothing is looked at."""
         check_context(self.request.mesh)
@@ -234,11 +251,28 @@ class Planner:
             if self.request.shares_ends and self.request.loss_fn is not None:
                 self.training_step(micro)  # which refuses ends that can't be shared, before anything is compiled
         except BaseException:
-            self.plan = None
+            self.plan = self.cut = None
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
 
+    def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
+        assert self.cut is not None
+        return self.cut.layers(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
+
+    def _cut_whole(self, micro: MicroBatch) -> None:
+        """Cuts a model that is one module, at the shapes of the first batch."""
+        asked = self.request
+        virtual_stages = asked.schedule.num_stages * asked.schedule.num_chunks
+        assert asked.whole is not None
+        with self.tracing(), task("cutting the model"):
+            whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
+            self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages)
+            layers = self.pieces(micro)
+        self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
+
     def _first_plan(self, micro: MicroBatch) -> Plan:
+        if self.request.whole is not None and self.cut is None:
+            self._cut_whole(micro)
         with task(f"planning {len(self.request.layers)} layers"):
             model, loss = self.model(micro), self.loss(micro)
             # With keys of the default implementation, so that equal pipelines are cut alike whatever keys come.
@@ -269,6 +303,10 @@ class Planner:
         functions = self._functions(micro, None, with_loss)
         with self.tracing():
             return build_step(self.known_plan(), self.model(micro), schedule, functions)
+
+
+def _no_change(inputs: Batch) -> Batch:
+    return inputs
 
 
 def check_reads_nothing(layers: Sequence[AnyLayer]) -> None:

@@ -57,7 +57,9 @@ class Request:
     """The arguments of `jpipe.Pipeline`, checked and adapted.
 
     Attributes:
-      layers: behind the one interface.
+      layers: behind the one interface; of a model that is one module, the pieces that it is cut into at the first
+        batch.
+      whole: such a model as one layer.
       loss_fn: of a micro-batch; None of a pipeline that only applies and generates.
       read_inputs: batch -> what the first layer takes.
       remat: what a forward stores for its backward.
@@ -74,6 +76,7 @@ class Request:
     """
 
     layers: tuple[AnyLayer, ...]
+    whole: AnyLayer | None
     loss_fn: LossFn | None
     read_inputs: Callable[[Batch], PyTree]
     remat: Remat

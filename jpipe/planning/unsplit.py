@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jpipe.jaxprs.flops import count_flops, flops_of
 from jpipe.model.traced_layer import DeviceLayer, TracedLayer
-from jpipe.planning.flops import count_flops, flops_of
 from jpipe.seam.inside import line_of
 from jpipe.terminal.notices import warn_once
 

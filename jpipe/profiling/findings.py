@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class Finding:
     """
 
     text: str
-    change: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, object] = field(default_factory=dict)
     promise: float | None = None
 
     def __str__(self) -> str:

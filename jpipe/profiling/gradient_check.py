@@ -223,8 +223,10 @@ def _of_layers(planner: Planner, model: Model, trees: LayerTrees, batch: Batch, 
         def mean(params: Params) -> tuple[jax.Array, list[jax.Array]]:
             x, variables = (), _whole(model, params, trees)
             for i, layer in enumerate(layers):
-                x, _ = layer.apply(variables[i], positional(x), Context(layer_key(key, i, m), True, part))
-            sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m))
+                x, _ = layer.apply(
+                    variables[i], positional(x), Context(layer_key(key, i, m, of_model=layer.has_model_key), True, part)
+                )
+            sums = loss.sums(x, part, layer_key(key, len(layers) - 1, m, of_model=layers[-1].has_model_key))
             return jnp.sum(jnp.stack(sums[: 2 * num_terms : 2]) / weights), sums
 
         return jax.grad(mean, has_aux=True)(params)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from jpipe.batches.microbatches import cut
+from jpipe.batches.microbatches import cut_batch
 from jpipe.model.groups import Model
 from jpipe.model.random_keys import key_shape
 from jpipe.model.remat import MODES
@@ -69,7 +69,7 @@ def measure_layers(planner: Planner, batch: Batch, others: Sequence[int] = ()) -
 
 
 def _layers(planner: Planner, batch: Batch, num_microbatches: int) -> tuple[Model, Sequence[TracedLayer]]:
-    micro = cut(batch, num_microbatches * planner.request.splits.num_shards)
+    micro = cut_batch(batch, num_microbatches * planner.request.splits.num_shards)
     return planner.model(micro), planner.layers(micro, key_shape())
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -162,7 +162,7 @@ class Timeline:
 
     def to_chrome_trace(
         self, path: "str | os.PathLike[str] | None" = None, *, unit_in_seconds: float = 1e-3
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The timeline as a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage.
 
         Args:

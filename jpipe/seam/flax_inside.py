@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import flax
 from flax import nnx
@@ -15,7 +14,7 @@ FOLDER = Path(flax.__file__).parent
 """Where Flax's own files are."""
 
 
-def collection_of(variable_type: type[nnx.Variable[Any]]) -> str:
+def collection_of(variable_type: type[nnx.Variable]) -> str:
     """The name of the collection that variables of a type are in, as in Linen: `batch_stats` of `nnx.BatchStat`.
 
     Uses `nnx.variable_name_from_type`, which `nnx.bridge` uses; types that it doesn't know are called as their class.

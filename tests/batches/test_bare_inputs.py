@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jpipe.batches.bare_inputs import default_inputs, is_bare
-from jpipe.batches.microbatches import cut
+from jpipe.batches.microbatches import cut_batch
 
 
 def batch(size, width=4):
@@ -22,7 +22,7 @@ def test_what_the_inputs_are():
 
 
 def test_bare_inputs_are_told_from_batches():
-    seen = cut(batch(8), 2).shapes
+    seen = cut_batch(batch(8), 2).shapes
     bare = lambda given: is_bare(given, seen, seen["inputs"], default_inputs, None)
     assert bare(batch(8)["inputs"])
     assert not bare(batch(8))
@@ -37,8 +37,8 @@ def test_bare_inputs_are_told_from_batches():
 def test_where_the_structure_does_not_tell_shapes_do_or_the_caller():
     """One array, which `inputs` cuts: it was cut twice where bare inputs were meant."""
     tokens = lambda length: np.zeros((8, length), np.int32)
-    seen, read = cut(tokens(9), 2).shapes, lambda batch: batch[:, :-1]
-    bare = lambda given, said=None: is_bare(given, seen, cut(tokens(8), 2).shapes, read, said)
+    seen, read = cut_batch(tokens(9), 2).shapes, lambda batch: batch[:, :-1]
+    bare = lambda given, said=None: is_bare(given, seen, cut_batch(tokens(8), 2).shapes, read, said)
     assert (bare(tokens(9)), bare(tokens(8))) == (False, True)
     assert (bare(tokens(5), True), bare(tokens(5), False), bare(tokens(9), True)) == (True, False, True)
     with pytest.raises(ValueError, match=r"int32\[8,5\] may be a batch, .* say which: .* bare=False\), or"):

@@ -7,7 +7,7 @@ import pytest
 from jpipe.batches.microbatches import (
     batch_size,
     check_no_example,
-    cut,
+    cut_batch,
     cut_for_evaluation,
     cut_for_training,
     split_microbatches,
@@ -26,9 +26,14 @@ def test_a_micro_batch_is_known_by_its_shapes():
         "ids": ((2,), "int32"),
     }
     assert found.count == 4 and not found.bare
-    assert found == cut_for_training(jax.eval_shape(lambda: batch(8)), 4, 1) == cut(batch(8), 4)
-    assert hash(found) == hash(cut(batch(8), 4))
-    others = [cut(batch(8), 2), cut(batch(8, 5), 4), cut(batch(8)["inputs"], 4), cut(batch(8), 4, bare=True)]
+    assert found == cut_for_training(jax.eval_shape(lambda: batch(8)), 4, 1) == cut_batch(batch(8), 4)
+    assert hash(found) == hash(cut_batch(batch(8), 4))
+    others = [
+        cut_batch(batch(8), 2),
+        cut_batch(batch(8, 5), 4),
+        cut_batch(batch(8)["inputs"], 4),
+        cut_batch(batch(8), 4, bare=True),
+    ]
     assert len({found, *others}) == 5
 
 
@@ -62,13 +67,13 @@ def test_batch_size():
 
 
 def test_a_micro_batch_of_twice_as_many():
-    found = cut(batch(8), 2)
+    found = cut_batch(batch(8), 2)
     assert (found.size, found.doubled.size) == (4, 8)
-    assert found.doubled.leaves == cut(batch(8), 1).leaves
+    assert found.doubled.leaves == cut_batch(batch(8), 1).leaves
 
 
 def test_a_single_example():
-    seen = cut(batch(8), 2).shapes
+    seen = cut_batch(batch(8), 2).shapes
     check_no_example(batch(3), seen)
     check_no_example(np.ones(4), seen)
     with pytest.raises(ValueError, match=r"batch\['inputs'\] has the shape \(4,\), that of one example"):

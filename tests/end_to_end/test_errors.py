@@ -76,7 +76,7 @@ def nothing_compiles(key):
         ({"balance": ["flops", "size"]}, TypeError, "balance=.* is neither"),
         ({"layers": []}, ValueError, "layers is empty"),
         ({"layers": nn.Sequential([])}, ValueError, "layers is empty"),
-        ({"layers": dense()}, TypeError, "layers is a Dense; pass a list of layers"),
+        ({"layers": 3}, TypeError, "layers is a int; pass a model that is one module"),
         ({"layers": "dense"}, TypeError, "layers is a str"),
         ({"layers": [dense(), 3]}, TypeError, r"layers\[1\] is a int, which is no layer"),
         ({"layers": [dense(), None]}, TypeError, r"layers\[1\] is a NoneType"),

@@ -846,6 +846,7 @@ ELSEWHERE = {
     "say which they are: pipe.generate(..., logits=lambda outputs: outputs[0])": "generation/test_decoding.py",
     "by jax.jit(pipe.train_step).lower(state, batch).compile()": "end_to_end/test_tpu.py",
     "jpipe.profile(pipe, state, batch) takes a jpipe.Pipeline": "profiling/test_profile.py",
+    "x = jpipe.cut(x)": "end_to_end/test_whole_models.py",
     "pipe.communication(batch) lists them": "costs/test_communication.py",
     "name the axes that it is about: jax.shard_map(..., axis_names={...})": "partitioner/test_user_shardings.py",
 }

@@ -33,8 +33,9 @@ _ALLOWED = {
     "model": "terminal seam arrays jaxprs partitioner layers mesh",
     "memory": "terminal schedules seam arrays jaxprs partitioner layers mesh model",
     "batches": "arrays jaxprs partitioner layers mesh model",
+    "cutting": "terminal seam arrays jaxprs layers model batches",
     "training": "seam arrays jaxprs partitioner layers mesh memory",
-    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches",
+    "planning": "terminal schedules seam arrays jaxprs partitioner layers mesh model memory batches cutting",
     "execution": "terminal schedules seam arrays jaxprs partitioner mesh model memory batches planning",
     "generation": "terminal schedules seam arrays jaxprs partitioner layers mesh "
     "model memory batches planning execution",
@@ -252,10 +253,10 @@ def test_every_module_has_its_test_file():
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-MOST_LINES = 14434
+MOST_LINES = 15404
 """Of code: without docstrings, comments and blank lines. A number goes up only with a feature that is worth reading, in
 the commit that brings it."""
-MOST_ANYS = 51
+MOST_ANYS = 28
 """Occurrences of the word `Any`, which says that nobody knows."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.batches.microbatches import cut
+from jpipe.batches.microbatches import cut_batch
 from jpipe.planning.plan import early_partition, make_plan
 
 BATCH = np.ones((8, 16), np.float32)
@@ -21,7 +21,7 @@ def planner(balance, layers=None, **options):
 
 def plan(found):
     """A plan by hand, as the planner makes it."""
-    micro = cut(BATCH, 2)
+    micro = cut_batch(BATCH, 2)
     model, loss = found.model(micro), found.loss(micro)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return make_plan(found.request, model, loss, found.layers(micro, key))
@@ -71,8 +71,8 @@ def test_the_model_as_the_stages_run_it(unroll):
 def test_a_model_at_other_shapes_has_to_have_the_same_variables():
     found = planner("even")
     made = plan(found)
-    made.check_model(found.model(cut(BATCH, 4)))
-    wide = found.model(cut(np.ones((8, 12), np.float32), 2))
+    made.check_model(found.model(cut_batch(BATCH, 4)))
+    wide = found.model(cut_batch(np.ones((8, 12), np.float32), 2))
     with pytest.raises(ValueError, match=r"layer 0 \(Dense\) takes float32\[4,12\] from this batch but took float32"):
         made.check_model(wide)
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
+from jpipe.jaxprs.flops import Flops, count_flops
 from jpipe.model.random_keys import key_shape
-from jpipe.planning.flops import Flops, count_flops
 from jpipe.planning.unsplit import unsplit_in
 from jpipe.terminal.notices import warn_once
 

@@ -10,11 +10,11 @@ from jax.interpreters import ad, batching, mlir
 
 import jpipe
 from cases import assert_close, assert_equal
+from jpipe.jaxprs.flops import count_flops
 from jpipe.jaxprs.numpy_interpreter import interpret
 from jpipe.jaxprs.rewriting import depends_on, uses
 from jpipe.jaxprs.tracing import replay, trace
 from jpipe.model.remat import save_but_elementwise
-from jpipe.planning.flops import count_flops
 from jpipe.seam.primitives import (
     CALLS,
     CHEAP,

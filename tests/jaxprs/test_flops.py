@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
 import jpipe
+from jpipe.jaxprs.flops import Flops, count_flops
 from jpipe.layers.adapt import as_layers
 from jpipe.mesh.users_mesh import as_mesh
 from jpipe.model.layer_function import LayerFunction
@@ -24,7 +25,6 @@ from jpipe.model.remat import MODES
 from jpipe.model.trace import trace_model
 from jpipe.model.traced_layer import TracedLayer, partition_layer, trace_layer
 from jpipe.planning.costs import layer_costs
-from jpipe.planning.flops import Flops, count_flops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from models import amoebanet, resnet, transformer_l, translation, unet

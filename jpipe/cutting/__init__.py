@@ -1,0 +1,1 @@
+"""Cuts a model that is one module into layers, at the narrow places of its trace."""

@@ -1,0 +1,114 @@
+"""`jpipe.layers_of`: the layers that a model, which is one module, is cut into, to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import jax
+
+from jpipe.batches.bare_inputs import default_inputs
+from jpipe.cutting.whole import cut_model, make_whole
+from jpipe.jaxprs.flops import count_flops
+from jpipe.layers.adapt import as_whole
+from jpipe.layers.base import describe
+from jpipe.model.layer_function import trace_call
+from jpipe.model.random_keys import key_shape
+from jpipe.model.trace import trace_model
+from jpipe.terminal.tables import Table, Tabular
+from jpipe.types import Batch, PyTree, Shapes
+from jpipe.users_numbers import as_integer
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A layer that was found in a model.
+
+    Attributes:
+      name: as the model names its parameters.
+      parameters: the paths of the variables that it has; a slice of a stacked one ends with its index, "w[3]".
+      takes: the shapes of what crosses into it, of a batch like the one that was given; empty for the first.
+      gives: the shapes of what crosses out of it; of the last one the model's outputs.
+      flops: the FLOPs of its forward.
+      same_as: the index of the first layer that is the same function; its own if it is the first.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    takes: Shapes
+    gives: Shapes
+    flops: float
+    same_as: int
+
+
+class FoundLayers(Sequence[FoundLayer], Tabular):
+    """The layers of a model in order. Printed, or shown in a notebook, it is a table."""
+
+    def __init__(self, title: str, layers: Sequence[FoundLayer]):
+        self._title, self._layers = title, tuple(layers)
+
+    @overload
+    def __getitem__(self, index: int) -> FoundLayer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[FoundLayer]: ...
+    def __getitem__(self, index: int | slice) -> FoundLayer | Sequence[FoundLayer]:
+        return self._layers[index]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _table(self) -> Table:
+        total = sum(layer.flops for layer in self._layers) or 1.0
+        rows = [
+            (
+                str(index),
+                layer.name,
+                "" if layer.same_as == index else f"as {layer.same_as}",
+                str(len(layer.parameters)),
+                f"{layer.flops / total:.1%}",
+                describe(layer.gives),
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        return Table(self._title, ("layer", "name", "function", "arrays", "FLOPs", "gives"), rows, {})
+
+
+def layers_of(
+    model: object, batch: Batch, *, inputs: Callable[[Batch], PyTree] | None = None, num_layers: int = 1
+) -> FoundLayers:
+    """The layers that a pipeline would cut a model into.
+
+    Args:
+      model: one module, a factory of one, or a `jpipe.Layer`, as for `jpipe.Pipeline`.
+      batch: a micro-batch `[b, ...]` or its shapes; its values don't matter.
+      inputs: as for `jpipe.Pipeline`.
+      num_layers: how many layers are needed at least; a pipeline needs K * V.
+
+    Raises:
+      TypeError: it is no such model.
+      ValueError: it has fewer places than that, or can't be traced.
+    """
+    layer = as_whole(model)
+    if layer is None:
+        raise TypeError(f"model is a {type(model).__name__}; pass one module, a factory of one, or a jpipe.Layer")
+    wanted = as_integer("num_layers", num_layers, "ask for a count of layers")
+    read, shapes = inputs or default_inputs, jax.eval_shape(lambda batch: batch, batch)
+    cut = cut_model(make_whole(layer, read, shapes), read, shapes, wanted)
+    traced = trace_model(cut.layers(read, shapes), read, shapes)
+    found = []
+    for index in range(traced.num_layers):
+        group = traced.group_at(index)
+        jaxpr, _ = trace_call(group.layer, group.variables, group.takes, shapes, key_shape())
+        found.append(
+            FoundLayer(
+                name=cut.names[index],
+                parameters=tuple(cut.parameter_names(index)),
+                takes=group.takes,
+                gives=group.gives,
+                flops=count_flops(jaxpr).flops,
+                same_as=group.indices[0],
+            )
+        )
+    kinds = len(traced.groups)
+    return FoundLayers(f"{layer.name}: {len(found)} layers, {kinds} functions", found)

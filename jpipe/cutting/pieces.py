@@ -1,0 +1,285 @@
+"""Makes the pieces of a model: which variables each has, what it takes and gives, and its equations.
+
+A `Cutting` says where a model is cut, independent of shapes and mode: a place is known by the variables that are used
+before it. So the traces of training and of evaluation, and those at other shapes, are cut at the same places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, permutations
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from jpipe.cutting.places import Places, find_places
+from jpipe.cutting.straight import Part, Straight
+from jpipe.jaxprs.flat_jaxpr import jaxpr_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.types import Leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A model's trace in one mode, at some shapes.
+
+    Attributes:
+      straight: its equations.
+    """
+
+    straight: Straight
+
+    @cached_property
+    def written(self) -> dict[Part, int]:
+        """The new values of the state: by part that changes, the number of its new value."""
+        new, parts = self.straight.new_state, self.used_anywhere
+        sliced = {part: new[part.leaf] for part in parts if part.indices and part.leaf in new}
+        sliced = {part: self.straight.flat.element(number, part.indices)[0] for part, number in sliced.items()}
+        leaves = {part.leaf for part in sliced}
+        return sliced | {Part(leaf): number for leaf, number in new.items() if leaf not in leaves}
+
+    @cached_property
+    def places(self) -> Places:
+        """The places between its equations."""
+        return Places(self.straight)
+
+    @cached_property
+    def parts_used(self) -> list[dict[Part, int]]:
+        """For each main equation, the parts of the variables that it needs besides activations, and their numbers."""
+        equations = self.straight.flat.equations
+        return [self.straight.support(equations[i].reads)[1] for i in self.straight.main]
+
+    def used(self, start: int, stop: int) -> dict[Part, int]:
+        """The parts that the main equations between two places use, and their numbers."""
+        return {part: number for parts in self.parts_used[start:stop] for part, number in parts.items()}
+
+    @cached_property
+    def used_anywhere(self) -> dict[Part, int]:
+        """The parts that any main equation uses, and their numbers."""
+        return self.used(0, len(self.straight.main))
+
+    def is_inside_of_state(self, place: int) -> bool:
+        """Whether a part of the state is read before a place and written behind it."""
+        return any(start < place < stop for start, stop in self._spans)
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """For each part of the state, the places before its first use and behind the equation that writes it."""
+        position = {i: p for p, i in enumerate(self.straight.main)}
+        first: dict[Part, int] = {}
+        for p in reversed(range(len(self.parts_used))):
+            first.update(dict.fromkeys(self.parts_used[p], p))
+        spans = []
+        for part, number in self.written.items():
+            made = position.get(self.straight.flat.made_by.get(number, -1))
+            if made is not None and part in first:
+                spans.append((min(first[part], made), max(made + 1, first[part] + 1)))
+        return spans
+
+
+Before = frozenset[tuple[Part, int]]
+"""The variables that are used before a place; tied ones together with how often, others with a 0."""
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Where a model is cut.
+
+    Attributes:
+      before: for each place, the variables that are used before it, of those in `told_by`.
+      parts: for each piece, the variables that it has.
+      tied: for each piece, the index of the first one with the same ones, if there are several; else None.
+      ties: the variables that several pieces have.
+      told_by: the variables that both training and evaluation use, by which places are known.
+    """
+
+    before: tuple[Before, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    tied: tuple[int | None, ...]
+    ties: frozenset[Part]
+    told_by: frozenset[Part]
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A piece of a model in one mode, at some shapes.
+
+    Attributes:
+      jaxpr: takes parts of its variables, what crosses into it, and leaves of the batch, behind which is the
+        random key; gives what crosses out of it, then the new values of the parts of its state.
+      variables: which parts of its variables it takes.
+      data: which leaves of the batch it takes.
+      num_given: how many of the results cross out of it.
+      written: which parts of its variables the other results are new values of.
+    """
+
+    jaxpr: ClosedJaxpr
+    variables: tuple[int, ...]
+    data: tuple[int, ...]
+    num_given: int
+    written: tuple[int, ...]
+
+    def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
+        """Computes what crosses out of it, then new values of its state."""
+        chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
+        return [
+            jnp.asarray(leaf, aval.dtype) for leaf, aval in zip(self.run(*chosen), self.jaxpr.out_avals, strict=True)
+        ]
+
+    @cached_property
+    def run(self) -> Callable[..., list[Leaf]]:
+        """The jaxpr as a function."""
+        return jaxpr_as_fun(self.jaxpr)
+
+
+class TiedTogether(ValueError):
+    """Some parameters are used in several pieces, and by operations that use others too.
+
+    Args:
+      parts: those parameters.
+    """
+
+    def __init__(self, parts: frozenset[Part]):
+        super().__init__(parts)
+        self.parts = parts
+
+
+class NoSuchPlace(ValueError):
+    """A trace has no place like the one behind a piece.
+
+    Args:
+      index: of the piece.
+    """
+
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.index = index
+
+
+def decide_cutting(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
+    """Decides where a model is cut.
+
+    Args:
+      training, evaluation: the model in both modes.
+      wanted: how many pieces there have to be at least, if the model has so many.
+
+    Raises:
+      TiedTogether: some parameters are used in several pieces, of which one can't be cut so that it has no others.
+      NoSuchPlace: evaluation can't be cut as training is.
+    """
+    places = _with_ties_alone(training, find_places(training.places, wanted, training.is_inside_of_state))
+    ends = [0, *places, len(training.straight.main)]
+    used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
+    firsts = [used.index(parts) if parts else i for i, parts in enumerate(used)]
+    counts = Counter(firsts)
+    tied = tuple(first if counts[first] > 1 else None for first in firsts)
+    ties = frozenset().union(*(parts for parts, first in zip(used, tied, strict=True) if first is not None))
+    told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
+    by_place = _used_before(training, told_by, ties)
+    cutting = Cutting(tuple(by_place[place] for place in places), (), tied, ties, told_by)
+    again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
+    both = zip(pairwise(ends), pairwise(again), strict=True)
+    parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
+    return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
+
+
+def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:
+    """The places, and others around each use of tied variables: pieces that share some have the same ones."""
+    places, end = list(places), len(traced.straight.main)
+    while (mixed := _mixed_piece(traced, pairwise([0, *places, end]))) is not None:
+        (start, stop), tied = mixed
+        at = [p for p in range(start, stop) if not tied.isdisjoint(traced.parts_used[p])]
+        around = {at[0], at[-1] + 1} - {start, stop}
+        if not around or any(map(traced.is_inside_of_state, around)):
+            raise TiedTogether(tied)
+        places = sorted({*places, *around})
+    return places
+
+
+def _mixed_piece(traced: Traced, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], frozenset[Part]] | None:
+    """The first piece that has some variables in common with another piece, and others not; and the common ones."""
+    pieces = [(pair, frozenset(traced.used(*pair))) for pair in pairs]
+    for (pair, parts), (_, others) in permutations(pieces, 2):
+        if parts & others and parts - others:
+            return pair, parts & others
+    return None
+
+
+def _used_before(traced: Traced, told_by: Collection[Part], ties: Collection[Part]) -> list[Before]:
+    """For each place the variables that are used before it; tied ones together with how often."""
+    used, times, by_place = set[tuple[Part, int]](), Counter[Part](), [frozenset[tuple[Part, int]]()]
+    for parts in traced.parts_used:
+        new = [part for part in parts if part in told_by]
+        times.update(part for part in new if part in ties)
+        used |= {(part, times[part]) for part in new}
+        by_place.append(frozenset(used) if new else by_place[-1])
+    return by_place
+
+
+def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[int]] | None) -> list[int]:
+    """The places of another trace of the same model: those at which the same variables are used before.
+
+    Args:
+      cutting: where the model is cut.
+      traced: the other trace.
+      like: a trace at the same shapes and its places: what crosses has to be of the same shapes.
+
+    Raises:
+      NoSuchPlace: a place has no counterpart.
+    """
+    by_used: dict[Before, list[int]] = {}
+    for p, used in enumerate(_used_before(traced, cutting.told_by, cutting.ties)[:-1]):
+        if p > 0 and not traced.is_inside_of_state(p):
+            by_used.setdefault(used, []).append(p)
+    places = [0]
+    for index, used in enumerate(cutting.before):
+        candidates = [p for p in by_used.get(used, ()) if p > places[-1]]
+        if like is not None:
+            wanted = like[0].places.shapes(like[1][index])
+            candidates = [p for p in candidates if traced.places.shapes(p) == wanted]
+        if not candidates:
+            raise NoSuchPlace(index)
+        fewest = min(len(traced.places.crossing[p]) for p in candidates)
+        narrow = [p for p in candidates if len(traced.places.crossing[p]) == fewest]
+        places.append(min(reversed(narrow), key=lambda p: traced.places.bytes[p]))
+    return places[1:]
+
+
+def make_pieces(traced: Traced, cutting: Cutting, places: Sequence[int]) -> list[Piece]:
+    """The pieces of a trace.
+
+    Args:
+      traced: the trace.
+      cutting: where the model is cut.
+      places: the same in this trace.
+    """
+    straight, pieces = traced.straight, []
+    for index, (start, stop) in enumerate(pairwise([0, *places, len(straight.main)])):
+        parts = cutting.parts[index]
+        gives = straight.outputs if index == len(places) else traced.places.crossing[stop]
+        written = [i for i, part in enumerate(parts) if part in traced.written]
+        new = [traced.written[parts[i]] for i in written]
+        main = straight.main[start:stop]
+        wanted = [*(number for i in main for number in straight.flat.equations[i].reads), *gives, *new]
+        support, numbers = straight.support(wanted)
+        equations = [straight.flat.equations[i] for i in sorted({*support, *main})]
+        read = {*wanted, *(number for equation in equations for number in equation.reads)}
+        variables = [i for i, part in enumerate(parts) if part in numbers]
+        leaves = [i for i, number in enumerate(straight.data) if number in read]
+        takes = [
+            *(numbers[parts[i]] for i in variables),
+            *traced.places.crossing[start],
+            *(straight.data[i] for i in leaves),
+        ]
+        jaxpr = jaxpr_of(straight.flat, equations, takes, [*gives, *new])
+        pieces.append(Piece(jaxpr, tuple(variables), tuple(leaves), len(gives), tuple(written)))
+    return pieces

@@ -1,0 +1,203 @@
+"""A whole model as one straight list of equations, and what each value in it follows from.
+
+    constants ─┐
+    variables ─┼─► values of variables alone: slices of stacked weights, casts. Computed where they are used.
+    the batch ─┼─► values of the batch alone: masks, positions, rotary tables. Computed where they are used.
+    both      ─┴─► activations: what a boundary between two stages would have to carry.
+
+Calls are replaced by what they call, scans that do the work of several blocks by their trips. So a loop over blocks, an
+`nn.scan` and blocks written one by one give the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntFlag
+from functools import cached_property
+from typing import NamedTuple
+
+from jpipe.jaxprs.flat_jaxpr import FlatEquation, FlatJaxpr, flatten
+from jpipe.jaxprs.rewriting import equations_in
+from jpipe.seam.inside import scan_counts
+from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn
+from jpipe.seam.primitives import PLAIN_CALLS
+
+MOST_TRIPS = 1024
+"""A scan of more trips is one over time or over an image's rows, not over blocks."""
+
+WORK = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+"""The primitives that do a model's work: products of matrices and convolutions."""
+
+
+class Follows(IntFlag):
+    """The kinds of arguments that a value follows from."""
+
+    NOTHING = 0
+    VARIABLES = 1
+    BATCH = 2
+    BOTH = 3
+
+
+class Part(NamedTuple):
+    """A leaf of a model's variables, or a slice of one that is stacked.
+
+    Attributes:
+      leaf: the index of the leaf among all leaves of the variables.
+      indices: where it is sliced, along the first dimensions; empty for the whole leaf.
+    """
+
+    leaf: int
+    indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Straight:
+    """A model's trace as one list of equations.
+
+    Attributes:
+      flat: the trace without calls.
+      num_variables: how many arguments, the first ones, are leaves of the model's variables; the others are leaves of
+        the batch, and the random key.
+      num_outputs: how many results, the first ones, are the model's outputs.
+      state: the leaves of the variables of which the other results are new values.
+      whole: the leaves of the variables of which no piece has a slice, because some place uses them whole.
+    """
+
+    flat: FlatJaxpr
+    num_variables: int
+    num_outputs: int
+    state: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The numbers of the model's outputs."""
+        return self.flat.results[: self.num_outputs]
+
+    @property
+    def data(self) -> tuple[int, ...]:
+        """The numbers of the leaves of the batch, and of the random key if there is one."""
+        return self.flat.arguments[self.num_variables :]
+
+    @cached_property
+    def sources(self) -> list[Follows]:
+        """The kinds of arguments that each value follows from, by its number."""
+        sources = [Follows.NOTHING] * len(self.flat.avals)
+        for place, number in enumerate(self.flat.arguments):
+            sources[number] = Follows.VARIABLES if place < self.num_variables else Follows.BATCH
+        for equation in self.flat.equations:
+            origin = Follows.NOTHING
+            for number in equation.reads:
+                origin |= sources[number]
+            for number in equation.makes:
+                sources[number] = origin
+        return sources
+
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """The indices of the equations that the results need, or that have an effect."""
+        effects = [n for equation in self.flat.equations if equation.equation.effects for n in equation.makes]
+        return frozenset(self.flat.needed_for([*self.flat.results, *effects]))
+
+    @cached_property
+    def main(self) -> list[int]:
+        """The indices of the needed equations that are about activations, in order."""
+        is_about = lambda equation: any(self.sources[n] is Follows.BOTH for n in (*equation.makes, *equation.reads))
+        return [i for i in sorted(self.needed) if is_about(self.flat.equations[i])]
+
+    @cached_property
+    def new_state(self) -> dict[int, int]:
+        """The number of the new value of each leaf of the variables that changes."""
+        pairs = zip(self.state, self.flat.results[self.num_outputs :], strict=True)
+        return {leaf: number for leaf, number in pairs if number != self.flat.arguments[leaf]}
+
+    @cached_property
+    def used_whole(self) -> frozenset[int]:
+        """The leaves of the variables that something other than the trips of a scan reads or makes."""
+        squeezes = [self.flat.made_by[number] for number in self.flat.slices]
+        slicing = {self.flat.made_by[self.flat.equations[i].reads[0]] for i in squeezes}
+        read = {n for i in self.needed - slicing for n in self.flat.equations[i].reads} | {*self.outputs}
+        made = {leaf for leaf, number in self.new_state.items() if number not in self.flat.trips}
+        return frozenset(place for number, place in self._places.items() if number in read or place in made)
+
+    def part(self, number: int) -> Part | None:
+        """The part of the variables that a value is, if it is one."""
+        indices: list[int] = []
+        array = number
+        while array in self.flat.slices:
+            array, i = self.flat.slices[array]
+            indices.append(i)
+        place = self._places.get(array)
+        if place is None or (indices and place in self.whole):
+            return None
+        return Part(place, tuple(reversed(indices)))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {number: place for place, number in enumerate(self.flat.arguments[: self.num_variables])}
+
+    def support(self, numbers: Iterable[int]) -> tuple[list[int], dict[Part, int]]:
+        """Finds what values need besides activations, if they are to be computed at some place in the model.
+
+        Args:
+          numbers: the values.
+
+        Returns:
+          (the indices of the equations to compute there, in order; the parts of the variables that these or whoever
+          asks read, and their numbers).
+        """
+        equations: set[int] = set()
+        parts: dict[Part, int] = {}
+        todo, seen = list(numbers), set[int]()
+        while todo:
+            number = todo.pop()
+            if number in seen or self.sources[number] is Follows.BOTH:
+                continue
+            seen.add(number)
+            if (part := self.part(number)) is not None:
+                parts[part] = number
+            elif (i := self.flat.made_by.get(number)) is not None:
+                equations.add(i)
+                todo += self.flat.equations[i].reads
+        return sorted(equations), parts
+
+    def is_over_blocks(self, equation: FlatEquation) -> bool:
+        """Whether an equation is a scan that does in each trip the work of a block with weights of its own.
+
+        `nn.scan` makes such scans. One that goes over what follows from the batch, such as time, isn't one.
+        """
+        scan = equation.equation
+        if scan.primitive.name != "scan" or not 1 < scan.params["length"] <= MOST_TRIPS or not does_work(scan):
+            return False
+        sliced = {self.sources[number] for number in equation.reads[sum(scan_counts(scan)) :]}
+        return Follows.VARIABLES in sliced or sliced <= {Follows.NOTHING}
+
+
+def straighten(closed: ClosedJaxpr, num_variables: int, num_outputs: int, state: Sequence[int]) -> Straight:
+    """The straight list of a model's trace; see `Straight`.
+
+    Args:
+      closed: takes the leaves of its variables, of the batch, and the random key; gives its outputs and new state.
+      num_variables, num_outputs: how many leaves there are.
+      state: the leaves of the variables of which there are new values.
+    """
+    over_blocks: set[int] = set()  # by identity
+    is_over_blocks = lambda scan: id(scan) in over_blocks
+    while True:
+        flat = flatten(closed, calls=INLINED, unrolls=is_over_blocks)
+        straight = Straight(flat, num_variables, num_outputs, tuple(state))
+        # A scan inside of another is seen once that one is unrolled.
+        unrolled = {id(e.equation) for e in flat.equations if straight.is_over_blocks(e)}
+        if not unrolled:
+            return replace(straight, flat=flat.folded)
+        over_blocks |= unrolled
+
+
+INLINED = PLAIN_CALLS | {"remat2"}
+"""Calls that are replaced by what they call: what a model computes again, the pipeline's `remat` says."""
+
+
+def does_work(equation: JaxprEqn) -> bool:
+    """Whether an equation, or one inside of it, is a product of matrices or a convolution."""
+    return any(inner.primitive.name in WORK for inner in equations_in([equation]))

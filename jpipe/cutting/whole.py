@@ -1,0 +1,420 @@
+"""A model that is one module, as the layers that it is cut into.
+
+`cut_model` finds the places once, from the shapes of the first batch. `CutModel.layers` makes an `AnyLayer` of each
+piece, for the shapes of any batch. Nothing here knows Flax: the module is one `AnyLayer` itself, and is only traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jpipe.arrays.trees import check_same_shapes, check_same_structure
+from jpipe.cutting.names import nested, paths_below, paths_of, piece_names
+from jpipe.cutting.pieces import (
+    Cutting,
+    NoSuchPlace,
+    Piece,
+    TiedTogether,
+    Traced,
+    decide_cutting,
+    make_pieces,
+    places_again,
+)
+from jpipe.cutting.straight import INLINED, Part, Straight, straighten
+from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
+from jpipe.jaxprs.flops import flops_of
+from jpipe.jaxprs.tracing import replay, trace
+from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, LayerVariables, Specs, positional
+from jpipe.layers.fingerprint import ShownByTraces, same_value
+from jpipe.layers.shared import Shared
+from jpipe.model.alike import skeleton
+from jpipe.model.constants import scalars_of, without_plain_calls
+from jpipe.model.groups import strong
+from jpipe.model.layer_function import trace_init
+from jpipe.model.random_keys import key_shape
+from jpipe.seam.inside import line_of
+from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.primitives import LOOPS_AND_BRANCHES
+from jpipe.types import Batch, Leaf, PyTree, Shapes
+
+Read = Callable[[Batch], PyTree]
+"""From a batch to the model's inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeModel:
+    """A model that is one module.
+
+    Attributes:
+      layer: the module as one layer.
+      variables: the shapes of its variables by collection.
+      init: takes a random key, gives the leaves of new variables; None if the module has its values already.
+    """
+
+    layer: AnyLayer
+    variables: dict[str, Shapes]
+    init: ClosedJaxpr | None
+
+    @cached_property
+    def collections(self) -> list[str]:
+        """The collection of each leaf of the variables."""
+        return [name for name in sorted(self.variables) for _ in jax.tree.leaves(self.variables[name])]
+
+    @cached_property
+    def paths(self) -> list[tuple[str, ...]]:
+        """The path of each leaf of the variables within its collection."""
+        # The variables of a `Layer` may be a bare array, without a path.
+        in_words = lambda path: tuple(jax.tree_util.keystr((key,), simple=True) for key in path[1:]) or ("value",)
+        return [in_words(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.unboxed)]
+
+    @cached_property
+    def unboxed(self) -> dict[str, Shapes]:
+        """The shapes of the variables, without boxes of Flax's metadata."""
+        return self.layer.from_item(self.layer.to_item(self.variables))
+
+    def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
+        """The model's traces for the shapes of a micro-batch `[b, ...]`."""
+        (training, outputs), (evaluation, _) = (self._trace(read_inputs, batch, train) for train in (True, False))
+        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
+        whole = training.used_whole | evaluation.used_whole
+        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in (training, evaluation))
+        return Modes(training, evaluation, outputs)
+
+    def _trace(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
+        """(the model's equations, the shapes of its outputs)."""
+
+        def call(variables: LayerVariables, batch: Batch, key: jax.Array | None) -> tuple[Activation, LayerVariables]:
+            return self.layer.apply(variables, positional(read_inputs(batch)), Context(key, train, batch))
+
+        closed, (outputs, updates) = trace(call, self.variables, batch, key_shape() if train else None)
+        state = [i for i, name in enumerate(self.collections) if name in updates]
+        return straighten(closed, len(self.collections), len(jax.tree.leaves(outputs)), state), strong(outputs)
+
+
+def make_whole(layer: AnyLayer, read_inputs: Read, batch: Shapes) -> WholeModel:
+    """A model with variables for the shapes of a micro-batch `[b, ...]`."""
+    if layer.ready is not None:
+        return WholeModel(layer, strong(jax.eval_shape(lambda v: v, layer.ready)), None)
+    init, variables = trace_init(layer, key_shape(), trace(read_inputs, batch)[1], batch)
+    return WholeModel(layer, strong(variables), init)
+
+
+@dataclass(frozen=True, eq=False)
+class Modes:
+    """The traces of a model at some shapes.
+
+    Attributes:
+      training: in training.
+      evaluation: in evaluation.
+      outputs: the shapes of the model's outputs, `[b, ...]`.
+    """
+
+    training: Traced
+    evaluation: Traced
+    outputs: Shapes
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """A model and where it is cut.
+
+    Attributes:
+      whole: the model.
+      cutting: the places.
+    """
+
+    whole: WholeModel
+    cutting: Cutting
+
+    @cached_property
+    def names(self) -> list[str]:
+        """A name for each piece."""
+        sizes = [leaf.size for leaf in jax.tree.leaves(self.whole.variables)]
+        return piece_names(self.cutting.parts, self.whole.paths, sizes)
+
+    @cached_property
+    def trees(self) -> list[dict[str, PyTree]]:
+        """For each piece its variables by collection, as nested dicts, of the indices of its parts."""
+        whole, leaves = self.whole, jax.tree.leaves(self.whole.variables)
+
+        def kind(part: Part) -> object:
+            leaf = leaves[part.leaf]
+            return whole.collections[part.leaf], leaf.shape[len(part.indices) :], leaf.dtype
+
+        kinds, trees = [list(map(kind, parts)) for parts in self.cutting.parts], []
+        paths = paths_below(paths_of(self.cutting.parts, whole.paths), kinds)
+        for parts, own in zip(self.cutting.parts, paths, strict=True):
+            names = [whole.collections[part.leaf] for part in parts]
+            by_name = {name: [(own[i], i) for i, n in enumerate(names) if n == name] for name in sorted(set(names))}
+            trees.append({name: nested(of_collection) for name, of_collection in by_name.items()})
+        return trees
+
+    def parameter_names(self, index: int) -> list[str]:
+        """The paths of a piece's variables; slices end with their indices."""
+        in_words = lambda part: "/".join(self.whole.paths[part.leaf]) + "".join(f"[{i}]" for i in part.indices)
+        return list(map(in_words, self.cutting.parts[index]))
+
+    @cached_property
+    def shared(self) -> dict[int, Shared]:
+        """Stand-ins for tied parameters, by index of the first piece that has them."""
+        return {first: Shared(self.whole.layer) for first in self.cutting.tied if first is not None}
+
+    def layers(self, read_inputs: Read, batch: Shapes) -> tuple[AnyLayer, ...]:
+        """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
+        modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
+        training = places_again(cutting, modes.training, None)
+        evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
+        trained, evaluated = (
+            make_pieces(modes.training, cutting, training),
+            make_pieces(modes.evaluation, cutting, evaluation),
+        )
+        pairs = zip(trained, evaluated, strict=True)
+        num_leaves = len(jax.tree.leaves(batch))
+        kinds = _Kinds()
+        makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
+        return tuple(maker.layer() for maker in makers)
+
+    def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
+        """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.
+
+        Gradients and other arrays like the variables can be given too. What is sliced is stacked again.
+        """
+        names = {name for tree in trees.values() for name in tree}
+        leaves: dict[Part, Leaf] = {}
+        for index, parts in enumerate(self.cutting.parts):
+            for name, own in trees.get(index, {}).items():
+                places = jax.tree.leaves(self.trees[index].get(name))
+                leaves |= {parts[i]: leaf for i, leaf in zip(places, jax.tree.leaves(own), strict=True)}
+        by_leaf: dict[int, dict[tuple[int, ...], Leaf]] = {}
+        for part, leaf in leaves.items():
+            by_leaf.setdefault(part.leaf, {})[part.indices] = leaf
+        whole = iter([_stacked(by_leaf[i]) if i in by_leaf else None for i in range(len(self.whole.collections))])
+        tree = {
+            name: jax.tree.map(lambda _: next(whole), self.whole.variables[name])
+            for name in sorted(self.whole.variables)
+        }
+        return {name: own for name, own in tree.items() if name in names}
+
+    def from_model(self, variables: Mapping[str, PyTree]) -> dict[int, dict[str, PyTree]]:
+        """The inverse of `to_model`; a ValueError names the first leaf that isn't as the model has it."""
+        for name, tree in variables.items():
+            expected = self.whole.unboxed.get(name, {})
+            check_same_structure(f"model's {name}", tree, expected)
+            check_same_shapes(f"model's {name}", tree, expected)
+        leaves: dict[int, Leaf] = {}
+        for i, name in enumerate(self.whole.collections):
+            if name in variables and i == self.whole.collections.index(name):
+                leaves |= dict(enumerate(jax.tree.leaves(variables[name]), start=i))
+        trees: dict[int, dict[str, PyTree]] = {}
+        for index, parts in enumerate(self.cutting.parts):
+            put = lambda i, parts=parts: leaves[parts[i].leaf][parts[i].indices]
+            trees[index] = {
+                name: jax.tree.map(put, tree) for name, tree in self.trees[index].items() if name in variables
+            }
+        return trees
+
+    @cached_property
+    def inits(self) -> list[ClosedJaxpr]:
+        """For each piece the initialisation of its variables: takes a random key, gives its parts."""
+        assert self.whole.init is not None
+        flat = flatten(self.whole.init, calls=INLINED, unrolls=lambda scan: bool(scan.outvars)).folded
+        inits = []
+        for parts in self.cutting.parts:
+            numbers = [flat.element(flat.results[part.leaf], part.indices) for part in parts]
+            equations = [flat.equations[i] for i in flat.needed_for(number for number, _ in numbers)]
+            jaxpr = jaxpr_of(flat, equations, flat.arguments, [number for number, _ in numbers])
+            inits.append(without_plain_calls(_sliced(jaxpr, [indices for _, indices in numbers])))
+        return inits
+
+
+def _stacked(parts: Mapping[tuple[int, ...], Leaf]) -> Leaf:
+    """An array of its slices by their indices, of any number of dimensions."""
+    if () in parts:
+        return parts[()]
+    rest: dict[int, dict[tuple[int, ...], Leaf]] = {}
+    for (first, *others), leaf in parts.items():
+        rest.setdefault(first, {})[tuple(others)] = leaf
+    return jnp.stack([_stacked(rest[i]) for i in sorted(rest)])
+
+
+def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
+    """A jaxpr of which each result is sliced once more."""
+    if not any(indices):
+        return jaxpr
+
+    def run(key: jax.Array) -> list[Leaf]:
+        return [leaf[at] for leaf, at in zip(replay(jaxpr, [0] * len(indices))(key), indices, strict=True)]
+
+    return trace(run, key_shape())[0]
+
+
+def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) -> CutModel:
+    """Cuts a model, from the shapes of a micro-batch `[b, ...]`, into at least `wanted` pieces.
+
+    Raises:
+      ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
+    """
+    modes = whole.trace(read_inputs, batch)
+    try:
+        cutting = decide_cutting(modes.training, modes.evaluation, wanted)
+    except TiedTogether as error:
+        names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
+        raise ValueError(
+            f"{whole.layer.name} uses {', '.join(names[:3])} in several places, in one of them together with other "
+            "parameters in one operation, so that no piece has these alone; mark where stages may begin by "
+            "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
+        ) from None
+    except NoSuchPlace as error:
+        raise ValueError(
+            f"{whole.layer.name} does in evaluation other things than in training behind piece {error.index}: no place "
+            "there bears the same shapes behind the same parameters; mark places that both modes have by "
+            "x = jpipe.cut(x)"
+        ) from None
+    model = CutModel(whole, cutting)
+    if cutting.num_pieces < wanted:
+        raise ValueError(_too_few(model, modes.training, wanted))
+    return model
+
+
+def _too_few(model: CutModel, training: Traced, wanted: int) -> str:
+    """The words for a model that has too few places: how many, the largest piece, and where most of its work is."""
+    ends = [0, *places_again(model.cutting, training, None), len(training.straight.main)]
+    flops = training.places.flops
+    sizes = [float(flops[stop] - flops[start]) for start, stop in pairwise(ends)]
+    largest = sizes.index(max(sizes))
+    inside = training.straight.main[ends[largest] : ends[largest + 1]]
+    heaviest = max((training.straight.flat.equations[i] for i in inside), key=lambda e: flops_of(e.equation).flops)
+    operation, line = heaviest.equation.primitive.name, line_of(heaviest.equation, heaviest.callers)
+    remedy = "use fewer stages or chunks, or split what that line does"
+    if operation in LOOPS_AND_BRANCHES:
+        remedy = "a loop is one operation: write its blocks one by one, or by nn.scan with parameters of their own"
+    return (
+        f"{model.whole.layer.name} can be cut into {model.cutting.num_pieces} pieces, but there are {wanted} virtual "
+        f"stages (num_stages * num_chunks). The largest piece, {model.names[largest]}, has "
+        f"{sizes[largest] / max(sum(sizes), 1.0):.0%} of the FLOPs, most of them in a {operation} at "
+        f"{line or 'an unknown line'}; {remedy}"
+    )
+
+
+class _Kinds:
+    """One object for all jaxprs that are the same but for numbers, so that pieces are compared at once."""
+
+    def __init__(self):
+        self._known: dict[object, list[object]] = {}
+
+    def of(self, jaxpr: ClosedJaxpr) -> object:
+        """The object that stands for a jaxpr without its numbers."""
+        names, shape = tuple(equation.primitive.name for equation in jaxpr.jaxpr.eqns), skeleton(jaxpr)
+        known = self._known.setdefault(names, [])
+        for other in known:
+            if same_value(other, shape):
+                return other
+        known.append(shape)
+        return shape
+
+
+@dataclass(frozen=True, eq=False)
+class _PieceLayer:
+    """Makes a layer of a piece.
+
+    Attributes:
+      model: the model.
+      index: of the piece.
+      training, evaluation: the piece in both modes.
+      outputs: the shapes of the model's outputs.
+      num_leaves: how many leaves the batch has.
+      kinds: of the pieces of the model.
+    """
+
+    model: CutModel
+    index: int
+    training: Piece
+    evaluation: Piece
+    outputs: Shapes
+    num_leaves: int
+    kinds: _Kinds
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model's variables that the piece has."""
+        return self.model.cutting.parts[self.index]
+
+    def layer(self) -> AnyLayer:
+        """The layer, whose variables are named as the model names them."""
+        model, cutting = self.model.whole, self.model.cutting
+        jaxprs = [
+            self.training.jaxpr,
+            self.evaluation.jaxpr,
+            *([] if model.init is None else [self.model.inits[self.index]]),
+        ]
+        numbers = str([(str(n.dtype), n.tobytes()) for jaxpr in jaxprs for n in scalars_of(jaxpr)])
+        reads = [(piece.variables, piece.data, piece.num_given) for piece in (self.training, self.evaluation)]
+        tied, specs = cutting.tied[self.index], str(self.partition_specs({}))
+        return AnyLayer(
+            name=self.model.names[self.index],
+            made_of=("piece", reads, specs, list(map(self.kinds.of, jaxprs)), ShownByTraces(numbers)),
+            init=self.init,
+            apply=self.apply,
+            bind=self.bind,
+            partition_specs=self.partition_specs,
+            ready=None if model.layer.ready is None else self.chosen(model.layer.ready),
+            reads_batch=any(i < self.num_leaves for _, data, _ in reads for i in data),
+            shared=None if tied is None else self.model.shared[tied],
+            has_model_key=True,
+        )
+
+    def chosen(self, variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The piece's part of the model's variables, or of arrays like them."""
+        leaves = [leaf for name in sorted(variables) for leaf in jax.tree.leaves(variables[name])]
+        return self._by_collection([leaves[part.leaf][part.indices] for part in self.parts])
+
+    def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
+        """New variables: of those that `init` of the whole model makes from the key, the piece's part."""
+        return self._by_collection(replay(self.model.inits[self.index], [0] * len(self.parts))(key))
+
+    def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
+        """Computes what crosses out of the piece, and the new state."""
+        piece = self.training if context.train else self.evaluation
+        places, values = jax.tree.leaves(self.tree), jax.tree.leaves({name: variables[name] for name in self.tree})
+        by_place = dict(zip(places, values, strict=True))
+        leaves = [by_place[i] for i in range(len(self.parts))]
+        batch = jax.tree.leaves(context.batch) or [None] * self.num_leaves
+        takes = [] if self.index == 0 else inputs
+        given = piece(leaves, takes, [*batch, context.key])
+        outputs, new = given[: piece.num_given], iter(given[piece.num_given :])
+        if self.index == self.model.cutting.num_pieces - 1:
+            gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
+        else:
+            gives = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if not context.train:
+            return gives, {}
+        updated = [next(new) if i in piece.written else leaf for i, leaf in enumerate(leaves)]
+        updates = self._by_collection(updated)
+        return gives, {name: leaves for name, leaves in updates.items() if name != "params"}
+
+    def bind(self, item: LayerVariables) -> Callable[..., Activation]:
+        """The piece with these variables, as a function of what crosses into it, in evaluation mode."""
+        return lambda *inputs: self.apply(item, inputs, Context(None, train=False))[0]
+
+    def partition_specs(self, variables: LayerVariables) -> Specs:
+        """The mesh axes that the model's metadata names for these parts."""
+        model = self.model.whole
+        specs = model.layer.partition_specs(model.variables)
+        leaves = [spec for name in sorted(model.variables) for spec in specs[name]]
+        own = [PartitionSpec(*leaves[part.leaf][len(part.indices) :]) for part in self.parts]
+        return {name: [own[i] for i in jax.tree.leaves(tree)] for name, tree in self.tree.items()}
+
+    @property
+    def tree(self) -> dict[str, PyTree]:
+        """The piece's variables by collection, of the indices of its parts."""
+        return self.model.trees[self.index]
+
+    def _by_collection(self, leaves: Sequence[Leaf]) -> dict[str, PyTree]:
+        return jax.tree.map(lambda i: leaves[i], self.tree)

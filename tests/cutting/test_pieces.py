@@ -1,0 +1,78 @@
+"""A cutting is found again in other traces of the model, and its pieces, one after the other, are the model."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe.cutting.pieces import TiedTogether, Traced, decide_cutting, make_pieces, places_again
+from jpipe.cutting.straight import Part, straighten
+
+RNG = np.random.default_rng(0)
+WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(4)]
+
+
+def model(ws, x, drops):
+    x = x @ ws[0]
+    for w in ws[1:]:
+        x = x + jnp.tanh(x @ w) * (jnp.cos(x) if drops else 1.0)
+    return x
+
+
+def traced(function, size=2, num_weights=4):
+    x = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+    return Traced(straighten(jax.make_jaxpr(function)(WEIGHTS[:num_weights], x), num_weights, 1, ()))
+
+
+def in_training(ws, x):
+    return model(ws, x, True)
+
+
+def in_evaluation(ws, x):
+    return model(ws, x, False)
+
+
+def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
+    cutting = decide_cutting(traced(in_training), traced(in_evaluation), 1)
+    assert cutting.parts == ((Part(0),), (Part(1),), (Part(2),), (Part(3),))
+    for function, size in ((in_training, 2), (in_evaluation, 2), (in_training, 5)):
+        trace = traced(function, size)
+        pieces = make_pieces(trace, cutting, places_again(cutting, trace, None))
+        x = RNG.normal(size=(size, 4)).astype(np.float32)
+        crossing = []
+        for weight, piece in zip(WEIGHTS, pieces, strict=True):
+            crossing = piece([weight], crossing, [x])
+        np.testing.assert_array_equal(crossing[0], function(WEIGHTS, x))
+
+
+def test_tied_weights_are_alone_in_their_pieces():
+    def tied(ws, x):
+        return jnp.tanh(jnp.tanh((x @ ws[0]) @ ws[1]) @ ws[0].T)
+
+    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), 1)
+    assert cutting.parts == ((Part(0),), (Part(1),), (Part(0),))
+    assert cutting.tied == (0, None, 0)
+
+
+def test_an_operation_of_tied_and_other_weights_is_told():
+    mixed = lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1]))
+    with pytest.raises(TiedTogether) as error:
+        decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), 1)
+    assert error.value.parts == {Part(0)}
+
+
+def test_what_follows_from_the_batch_alone_does_not_cross():
+    def masked(ws, x):
+        mask = jnp.cumsum(x, 0)
+        for w in ws:
+            x = jnp.tanh(x @ w) * mask
+        return x
+
+    trace = traced(masked)
+    cutting = decide_cutting(trace, trace, 1)
+    places = places_again(cutting, trace, None)
+    assert [len(trace.places.crossing[p]) for p in places] == [1, 1, 1]
+    assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places))
+    assert len(list(pairwise([0, *places, len(trace.straight.main)]))) == 4

@@ -1,0 +1,295 @@
+"""A model that is one module trains in a pipeline as it does in plain JAX, without a line of it changed."""
+
+from operator import itemgetter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+import whole_models
+from jpipe.batches.bare_inputs import default_inputs
+from jpipe.layers.functions import signature_of
+
+KEY = jax.random.key(3)
+CASES = whole_models.cases()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def called(case, variables, batch, key=None):
+    """(outputs, new state) of the model in plain Flax; in training if there is a key."""
+    inputs = (case.inputs or default_inputs)(batch)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    mode = {"train": key is not None} if "train" in signature_of(type(case.model).__call__) else {}
+    if key is None:
+        return case.model.apply(variables, *inputs, **mode), {}
+    mutable = [name for name in variables if name != "params"]
+    return case.model.apply(variables, *inputs, rngs={"dropout": key}, mutable=mutable, **mode)
+
+
+def made(case):
+    """New variables in plain Flax."""
+    inputs = (case.inputs or default_inputs)(jax.tree.map(lambda a: a[:2], case.batch))
+    return dict(case.model.init(jax.random.key(0), *(inputs if isinstance(inputs, tuple) else (inputs,))))
+
+
+def plain(case, variables, num_microbatches):
+    """((loss, new states of the micro-batches), gradients) in plain JAX."""
+    cut = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), case.batch)
+    parts = [jax.tree.map(itemgetter(m), cut) for m in range(num_microbatches)]
+
+    def loss(params):
+        losses, states = [], []
+        for m, part in enumerate(parts):
+            outputs, state = called(case, variables | {"params": params}, part, jax.random.fold_in(KEY, m))
+            losses.append(case.loss(outputs, part))
+            states.append(state)
+        return sum(losses) / len(losses), states
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+
+def same(found, expected, what=""):
+    """Checks that every leaf agrees, measured by the largest element of all."""
+    found, expected = nn.unbox(found), nn.unbox(expected)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12 * scale, err_msg=what + jax.tree_util.keystr(path))
+
+
+def pipeline(case, **options):
+    options = {"num_stages": 2, "num_microbatches": 4} | options
+    return jpipe.Pipeline(case.model, case.loss, inputs=case.inputs, **options)
+
+
+OPTIONS = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe", "remat": "none", "num_stages": 3},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "remat": "stage"},
+    "zero_bubble": {"schedule": "zero_bubble", "remat": "none"},
+    "spread": {"ends": "spread", "schedule": "v", "num_chunks": 2},
+}
+BY_DEFAULT = {
+    ("loop", "1f1b"), ("scan", "zero_bubble"), ("remat", "interleaved"), ("tied", "spread"), ("dropout", "1f1b"),
+    ("resnet", "interleaved"), ("unet", "gpipe"), ("translation", "1f1b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=[] if (name, options) in BY_DEFAULT else pytest.mark.slow)
+        for name in CASES
+        for options in OPTIONS
+    ],
+)
+def test_equals_the_plain_model(name, options):
+    case = CASES[name]
+    pipe, variables = pipeline(case, **OPTIONS[options]), made(case)
+    (loss, states), expected = plain(case, variables, 4)
+    placed = pipe.from_model_variables(variables, case.batch)
+    (found, new_state), gradients = pipe.value_and_grad(placed, case.batch, KEY)
+    np.testing.assert_allclose(found, loss, rtol=1e-13)
+    same(pipe.model_variables({"params": gradients})["params"], expected)
+    if new_state:
+        found = jax.tree_util.tree_leaves_with_path(pipe.model_variables(new_state))
+        means = jax.tree.leaves(jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *states))
+        for (path, leaf), mean in zip(found, means, strict=True):
+            if path[-1].key == "mean":  # of which the whole batch's is the mean
+                np.testing.assert_allclose(leaf, mean.astype(leaf.dtype), rtol=1e-6)
+    outputs, _ = called(case, variables, case.batch)
+    same(pipe.apply(placed, case.batch), outputs)
+
+
+@pytest.mark.parametrize("name", ["tied", "scan", "resnet"])
+def test_initial_values_are_those_of_the_model(name):
+    case = CASES[name]
+    pipe = pipeline(case)
+    found = pipe.model_variables(pipe.init(jax.random.key(0), case.batch))
+    expected = made(case)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-15)
+
+
+def test_variables_go_to_a_pipeline_of_other_cuts_and_back():
+    case = CASES["scan"]
+    variables = made(case)
+    pipe, other = pipeline(case), pipeline(case, num_stages=3)
+    there = pipe.model_variables(pipe.from_model_variables(variables, case.batch))
+    again = other.model_variables(other.from_model_variables(there, case.batch))
+    jax.tree.map(np.testing.assert_array_equal, again, variables)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("stage", "data")), ((2, 2), ("stage", "model"))])
+def test_on_meshes(shape, axes, make_mesh):
+    case = CASES["scan"]
+    pipe, variables = pipeline(case, mesh=make_mesh(shape, axes)), made(case)
+    (loss, _), expected = plain(case, variables, 4)
+    (found, _), gradients = pipe.value_and_grad(pipe.from_model_variables(variables, case.batch), case.batch, KEY)
+    np.testing.assert_allclose(found, loss, rtol=1e-13)
+    same(pipe.model_variables({"params": gradients})["params"], expected)
+
+
+def test_training_is_that_of_the_model():
+    case, tx = CASES["tied"], optax.sgd(0.1, 0.9)
+    pipe, variables = pipeline(case), made(case)
+    state = pipe.create_state(KEY, case.batch, tx, pipe.from_model_variables(variables, case.batch))
+    params, opt_state = variables["params"], tx.init(variables["params"])
+    for _ in range(3):
+        (loss, _), gradients = plain(case, {"params": params}, 4)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = pipe.train_step(state, case.batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
+    same(pipe.model_variables(state.variables)["params"], params)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_nnx(is_ready):
+    batch, module = whole_models.tokens("inputs", "targets"), whole_models.NnxTransformer(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(params):
+        return whole_models.cross_entropy(nnx.merge(graphdef, params, rest)(batch["inputs"]), batch)
+
+    model = module if is_ready else whole_models.NnxTransformer
+    pipe = jpipe.Pipeline(
+        model if is_ready else lambda rngs: model(rngs), whole_models.cross_entropy, num_stages=2, num_microbatches=4
+    )
+    variables = pipe.init(KEY, batch)
+    if not is_ready:
+        variables = pipe.from_model_variables({"params": nnx.to_pure_dict(params)}, batch)
+    expected_loss, expected = jax.value_and_grad(loss)(params)
+    (found, _), gradients = pipe.value_and_grad(variables, batch, KEY)
+    np.testing.assert_allclose(found, expected_loss, rtol=1e-13)
+    same(pipe.model_variables({"params": gradients})["params"], nnx.to_pure_dict(expected))
+
+
+def test_two_functions():
+    init = lambda key, x: [jax.random.normal(k, (3, 3)) for k in jax.random.split(key, 4)]
+
+    def apply(params, x):
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return x
+
+    batch, loss = np.random.default_rng(0).normal(size=(8, 3)), lambda y, batch: (y**2).mean()
+    pipe = jpipe.Pipeline(jpipe.Layer(init, apply), loss, num_stages=2, num_microbatches=2)
+    variables = pipe.init(KEY, batch)
+    params = init(KEY, batch)
+    jax.tree.map(np.testing.assert_array_equal, pipe.model_variables(variables), params)
+    (found, _), gradients = pipe.value_and_grad(variables, batch)
+    expected, by_params = jax.value_and_grad(lambda p: loss(apply(p, batch), batch))(params)
+    np.testing.assert_allclose(found, expected, rtol=1e-13)
+    same(pipe.model_variables({"params": gradients}), by_params)
+
+
+# --- what can't be done -----------------------------------------------------------------------------------------------
+
+
+class Looped(nn.Module):
+    """All of the work is in a loop whose trips share their weights."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (4, 4), x.dtype)
+        _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ kernel)), (0, x))
+        return y
+
+
+def square(outputs, batch):
+    return (outputs**2).mean()
+
+
+def test_too_few_places_are_told_with_the_largest_piece():
+    pipe = jpipe.Pipeline(Looped(), square, num_stages=2, num_microbatches=2)
+    with pytest.raises(
+        ValueError,
+        match=r"Looped can be cut into 1 pieces, but there are 2 virtual stages .* in a while "
+        r"at test_whole_models.py:\d+; a loop is one operation",
+    ):
+        pipe.init(KEY, np.ones((4, 4)))
+
+
+class Mixed(nn.Module):
+    """Weights are used in two places, in one of them by the operation that uses others too."""
+
+    marked: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        first, second = (self.param(name, nn.initializers.lecun_normal(), (4, 4), x.dtype) for name in ("a", "b"))
+        x = jnp.tanh(x @ first)
+        x = jnp.tanh(x @ (first @ second))
+        x = jpipe.cut(x) if self.marked else x
+        return nn.Dense(4, param_dtype=x.dtype)(x)
+
+
+def test_ties_that_cannot_be_told_apart_are_named():
+    pipe = jpipe.Pipeline(Mixed(), square, num_stages=2, num_microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"Mixed uses a in several places, in one of them together with other parameters"
+    ):
+        pipe.init(KEY, np.ones((4, 4)))
+    batch, model = np.ones((4, 4)), Mixed(marked=True)
+    pipe, variables = jpipe.Pipeline(model, square, num_stages=2, num_microbatches=2), model.init(KEY, batch)
+    found = pipe.evaluate(pipe.from_model_variables(variables, batch), batch)
+    np.testing.assert_allclose(found, square(model.apply(variables, batch), batch), rtol=1e-13)
+
+
+def test_lists_have_no_variables_of_one_model():
+    batch = np.ones((4, 4))
+    pipe = jpipe.Pipeline([nn.Dense(4), nn.Dense(4)], square, num_stages=2, num_microbatches=2)
+    variables = pipe.init(KEY, batch)
+    with pytest.raises(ValueError, match=r"was given a list of layers, not one module; call pipe.layer_variables"):
+        pipe.model_variables(variables)
+
+
+def test_a_model_in_one_piece_does_not_decode_yet():
+    batch = whole_models.tokens("inputs", "targets")
+    pipe = jpipe.Pipeline(whole_models.Transformer(), whole_models.cross_entropy, num_stages=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="Transformer is a model in one piece, which doesn't decode yet"):
+        pipe.generate(pipe.init(KEY, batch), batch["inputs"], 3)
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Four products, with one mark."""
+
+    marked: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = jnp.tanh(nn.Dense(4, param_dtype=FLOAT)(x))
+            x = jpipe.cut(x) if self.marked and i == 1 else x
+        return x
+
+
+FLOAT = jnp.float64
+
+
+def test_a_model_is_cut_where_it_is_marked():
+    batch = np.ones((4, 4))
+    assert [layer.name for layer in jpipe.layers_of(Marked(), batch)] == ["Dense_0+Dense_1", "Dense_2+Dense_3"]
+    assert len(jpipe.layers_of(Marked(marked=False), batch)) == 4
+    variables = Marked().init(KEY, batch)
+    np.testing.assert_array_equal(Marked().apply(variables, batch), Marked(marked=False).apply(variables, batch))
+    pipe = jpipe.Pipeline(Marked(), square, num_stages=2, num_microbatches=2)
+    placed = pipe.from_model_variables(variables, batch)
+    np.testing.assert_allclose(
+        pipe.evaluate(placed, batch), square(Marked().apply(variables, batch), batch), rtol=1e-13
+    )
