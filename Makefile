@@ -18,9 +18,7 @@ $(error $(VENV) is not of Python $(VERSION), which PYTHON=$(PYTHON) is: remove i
 endif
 endif
 READY := $(VENV)/.ready
-# What was compiled is kept, so that the next run takes two thirds of the time.
-CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.05
-PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 install = $(BIN)/python -m pip install --quiet --editable '.$(1)' && touch $@
 
 .PHONY: test test-all test-notebooks lint format notebooks docs dist demo clean
@@ -61,7 +59,7 @@ demo: $(READY)
 	$(BIN)/python examples/lm.py
 
 clean:
-	rm -rf .venv .python-* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache
+	rm -rf .venv .python-* build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The package alone, all that the demo needs.
