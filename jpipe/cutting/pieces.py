@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.cutting.places import Places, find_places
 from jpipe.cutting.straight import Part, Straight
 from jpipe.jaxprs.flat_jaxpr import jaxpr_of
-from jpipe.seam.jaxpr_types import ClosedJaxpr
+from jpipe.seam.jaxpr_types import ClosedJaxpr, shapes_of
 from jpipe.types import Leaf
 
 
@@ -131,9 +131,8 @@ class Piece:
     def __call__(self, variables: Sequence[Leaf], takes: Sequence[Leaf], data: Sequence[Leaf]) -> list[jax.Array]:
         """Computes what crosses out of it, then new values of its state."""
         chosen = (*(variables[i] for i in self.variables), *takes, *(data[i] for i in self.data))
-        return [
-            jnp.asarray(leaf, aval.dtype) for leaf, aval in zip(self.run(*chosen), self.jaxpr.out_avals, strict=True)
-        ]
+        results = zip(self.run(*chosen), shapes_of(self.jaxpr.jaxpr.outvars), strict=True)
+        return [jnp.asarray(leaf, shape.dtype) for leaf, shape in results]
 
     @cached_property
     def run(self) -> Callable[..., list[Leaf]]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from jpipe.jaxprs.rewriting import changed
 from jpipe.seam.inside import axes_of, replaced, with_named_axes
-from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn
+from jpipe.seam.jaxpr_types import ClosedJaxpr, Jaxpr, JaxprEqn, shapes_of
 from jpipe.seam.primitives import CALLS, LOOPS_AND_BRANCHES, OVER_DEVICES, SUMS_OVER_DEVICES
 from jpipe.types import PyTree, Shapes
 
@@ -109,7 +109,7 @@ def replay(closed: ClosedJaxpr, result: PyTree) -> Callable[..., PyTree]:
     structure, run = jax.tree.structure(result), jaxpr_as_fun(closed)
 
     def call(*arguments: PyTree) -> PyTree:
-        pairs = zip(run(*jax.tree.leaves(arguments)), closed.out_avals, strict=True)
+        pairs = zip(run(*jax.tree.leaves(arguments)), shapes_of(closed.jaxpr.outvars), strict=True)
         leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype) for leaf, aval in pairs]
         return jax.tree.unflatten(structure, leaves)
 
