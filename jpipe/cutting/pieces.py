@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, permutations
+from itertools import accumulate, groupby, pairwise, permutations, product
 
 import jax
 import jax.numpy as jnp
@@ -164,31 +164,52 @@ class NoSuchPlace(ValueError):
         self.index = index
 
 
-def decide_cutting(training: Traced, evaluation: Traced, wanted: int) -> Cutting:
+def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[int, ...]], wanted: int) -> Cutting:
     """Decides where a model is cut.
 
     Args:
       training, evaluation: the model in both modes.
+      shapes: of each leaf of the variables.
       wanted: how many pieces there have to be at least, if the model has so many.
 
     Raises:
       TiedTogether: some parameters are used in several pieces, of which one can't be cut so that it has no others.
       NoSuchPlace: evaluation can't be cut as training is.
     """
-    places = _with_ties_alone(training, find_places(training.places, wanted, training.is_inside_of_state))
+    told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
+    places = find_places(training.places, wanted, training.is_inside_of_state)
+    places = _told_apart(training, _with_ties_alone(training, places), told_by)
     ends = [0, *places, len(training.straight.main)]
     used = [frozenset(training.used(*pair)) for pair in pairwise(ends)]
     firsts = [used.index(parts) if parts else i for i, parts in enumerate(used)]
     counts = Counter(firsts)
     tied = tuple(first if counts[first] > 1 else None for first in firsts)
     ties = frozenset().union(*(parts for parts, first in zip(used, tied, strict=True) if first is not None))
-    told_by = frozenset(training.used_anywhere) & frozenset(evaluation.used_anywhere)
     by_place = _used_before(training, told_by, ties)
     cutting = Cutting(tuple(by_place[place] for place in places), (), tied, ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
+    if unused := _unused(frozenset().union(*parts), shapes):
+        # The first piece whose variables are its own has them: parameters that nothing uses, a count of steps.
+        parts[next((i for i, first in enumerate(tied) if first is None), 0)] |= unused
     return replace(cutting, parts=tuple(tuple(sorted(own)) for own in parts))
+
+
+def _told_apart(traced: Traced, places: Sequence[int], told_by: Collection[Part]) -> list[int]:
+    """The places without those that no variable lies between: of such, the one that the fewest bytes cross."""
+    uses = [0, *accumulate(int(not frozenset(told_by).isdisjoint(parts)) for parts in traced.parts_used)]
+    groups = [list(group) for _, group in groupby(places, lambda p: uses[p])]
+    return [min(group, key=lambda p: traced.places.bytes[p]) for group in groups]
+
+
+def _unused(used: Collection[Part], shapes: Sequence[tuple[int, ...]]) -> set[Part]:
+    """The parts that no piece uses: whole leaves, or slices of leaves of which others are used."""
+    unused: set[Part] = set()
+    for leaf, shape in enumerate(shapes):
+        depth = max((len(part.indices) for part in used if part.leaf == leaf), default=0)
+        unused |= {Part(leaf, indices) for indices in product(*map(range, shape[:depth]))}
+    return unused.difference(used)
 
 
 def _with_ties_alone(traced: Traced, places: Sequence[int]) -> list[int]:

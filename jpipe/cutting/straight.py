@@ -97,8 +97,9 @@ class Straight:
     @cached_property
     def needed(self) -> frozenset[int]:
         """The indices of the equations that the results need, or that have an effect."""
-        effects = [n for equation in self.flat.equations if equation.equation.effects for n in equation.makes]
-        return frozenset(self.flat.needed_for([*self.flat.results, *effects]))
+        effects = {i for i, equation in enumerate(self.flat.equations) if equation.equation.effects}
+        read = [number for i in effects for number in self.flat.equations[i].reads]
+        return frozenset([*self.flat.needed_for([*self.flat.results, *read]), *effects])
 
     @cached_property
     def main(self) -> list[int]:

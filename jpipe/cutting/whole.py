@@ -169,8 +169,11 @@ class CutModel:
     def layers(self, read_inputs: Read, batch: Shapes) -> tuple[AnyLayer, ...]:
         """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
         modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
-        training = places_again(cutting, modes.training, None)
-        evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
+        try:
+            training = places_again(cutting, modes.training, None)
+            evaluation = places_again(cutting, modes.evaluation, (modes.training, training))
+        except NoSuchPlace as error:
+            raise ValueError(_another_model(self.whole, error)) from None
         trained, evaluated = (
             make_pieces(modes.training, cutting, training),
             make_pieces(modes.evaluation, cutting, evaluation),
@@ -261,9 +264,9 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
     Raises:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
-    modes = whole.trace(read_inputs, batch)
+    modes, shapes = whole.trace(read_inputs, batch), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     try:
-        cutting = decide_cutting(modes.training, modes.evaluation, wanted)
+        cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
         names = sorted("/".join(whole.paths[part.leaf]) for part in error.parts)
         raise ValueError(
@@ -272,15 +275,20 @@ def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) 
             "x = jpipe.cut(x) so that all uses are in one piece, or pass a list of layers with jpipe.Shared"
         ) from None
     except NoSuchPlace as error:
-        raise ValueError(
-            f"{whole.layer.name} does in evaluation other things than in training behind piece {error.index}: no place "
-            "there bears the same shapes behind the same parameters; mark places that both modes have by "
-            "x = jpipe.cut(x)"
-        ) from None
+        raise ValueError(_another_model(whole, error)) from None
     model = CutModel(whole, cutting)
     if cutting.num_pieces < wanted:
         raise ValueError(_too_few(model, modes.training, wanted))
     return model
+
+
+def _another_model(whole: WholeModel, error: NoSuchPlace) -> str:
+    """The words for a model that can't be cut in another mode, or at other shapes, where it is cut."""
+    return (
+        f"{whole.layer.name} does in evaluation, or for a batch of other shapes, other things than in training behind "
+        f"piece {error.index}: no place there bears the same shapes behind the same parameters; mark places that both "
+        "have by x = jpipe.cut(x)"
+    )
 
 
 def _too_few(model: CutModel, training: Traced, wanted: int) -> str:

@@ -12,6 +12,7 @@ from jpipe.cutting.straight import Part, straighten
 
 RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(4)]
+SHAPES = [(4, 4)] * 4
 
 
 def model(ws, x, drops):
@@ -35,7 +36,7 @@ def in_evaluation(ws, x):
 
 
 def test_the_pieces_are_the_model_in_both_modes_and_at_other_shapes():
-    cutting = decide_cutting(traced(in_training), traced(in_evaluation), 1)
+    cutting = decide_cutting(traced(in_training), traced(in_evaluation), SHAPES, 1)
     assert cutting.parts == ((Part(0),), (Part(1),), (Part(2),), (Part(3),))
     for function, size in ((in_training, 2), (in_evaluation, 2), (in_training, 5)):
         trace = traced(function, size)
@@ -51,7 +52,7 @@ def test_tied_weights_are_alone_in_their_pieces():
     def tied(ws, x):
         return jnp.tanh(jnp.tanh((x @ ws[0]) @ ws[1]) @ ws[0].T)
 
-    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), 1)
+    cutting = decide_cutting(traced(tied, num_weights=2), traced(tied, num_weights=2), SHAPES[:2], 1)
     assert cutting.parts == ((Part(0),), (Part(1),), (Part(0),))
     assert cutting.tied == (0, None, 0)
 
@@ -59,7 +60,7 @@ def test_tied_weights_are_alone_in_their_pieces():
 def test_an_operation_of_tied_and_other_weights_is_told():
     mixed = lambda ws, x: jnp.tanh(jnp.tanh(x @ ws[0]) @ (ws[0] @ ws[1]))
     with pytest.raises(TiedTogether) as error:
-        decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), 1)
+        decide_cutting(traced(mixed, num_weights=2), traced(mixed, num_weights=2), SHAPES[:2], 1)
     assert error.value.parts == {Part(0)}
 
 
@@ -71,7 +72,7 @@ def test_what_follows_from_the_batch_alone_does_not_cross():
         return x
 
     trace = traced(masked)
-    cutting = decide_cutting(trace, trace, 1)
+    cutting = decide_cutting(trace, trace, SHAPES, 1)
     places = places_again(cutting, trace, None)
     assert [len(trace.places.crossing[p]) for p in places] == [1, 1, 1]
     assert all(piece.data == (0,) for piece in make_pieces(trace, cutting, places))

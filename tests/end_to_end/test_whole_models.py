@@ -15,7 +15,7 @@ import whole_models
 from jpipe.batches.bare_inputs import default_inputs
 from jpipe.layers.functions import signature_of
 
-KEY = jax.random.key(3)
+KEY, FLOAT = jax.random.key(3), jnp.float64
 CASES = whole_models.cases()
 
 
@@ -195,6 +195,55 @@ def test_two_functions():
     same(pipe.model_variables({"params": gradients}), by_params)
 
 
+def square(outputs, batch):
+    return (outputs**2).mean()
+
+
+class Odd(nn.Module):
+    """Has a parameter that nothing uses, a count of its calls, and products without weights between places."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        self.param("unused", nn.initializers.ones_init(), (3,), FLOAT)
+        count = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        if train:
+            count.value += 1
+        for _ in range(3):
+            x = jnp.tanh(nn.Dense(4, param_dtype=FLOAT)(x))
+            x = jpipe.cut(jnp.tanh(jpipe.cut(x @ x.T @ x)))
+        return x
+
+
+def test_what_nothing_uses_is_kept_and_what_counts_counts():
+    batch, model = np.random.default_rng(0).normal(size=(4, 4)), Odd()
+    pipe = jpipe.Pipeline(model, square, num_stages=3, num_microbatches=1)
+    variables = dict(model.init(KEY, batch))
+    placed = pipe.from_model_variables(variables, batch)
+    jax.tree.map(np.testing.assert_array_equal, pipe.model_variables(placed), variables)
+    (loss, new), gradients = pipe.value_and_grad(placed, batch)
+    plain_loss = lambda params: square(model.apply(variables | {"params": params}, batch), batch)
+    expected_loss, expected = jax.value_and_grad(plain_loss)(variables["params"])
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-13)
+    same(pipe.model_variables({"params": gradients})["params"], expected)
+    assert pipe.model_variables(new)["counts"]["calls"] == 1
+
+
+def test_prints_stay(capfd):
+    class Prints(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, param_dtype=FLOAT)(x)
+            jax.debug.print("between {}", x.shape[0])
+            jax.debug.print("mean {}", x.mean())
+            return nn.Dense(4, param_dtype=FLOAT)(x)
+
+    batch = np.ones((4, 4))
+    pipe = jpipe.Pipeline(Prints(), square, num_stages=2, num_microbatches=1)
+    pipe.evaluate(pipe.init(KEY, batch), batch)
+    jax.effects_barrier()
+    assert "mean" in capfd.readouterr().out
+
+
 # --- what can't be done -----------------------------------------------------------------------------------------------
 
 
@@ -206,10 +255,6 @@ class Looped(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (4, 4), x.dtype)
         _, y = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ kernel)), (0, x))
         return y
-
-
-def square(outputs, batch):
-    return (outputs**2).mean()
 
 
 def test_too_few_places_are_told_with_the_largest_piece():
@@ -277,9 +322,6 @@ class Marked(nn.Module):
             x = jnp.tanh(nn.Dense(4, param_dtype=FLOAT)(x))
             x = jpipe.cut(x) if self.marked and i == 1 else x
         return x
-
-
-FLOAT = jnp.float64
 
 
 def test_a_model_is_cut_where_it_is_marked():
