@@ -162,7 +162,7 @@ def _trace_layer(
         raise ValueError("\n  ".join(lines)) from shortened(error)
     needs_key = uses(jaxpr)[-1]
     decodes = rules.get(CACHE) == CACHE  # in evaluation mode, where nothing is dropped
-    is_frozen = FROZEN in variables and not jax.tree.leaves(variables["params"])
+    is_frozen = FROZEN in variables and not jax.tree.leaves(variables.get("params"))
     if dropouts and not needs_key and not decodes and not is_frozen:
         warn_once(
             f"{name} holds a {dropouts[0]}, but draws no random numbers in training, so nothing is dropped. Most "

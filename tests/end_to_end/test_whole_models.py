@@ -228,6 +228,19 @@ def test_what_nothing_uses_is_kept_and_what_counts_counts():
     assert pipe.model_variables(new)["counts"]["calls"] == 1
 
 
+def test_frozen_parameters():
+    case = CASES["loop"]
+    where = lambda path: path.startswith(("h_0", "table"))  # all of some layers
+    frozen, variables = case._replace(model=jpipe.freeze(case.model, where)), made(case)
+    (loss, _), expected = plain(case, variables, 4)
+    pipe = pipeline(frozen)
+    placed = pipe.from_model_variables(variables, case.batch)
+    (found, _), gradients = pipe.value_and_grad(placed, case.batch, KEY)
+    np.testing.assert_allclose(found, loss, rtol=1e-13)
+    trained = {name: tree for name, tree in expected.items() if not where(name)}
+    same(pipe.model_variables({"params": gradients})["params"], trained)
+
+
 def test_prints_stay(capfd):
     class Prints(nn.Module):
         @nn.compact
