@@ -91,6 +91,7 @@ class Cutting:
 
     Attributes:
       before: for each place, the variables that are used before it, of those in `told_by`.
+      kinds: for each place, the dimensions and dtypes of what crosses it (`Places.kinds`).
       parts: for each piece, the variables that it has.
       tied: for each piece, the index of the first one with the same ones, if there are several; else None.
       ties: the variables that several pieces have.
@@ -98,6 +99,7 @@ class Cutting:
     """
 
     before: tuple[Before, ...]
+    kinds: tuple[object, ...]
     parts: tuple[tuple[Part, ...], ...]
     tied: tuple[int | None, ...]
     ties: frozenset[Part]
@@ -186,7 +188,8 @@ def decide_cutting(training: Traced, evaluation: Traced, shapes: Sequence[tuple[
     tied = tuple(first if counts[first] > 1 else None for first in firsts)
     ties = frozenset().union(*(parts for parts, first in zip(used, tied, strict=True) if first is not None))
     by_place = _used_before(training, told_by, ties)
-    cutting = Cutting(tuple(by_place[place] for place in places), (), tied, ties, told_by)
+    before, kinds = tuple(by_place[place] for place in places), tuple(map(training.places.kinds, places))
+    cutting = Cutting(before, kinds, (), tied, ties, told_by)
     again = [0, *places_again(cutting, evaluation, (training, places)), len(evaluation.straight.main)]
     both = zip(pairwise(ends), pairwise(again), strict=True)
     parts = [{*training.used(*a), *evaluation.used(*b)} for a, b in both]
@@ -263,6 +266,7 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
     places = [0]
     for index, used in enumerate(cutting.before):
         candidates = [p for p in by_used.get(used, ()) if p > places[-1]]
+        candidates = [p for p in candidates if traced.places.kinds(p) == cutting.kinds[index]]
         if like is not None:
             wanted = like[0].places.shapes(like[1][index])
             candidates = [p for p in candidates if traced.places.shapes(p) == wanted]

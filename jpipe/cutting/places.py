@@ -8,6 +8,7 @@ take two earlier outputs) is cut there, and the pieces that are too large are cu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +63,10 @@ class Places:
         """The shapes and dtypes of what crosses a place."""
         avals = self.straight.flat.avals
         return [(avals[n].shape, avals[n].dtype) for n in self.crossing[place]]
+
+    def kinds(self, place: int) -> tuple[tuple[int, object], ...]:
+        """The numbers of dimensions and the dtypes of what crosses a place: what doesn't depend on the batch's size."""
+        return tuple((len(shape), dtype) for shape, dtype in self.shapes(place))
 
     @cached_property
     def flops(self) -> np.ndarray:
@@ -139,17 +144,20 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
         return []
     fewest = min(len(places.crossing[p]) for p in inside)
     narrow = [p for p in inside if len(places.crossing[p]) == fewest]
-    # Places next to each other, or with nothing but elementwise work between, are one place: the one with the fewest
-    # bytes, and of such the last. So a bias, a scale or an activation belongs to what is before it.
+    # Places next to each other, or with nothing but elementwise work between, are one place: the one at which crosses
+    # what crosses elsewhere, so that a cast behind the table or before the head leaves the blocks equal; of such the
+    # one with the fewest bytes, and then the last. So a bias, a scale or an activation belongs to what is before it.
     runs = [[p for _, p in run] for _, run in groupby(enumerate(narrow), lambda pair: pair[1] - pair[0])]
-    candidates: list[int] = []
+    choices: list[list[int]] = []
     for run in runs:
-        pieces: list[list[int]] = [[]]
+        choices.append([])
         for p in run:
-            if places.works[p - 1] and pieces[-1]:
-                pieces.append([])
-            pieces[-1].append(p)
-        candidates += [min(reversed(piece), key=lambda p: places.bytes[p]) for piece in pieces]
+            if places.works[p - 1] and choices[-1]:
+                choices.append([])
+            choices[-1].append(p)
+    common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
+    rank = lambda p: (-common[places.kinds(p)], places.bytes[p])
+    candidates = [min(reversed(choice), key=rank) for choice in choices]
     return _without_idle(places, start, stop, _without_peaks(places, candidates))
 
 

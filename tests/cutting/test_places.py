@@ -62,6 +62,17 @@ def test_a_wide_hidden_layer_is_no_place():
     assert products_between(places, found) == [2] * 10
 
 
+def test_casts_at_the_ends_leave_the_blocks_equal():
+    def mixed(ws, x):
+        x = (x @ ws[0]).astype(jnp.bfloat16)
+        for w in ws[1:-1]:
+            x = x + jnp.tanh(x @ w.astype(jnp.bfloat16))
+        return x.astype(jnp.float16) @ ws[-1].astype(jnp.float16)
+
+    places, found = places_of(mixed, 12)
+    assert {places.kinds(p) for p in found} == {((2, jnp.dtype(jnp.bfloat16)),)}
+
+
 def test_all_of_an_elementwise_run_belongs_to_what_is_before_it():
     places, found = places_of(lambda ws, x: jax.nn.relu(2.0 * (x @ ws[0]) + 1.0) @ ws[1], 2)
     names = [places.straight.flat.equations[i].equation.primitive.name for i in places.straight.main]
