@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
+from jax.sharding import AbstractMesh
 
 from jpipe.seam.inside import called_by, replaced, scan_counts, within
 from jpipe.seam.jaxpr_types import ClosedJaxpr, JaxprEqn, Literal, Var
@@ -194,7 +195,8 @@ class _Flattening:
     def _slice(self, array: int, i: int, callers: tuple[JaxprEqn, ...]) -> int:
         if array in self.trips:
             return self.trips[array][i]
-        jaxpr, shape = _slice_of(self.avals[array].shape, self.avals[array].dtype), ShapedArray((), np.dtype(np.int32))
+        aval, mesh = self.avals[array], jax.sharding.get_abstract_mesh()
+        jaxpr, shape = _slice_of(aval.shape, aval.dtype, mesh), ShapedArray((), np.dtype(np.int32))
         self.avals.append(shape)
         index = len(self.avals) - 1
         # The index is a number among the constants, so that slices that differ in it are one function.
@@ -211,8 +213,8 @@ class _Flattening:
 
 
 @cache
-def _slice_of(shape: tuple[int, ...], dtype: np.dtype) -> ClosedJaxpr:
-    """The jaxpr of `x[i]`."""
+def _slice_of(shape: tuple[int, ...], dtype: np.dtype, mesh: AbstractMesh) -> ClosedJaxpr:
+    """The jaxpr of `x[i]`, as traced in the context of this mesh: equations remember it."""
 
     def take(x: jax.Array, i: jax.Array) -> jax.Array:
         return lax.squeeze(lax.dynamic_slice(x, [i, *[np.int32(0)] * (x.ndim - 1)], (1, *x.shape[1:])), [0])

@@ -131,6 +131,18 @@ def test_variables_go_to_a_pipeline_of_other_cuts_and_back():
     jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
+def test_a_second_pipeline_on_another_mesh():
+    """A regression: slices of a scan's random keys remembered the first pipeline's mesh."""
+    case = CASES["dropout"]
+    variables = made(case)
+    (loss, _), _ = plain(case, variables, 4)
+    for num_stages in (2, 3):
+        pipe = pipeline(case, num_stages=num_stages)
+        placed = pipe.from_model_variables(variables, case.batch)
+        (found, _), _ = pipe.value_and_grad(placed, case.batch, KEY)
+        np.testing.assert_allclose(found, loss, rtol=1e-13)
+
+
 @pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("stage", "data")), ((2, 2), ("stage", "model"))])
 def test_on_meshes(shape, axes, make_mesh):
     case = CASES["scan"]
