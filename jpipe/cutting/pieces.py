@@ -274,7 +274,9 @@ def places_again(cutting: Cutting, traced: Traced, like: tuple[Traced, Sequence[
             raise NoSuchPlace(index)
         fewest = min(len(traced.places.crossing[p]) for p in candidates)
         narrow = [p for p in candidates if len(traced.places.crossing[p]) == fewest]
-        places.append(min(reversed(narrow), key=lambda p: traced.places.bytes[p]))
+        # As the place was chosen: the last one of a run, and of several runs the first (`find_places`).
+        lasts = [min(reversed(run), key=lambda p: traced.places.bytes[p]) for run in traced.places.runs(narrow)]
+        places.append(min(lasts, key=lambda p: traced.places.bytes[p]))
     return places[1:]
 
 
