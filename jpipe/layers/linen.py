@@ -17,6 +17,7 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from jpipe.layers.arguments import call_with
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import values_within
@@ -85,7 +86,8 @@ class _LinenCalls:
     def init(self, key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
         """Calls `module.init` in evaluation mode, with a random stream for parameters and one for everything else."""
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        return dict(self.module.init(rngs, *inputs, method=self.method, **self._mode(train=False)))
+        call = functools.partial(self.module.init, rngs)
+        return dict(call_with(call, inputs, method=self.method, **self._mode(train=False)))
 
     def apply(self, variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         """Calls `module.apply`; in training the collections other than "params" are mutable."""
@@ -94,9 +96,9 @@ class _LinenCalls:
         rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         mutable = [name for name in variables if (name != "params" if train else name in self.writes)]
         try:
-            outputs, changed = self.module.apply(
-                _unboxed(variables), *inputs, rngs=rngs, mutable=mutable, method=self.method, **self._mode(train)
-            )
+            call = functools.partial(self.module.apply, _unboxed(variables))
+            options = {"rngs": rngs, "mutable": mutable, "method": self.method}
+            outputs, changed = call_with(call, inputs, **options, **self._mode(train))
         except flax.errors.InvalidRngError as error:
             if key is None:
                 raise LayerError(NO_KEY) from error

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jpipe.jaxprs.tracing import no_mesh
+from jpipe.layers.arguments import call_with
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerError, LayerVariables, Specs
 from jpipe.layers.decode_mode import CACHE, token_by_token
 from jpipe.layers.fingerprint import ShownByTraces, values_within
@@ -186,7 +187,7 @@ class _NnxCalls:
         module = nnx.merge(self.graphdef, state)
         module.train() if train else module.eval()
         function, drawn = self._function(module), _counts(state)
-        outputs = function(*inputs, **mode_arguments(function, train))
+        outputs = call_with(function, inputs, **mode_arguments(function, train))
         after = nnx.state(_mark_arrays(module))
         if key is None and any(count is not drawn[path] for path, count in _counts(after).items()):
             raise LayerError(NO_KEY)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
+from jpipe.layers.arguments import call_with
 from jpipe.layers.base import Activation, AnyLayer, Context, Inputs, Item, LayerVariables, bind_by_call
 from jpipe.layers.functions import mode_arguments, signature_of
 from jpipe.types import Batch, PyTree
@@ -40,14 +42,14 @@ def layer_of_functions(layer: Layer) -> AnyLayer:
     """Adapts a `Layer`; its item is its bare parameters."""
 
     def init(key: jax.Array, inputs: Inputs, batch: Batch) -> LayerVariables:
-        return from_item(layer.init(key, *inputs))
+        return from_item(call_with(functools.partial(layer.init, key), inputs))
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
         takes_key = "key" in signature_of(layer.apply)
         options = mode_arguments(layer.apply, context.train) | (
             {"key": context.key if context.train else None} if takes_key else {}
         )
-        return layer.apply(variables["params"], *inputs, **options), {}
+        return call_with(functools.partial(layer.apply, variables["params"]), inputs, **options), {}
 
     def from_item(item: Item) -> LayerVariables:
         return {"params": item}
@@ -70,7 +72,7 @@ def layer_of_function(function: Callable[..., Activation], name: str) -> AnyLaye
         return {}
 
     def apply(variables: LayerVariables, inputs: Inputs, context: Context) -> tuple[Activation, LayerVariables]:
-        return function(*inputs, **mode_arguments(function, context.train)), {}
+        return call_with(function, inputs, **mode_arguments(function, context.train)), {}
 
     return AnyLayer(
         name=name,
