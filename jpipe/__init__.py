@@ -32,10 +32,10 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Action", "Arguments", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule", "Shared",
-    "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of", "load_layers",
-    "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads", "show_progress",
-    "simulate", "stash", "watch", "zero_bubble",
+    "Action", "Arguments", "Checkpointer", "Forecast", "Layer", "Partition", "Pipeline", "Profile", "Schedule",
+    "Shared", "Timeline", "TrainState", "compare", "cut", "forecast", "freeze", "initialize", "layers_of",
+    "load_layers", "make_mesh", "make_schedule", "partition", "per_layer", "plan", "pop", "profile", "reads",
+    "show_progress", "simulate", "stash", "watch", "zero_bubble",
 ]  # fmt: skip
 
 

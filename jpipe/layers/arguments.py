@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -34,12 +34,12 @@ class Arguments:
         arrays = iter(self._arrays)
         return jax.tree.unflatten(self._structure, [fixed[0] if fixed else next(arrays) for fixed in self._fixed])
 
-    def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[jax.tree_util.PyTreeDef, tuple]]:
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, object]]:
         """The arrays; all that stays as it is."""
         return self._arrays, (self._structure, self._fixed)
 
     @classmethod
-    def tree_unflatten(cls, rest: tuple[jax.tree_util.PyTreeDef, tuple], arrays: Sequence[Leaf]) -> Arguments:
+    def tree_unflatten(cls, rest: tuple[object, object], arrays: Sequence[Leaf]) -> Arguments:
         """The inverse of `tree_flatten`."""
         made = object.__new__(cls)
         (made._structure, made._fixed), made._arrays = rest, tuple(arrays)
@@ -50,7 +50,6 @@ class Arguments:
         return f"Arguments({', '.join([*map(repr, positional), *(f'{name}={x!r}' for name, x in keywords.items())])})"
 
 
-def call_with(function: Callable[..., PyTree], inputs: Inputs, **options: object) -> PyTree:
-    """Calls a function with inputs and options; keywords among the inputs go before options of the same name."""
-    positional, keywords = inputs[0].both if len(inputs) == 1 and isinstance(inputs[0], Arguments) else (inputs, {})
-    return function(*positional, **{**options, **keywords})
+def both_of(inputs: Inputs) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """(positional arguments, keyword arguments) of a layer that is called with these inputs."""
+    return inputs[0].both if len(inputs) == 1 and isinstance(inputs[0], Arguments) else (inputs, {})

@@ -53,6 +53,7 @@ def test_arrays_are_data_and_other_values_stay():
     assert repr(jax.tree.map(lambda leaf: 0, arguments)) == "Arguments(0, [None, 'gelu'], mask=0, scale=0.5)"
 
 
+@pytest.mark.filterwarnings("ignore:Scaled holds a Dropout")  # the user turned it off
 @pytest.mark.parametrize("model", [Scaled(), lambda rngs: NnxScaled(rngs)], ids=["linen", "nnx"])
 def test_a_model_is_called_with_keywords(model):
     more = {"activation": "gelu", "deterministic": True} if isinstance(model, nn.Module) else {}
