@@ -58,6 +58,9 @@ class FoundLayers(Sequence[FoundLayer], Tabular):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __repr__(self) -> str:
+        return f"<{self._title}>"
+
     def _table(self) -> Table:
         total = sum(layer.flops for layer in self._layers) or 1.0
         rows = [

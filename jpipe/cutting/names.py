@@ -82,7 +82,10 @@ def _path(part: Part, paths: Sequence[Path], stack: Path) -> Path:
 
 
 def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> str:
-    """The module of which these are all variables; else those that most of the weights are in, below a common one."""
+    """The module of which these are all variables; else those that most of the weights are in, below a common one.
+
+    Variables that are in no module give their own names.
+    """
     modules = [path[:-1] for path, _ in leaves]
     common = _common(modules)
     if common and sum(path[: len(common)] == common for path in everything) == len(leaves):
@@ -91,6 +94,8 @@ def _name(leaves: Sequence[tuple[Path, int]], everything: Collection[Path]) -> s
     for (_, size), module in zip(leaves, modules, strict=True):
         if len(module) > len(common):
             sizes[module[len(common)]] = sizes.get(module[len(common)], 0) + size
+    if not common and not sizes:
+        return "+".join(path[-1] for path, _ in leaves)
     largest: list[str] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if sum(sizes[n] for n in largest) < MOST * sum(sizes.values()):

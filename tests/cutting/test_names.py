@@ -27,6 +27,10 @@ def test_a_piece_that_has_all_of_a_module_is_named_after_it():
     assert piece_names([[Part(0), Part(1), Part(4)], [Part(2)]], PATHS, [16, 4, 16, 64, 16]) == ["h_0", "h_1/attention"]
 
 
+def test_a_variable_that_is_in_no_module_gives_its_name():
+    assert piece_names([[Part(0)], [Part(1)]], [("table", "w"), ("positions",)], [4, 4]) == ["table", "positions"]
+
+
 def test_slices_have_their_indices_behind_what_is_stacked():
     paths = [("blocks", "up", "w"), ("blocks", "down", "w")]
     pieces = [[Part(0, (2,)), Part(1, (2,))]]
