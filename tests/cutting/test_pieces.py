@@ -92,5 +92,5 @@ def test_a_norm_before_the_head_is_not_in_the_last_block():
     trace = traced(normed)
     cutting = decide_cutting(trace, trace, SHAPES, 1)
     pieces = make_pieces(trace, cutting, places_again(cutting, trace, None), Kinds())
-    names = [[equation.primitive.name for equation in piece.jaxpr.jaxpr.eqns] for piece in pieces]
+    names = [[equation.primitive.name for equation in piece.part.closed.jaxpr.eqns] for piece in pieces]
     assert names[0] == names[1] == names[2]
