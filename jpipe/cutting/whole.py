@@ -28,7 +28,7 @@ from jpipe.cutting.pieces import (
     make_pieces,
     places_again,
 )
-from jpipe.cutting.rows import rows_of
+from jpipe.cutting.stack_rows import rows_of
 from jpipe.cutting.straight import INLINED, Part, Straight, straighten
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.flops import flops_of

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe.cutting.rows import rows_of
+from jpipe.cutting.stack_rows import rows_of
 from jpipe.jaxprs.flat_jaxpr import flatten
 from jpipe.jaxprs.rewriting import equations_in
 from jpipe.jaxprs.tracing import trace

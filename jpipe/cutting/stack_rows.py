@@ -25,7 +25,7 @@ KEYWISE = frozenset({"random_bits", "random_clone", "random_fold_in", "random_sp
 
 
 @dataclass
-class Rows:
+class StackRows:
     """Computes values of a trace for some arguments, and rows of them.
 
     Attributes:
@@ -108,7 +108,7 @@ def rows_of(flat: FlatJaxpr, wanted: Sequence[tuple[int, tuple[int, ...]]]) -> C
     """A function from the arguments of a trace to rows of its values, each given by its number and indices."""
 
     def run(*arguments: jax.Array) -> list[Leaf]:
-        rows = Rows(flat, {(n, ()): leaf for n, leaf in zip(flat.arguments, arguments, strict=True)})
+        rows = StackRows(flat, {(n, ()): leaf for n, leaf in zip(flat.arguments, arguments, strict=True)})
         return [rows.value(number, indices) for number, indices in wanted]
 
     return run
