@@ -20,6 +20,7 @@ from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
+HALF = 2
 LARGEST = 8
 """A piece with more than this part of the model's FLOPs is cut again."""
 MOST_WIDER = 2
@@ -86,6 +87,19 @@ class Places:
         return [does_work(self.straight.flat.equations[i].equation) for i in self.straight.main]
 
     @cached_property
+    def products(self) -> np.ndarray:
+        """For each place, how many products and convolutions are before it."""
+        return np.cumsum([0, *self.works])
+
+    @cached_property
+    def tails(self) -> list[int]:
+        """For each place, a number that stands for the operations between the last product before it and itself."""
+        equations, tails = self.straight.flat.equations, [0]
+        for i, works in zip(self.straight.main, self.works, strict=True):
+            tails.append(0 if works else hash((tails[-1], equations[i].equation.primitive.name)))
+        return tails
+
+    @cached_property
     def marked(self) -> list[int]:
         """The places that the user marked by `jpipe.cut`."""
         equations = self.straight.flat.equations
@@ -108,10 +122,12 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
     if places.marked:
         return [p for p in places.marked if 0 < p < end and not forbidden(p)]
     chosen = _cut(places, 0, end, forbidden)
-    for pieces, most_wider in ((LARGEST, MOST_WIDER), (wanted, MOST_WIDER), (wanted, np.inf)):
+    # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece.
+    for pieces, most_wider in ((HALF, np.inf), (LARGEST, MOST_WIDER)):
         chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / pieces, most_wider)
-        if len(chosen) + 1 >= wanted:
-            break
+    for most_wider in (MOST_WIDER, np.inf):
+        if len(chosen) + 1 < wanted:
+            chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / wanted, most_wider)
     return chosen
 
 
@@ -134,7 +150,7 @@ def _cut_again(
 
 
 def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
-    """The narrowest places inside of a piece: those that the fewest values cross, one for each run of such places."""
+    """The narrowest places inside of a piece: those that the fewest values cross, one between two products."""
     # Where no work lies between a place and an end, the two are one. A model begins with a look-up, which is none.
     begins = places.works if start else [a or b for a, b in zip(places.works, places.uses_variables, strict=True)]
     first = next((p + 1 for p in range(start, stop) if begins[p]), stop)
@@ -144,21 +160,15 @@ def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]
         return []
     fewest = min(len(places.crossing[p]) for p in inside)
     narrow = [p for p in inside if len(places.crossing[p]) == fewest]
-    # Places next to each other, or with nothing but elementwise work between, are one place: the one at which crosses
-    # what crosses elsewhere, so that a cast behind the table or before the head leaves the blocks equal; of such the
-    # one with the fewest bytes, and then the last. So a bias, a scale or an activation belongs to what is before it.
-    runs = [[p for _, p in run] for _, run in groupby(enumerate(narrow), lambda pair: pair[1] - pair[0])]
-    choices: list[list[int]] = []
-    for run in runs:
-        choices.append([])
-        for p in run:
-            if places.works[p - 1] and choices[-1]:
-                choices.append([])
-            choices[-1].append(p)
+    # Places with no product between them are one place: the one at which crosses what crosses elsewhere, so that a cast
+    # behind the table or before the head leaves the blocks equal; of such the one with the fewest bytes; of such the one
+    # behind what is behind other products, so that a norm before the head is no part of the last block; and then the
+    # last. So a bias, an activation or a norm behind each block belongs to the product before it.
+    choices = [list(group) for _, group in groupby(narrow, lambda p: places.products[p])]
     common = Counter(kind for choice in choices for kind in {places.kinds(p) for p in choice})
-    rank = lambda p: (-common[places.kinds(p)], places.bytes[p])
-    candidates = [min(reversed(choice), key=rank) for choice in choices]
-    return _without_idle(places, start, stop, _without_peaks(places, candidates))
+    tails = Counter(places.tails[p] for p in narrow)
+    rank = lambda p: (-common[places.kinds(p)], places.bytes[p], -tails[places.tails[p]])
+    return _without_peaks(places, [min(reversed(choice), key=rank) for choice in choices])
 
 
 def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
@@ -171,18 +181,3 @@ def _without_peaks(places: Places, candidates: list[int]) -> list[int]:
         return bool(neighbours) and size(runs[i]) > max(neighbours)
 
     return [p for i, run in enumerate(runs) if not is_peak(i) for p in run]
-
-
-def _without_idle(places: Places, start: int, stop: int, candidates: list[int]) -> list[int]:
-    """Without the places behind which nothing but elementwise work without weights is done before the next one."""
-    kept: list[int] = []
-    before = start
-    for p in candidates:
-        if any(places.works[before:p]) or any(places.uses_variables[before:p]):
-            kept.append(p)
-            before = p
-        elif kept and places.bytes[p] < places.bytes[kept[-1]]:
-            kept[-1] = before = p
-    while kept and not (any(places.works[kept[-1] : stop]) or any(places.uses_variables[kept[-1] : stop])):
-        kept.pop()
-    return kept
