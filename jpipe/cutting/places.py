@@ -20,9 +20,10 @@ from jpipe.cutting.marks import CUT
 from jpipe.cutting.straight import Follows, Straight, does_work
 from jpipe.jaxprs.flops import flops_of
 
-HALF = 2
-LARGEST = 8
-"""A piece with more than this part of the model's FLOPs is cut again."""
+HALF, LARGEST = 1 / 2, 1 / 8
+"""A piece with more than these parts of the model's FLOPs is cut again: by all means, or if a good place is inside."""
+NEARLY = 3 / 4
+"""A new piece with more than this part of the FLOPs of the old one is nearly the same."""
 MOST_WIDER = 2
 """A piece is cut at an inner place that bears at most so many times the bytes of its wider end."""
 
@@ -123,29 +124,35 @@ def find_places(places: Places, wanted: int, forbidden: Callable[[int], bool]) -
         return [p for p in places.marked if 0 < p < end and not forbidden(p)]
     chosen = _cut(places, 0, end, forbidden)
     # A place beside the model's path, as behind the embedding of a time, is narrow and leaves nearly all in one piece.
-    for pieces, most_wider in ((HALF, np.inf), (LARGEST, MOST_WIDER)):
-        chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / pieces, most_wider)
-    for most_wider in (MOST_WIDER, np.inf):
+    chosen = _cut_again(places, chosen, forbidden, HALF, by_all_means=True)
+    chosen = _cut_again(places, chosen, forbidden, LARGEST, by_all_means=False)
+    for by_all_means in (False, True):
         if len(chosen) + 1 < wanted:
-            chosen = _cut_again(places, chosen, forbidden, places.flops[-1] / wanted, most_wider)
+            chosen = _cut_again(places, chosen, forbidden, 1 / wanted, by_all_means=by_all_means)
     return chosen
 
 
 def _cut_again(
-    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most_flops: float, most_wider: float
+    places: Places, chosen: Sequence[int], forbidden: Callable[[int], bool], most: float, *, by_all_means: bool
 ) -> list[int]:
-    """The places chosen so far, and those inside of pieces that have more than so many FLOPs."""
+    """The places chosen so far, and those inside of pieces that have more than such a part of the model's FLOPs.
+
+    Unless it is to be by all means, not where much more crosses; nor, if a piece isn't twice as large, where one of the
+    new ones is nearly the old one.
+    """
     found, todo, end = set(chosen), list(pairwise([0, *chosen, len(places.straight.main)])), len(places.straight.main)
+    size = lambda pair: places.flops[pair[1]] - places.flops[pair[0]]
     while todo:
         start, stop = todo.pop()
-        if places.flops[stop] - places.flops[start] <= most_flops:
+        if (times := size((start, stop)) / max(most * places.flops[-1], 1.0)) <= 1.0:
             continue
         ends = max(places.bytes[start], places.bytes[stop] if stop < end else 0)
-        inner = _cut(
-            places, start, stop, lambda p, ends=ends: forbidden(p) or places.bytes[p] > most_wider * max(ends, 1)
-        )
-        found.update(inner)
-        todo += pairwise([start, *inner, stop]) if inner else []
+        limit = np.inf if by_all_means else MOST_WIDER * max(ends, 1)
+        inner = _cut(places, start, stop, lambda p, limit=limit: forbidden(p) or places.bytes[p] > limit)
+        pairs = list(pairwise([start, *inner, stop]))
+        if inner and (by_all_means or times > 2.0 or max(map(size, pairs)) <= NEARLY * size((start, stop))):
+            found.update(inner)
+            todo += pairs
     return sorted(found)
 
 

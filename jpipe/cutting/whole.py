@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jpipe.cutting.pieces import (
     places_again,
 )
 from jpipe.cutting.straight import INLINED, Part, Straight, straighten
+from jpipe.cutting.unread import outputs_read, with_zeros, without_unread
 from jpipe.jaxprs.flat_jaxpr import flatten, jaxpr_of
 from jpipe.jaxprs.flops import flops_of
 from jpipe.jaxprs.tracing import replay, trace
@@ -38,6 +40,7 @@ from jpipe.model.alike import skeleton
 from jpipe.model.constants import scalars_of, without_plain_calls
 from jpipe.model.groups import strong
 from jpipe.model.layer_function import trace_init
+from jpipe.model.loss import LossFn
 from jpipe.model.random_keys import key_shape
 from jpipe.seam.inside import line_of
 from jpipe.seam.jaxpr_types import ClosedJaxpr
@@ -56,11 +59,13 @@ class WholeModel:
       layer: the module as one layer.
       variables: the shapes of its variables by collection.
       init: takes a random key, gives the leaves of new variables; None if the module has its values already.
+      read: for each leaf of the outputs, whether the loss reads it; None before that is known.
     """
 
     layer: AnyLayer
     variables: dict[str, Shapes]
     init: ClosedJaxpr | None
+    read: tuple[bool, ...] | None = None
 
     @cached_property
     def collections(self) -> list[str]:
@@ -82,10 +87,8 @@ class WholeModel:
     def trace(self, read_inputs: Read, batch: Shapes) -> Modes:
         """The model's traces for the shapes of a micro-batch `[b, ...]`."""
         (training, outputs), (evaluation, _) = (self._trace(read_inputs, batch, train) for train in (True, False))
-        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
-        whole = training.used_whole | evaluation.used_whole
-        training, evaluation = (Traced(replace(straight, whole=whole)) for straight in (training, evaluation))
-        return Modes(training, evaluation, outputs)
+        modes = Modes(Traced(training), Traced(evaluation), outputs)
+        return modes if self.read is None else modes.reading(self.read)
 
     def _trace(self, read_inputs: Read, batch: Shapes, train: bool) -> tuple[Straight, Shapes]:
         """(the model's equations, the shapes of its outputs)."""
@@ -118,6 +121,25 @@ class Modes:
 
     training: Traced
     evaluation: Traced
+    outputs: Shapes
+
+    def reading(self, read: tuple[bool, ...]) -> Modes:
+        """The same traces, of which only these outputs are read."""
+        modes = [replace(traced.straight, read=read) for traced in (self.training, self.evaluation)]
+        # No piece has a slice of a leaf that some place uses whole, in whichever mode.
+        whole = frozenset().union(*(straight.used_whole for straight in modes))
+        return Modes(*(Traced(replace(straight, whole=whole)) for straight in modes), self.outputs)
+
+
+class CutLayers(NamedTuple):
+    """The pieces of a model as layers, for some shapes.
+
+    Attributes:
+      layers: of each piece.
+      outputs: the shapes of the model's outputs `[b, ...]`, also of those that nobody reads.
+    """
+
+    layers: tuple[AnyLayer, ...]
     outputs: Shapes
 
 
@@ -166,7 +188,7 @@ class CutModel:
         """Stand-ins for tied parameters, by index of the first piece that has them."""
         return {first: Shared(self.whole.layer) for first in self.cutting.tied if first is not None}
 
-    def layers(self, read_inputs: Read, batch: Shapes) -> tuple[AnyLayer, ...]:
+    def layers(self, read_inputs: Read, batch: Shapes) -> CutLayers:
         """The pieces as layers, for the shapes of a micro-batch `[b, ...]`."""
         modes, cutting = self.whole.trace(read_inputs, batch), self.cutting
         try:
@@ -182,7 +204,17 @@ class CutModel:
         num_leaves = len(jax.tree.leaves(batch))
         kinds = _Kinds()
         makers = [_PieceLayer(self, index, *pair, modes.outputs, num_leaves, kinds) for index, pair in enumerate(pairs)]
-        return tuple(maker.layer() for maker in makers)
+        return CutLayers(tuple(maker.layer() for maker in makers), modes.outputs)
+
+    def loss(self, loss_fn: LossFn, outputs: Shapes, batch: Shapes) -> LossFn:
+        """A loss of the outputs that are read, at the shapes of a micro-batch; see `with_zeros`."""
+        return with_zeros(loss_fn, outputs, batch, self.read)
+
+    @property
+    def read(self) -> tuple[bool, ...]:
+        """For each leaf of the model's outputs, whether the loss reads it."""
+        assert self.whole.read is not None
+        return self.whole.read
 
     def to_model(self, trees: Mapping[int, Mapping[str, PyTree]]) -> dict[str, PyTree]:
         """The model's own variables by collection, from the pieces' by index; collections that these lack are missing.
@@ -258,13 +290,24 @@ def _sliced(jaxpr: ClosedJaxpr, indices: Sequence[tuple[int, ...]]) -> ClosedJax
     return trace(run, key_shape())[0]
 
 
-def cut_model(whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int) -> CutModel:
-    """Cuts a model, from the shapes of a micro-batch `[b, ...]`, into at least `wanted` pieces.
+def cut_model(
+    whole: WholeModel, read_inputs: Read, batch: Shapes, wanted: int, loss_fn: LossFn | None = None
+) -> CutModel:
+    """Cuts a model into pieces.
+
+    Args:
+      whole: the model.
+      read_inputs: from a batch to the model's inputs.
+      batch: the shapes of a micro-batch `[b, ...]`.
+      wanted: how many pieces there have to be at least.
+      loss_fn: the loss that follows it, if there is one.
 
     Raises:
       ValueError: it has fewer places; or parameters that are used in several places can't be told apart from others.
     """
-    modes, shapes = whole.trace(read_inputs, batch), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
+    modes = whole.trace(read_inputs, batch)
+    read = outputs_read(loss_fn, modes.outputs, batch)
+    whole, modes, shapes = replace(whole, read=read), modes.reading(read), [leaf.shape for leaf in jax.tree.leaves(whole.variables)]
     try:
         cutting = decide_cutting(modes.training, modes.evaluation, shapes, wanted)
     except TiedTogether as error:
@@ -398,7 +441,7 @@ class _PieceLayer:
         given = piece(leaves, takes, [*batch, context.key])
         outputs, new = given[: piece.num_given], iter(given[piece.num_given :])
         if self.index == self.model.cutting.num_pieces - 1:
-            gives = jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
+            gives = without_unread(self.outputs, self.model.read, outputs)
         else:
             gives = outputs[0] if len(outputs) == 1 else tuple(outputs)
         if not context.train:

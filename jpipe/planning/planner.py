@@ -24,8 +24,7 @@ import numpy as np
 from jpipe.batches.bare_inputs import is_bare
 from jpipe.batches.microbatches import MicroBatch, check_like, check_no_example, cut_for_evaluation, cut_for_training
 from jpipe.batches.outputs import in_halves, output_axes
-from jpipe.cutting.whole import CutModel, cut_model, make_whole
-from jpipe.layers.base import AnyLayer
+from jpipe.cutting.whole import CutLayers, CutModel, cut_model, make_whole
 from jpipe.layers.flax import logical_rules
 from jpipe.mesh.axes import AXIS
 from jpipe.mesh.on_stages import shapes_only
@@ -159,7 +158,7 @@ class Planner:
         asked = self.request
         read = _no_change if micro.bare else asked.read_inputs
         with self.tracing(), task(f"tracing {len(asked.layers)} layers"):
-            layers = asked.layers if self.cut is None else self.pieces(micro)
+            layers = asked.layers if self.cut is None else self.pieces(micro).layers
             like = None if self.plan is None else self.plan.traced
             return trace_model(layers, read, micro.shapes, splits, asked.rules, like)
 
@@ -180,9 +179,11 @@ class Planner:
     def _loss(self, micro: MicroBatch) -> TracedLoss | None:
         if self.request.loss_fn is None:
             return None
-        outputs = self.model(micro).groups[-1].gives
+        loss_fn, outputs = self.request.loss_fn, self.model(micro).groups[-1].gives
         with self.tracing():
-            return trace_loss(self.request.loss_fn, outputs, micro.shapes)
+            if self.cut is not None:
+                loss_fn = self.cut.loss(loss_fn, self.pieces(micro).outputs, micro.shapes)
+            return trace_loss(loss_fn, outputs, micro.shapes)
 
     def _layers(self, micro: MicroBatch, key: jax.ShapeDtypeStruct) -> tuple[TracedLayer, ...]:
         functions, layers = self._functions(micro, key, with_loss=True), []
@@ -255,7 +256,7 @@ class Planner:
             self.clear_cache()  # what was traced before the error may be traced under other rules next time
             raise
 
-    def _pieces(self, micro: MicroBatch) -> tuple[AnyLayer, ...]:
+    def _pieces(self, micro: MicroBatch) -> CutLayers:
         assert self.cut is not None
         return self.cut.layers(_no_change if micro.bare else self.request.read_inputs, micro.shapes)
 
@@ -266,8 +267,8 @@ class Planner:
         assert asked.whole is not None
         with self.tracing(), task("cutting the model"):
             whole = make_whole(asked.whole, asked.read_inputs, micro.shapes)
-            self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages)
-            layers = self.pieces(micro)
+            self.cut = cut_model(whole, asked.read_inputs, micro.shapes, virtual_stages, asked.loss_fn)
+            layers = self.pieces(micro).layers
         self.request = replace(asked, layers=layers, balance=as_balance(asked.balance, len(layers), virtual_stages))
 
     def _first_plan(self, micro: MicroBatch) -> Plan:

@@ -43,7 +43,7 @@ def test_there_and_back(scanned):
 def test_equal_blocks_are_one_function(scanned):
     _, cut, batch = scanned
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        layers = cut.layers(read, batch)
+        layers = cut.layers(read, batch).layers
     kinds = [layer.made_of[3] for layer in layers]
     assert all(a is b for a, b in zip(kinds[2], kinds[4], strict=True))
     assert any(a is not b for a, b in zip(kinds[1], kinds[2], strict=True))

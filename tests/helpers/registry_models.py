@@ -1,18 +1,30 @@
-"""Models that other people wrote, untouched and small, and what each is trained with.
+"""Models that other people wrote, untouched and small, and those of the examples as one module each; in float64.
 
-They come with their packages: `transformers` (before 5), `flaxmodels`, `diffusers`.
+The others' come with their packages: `transformers` (before 5), `flaxmodels`, `diffusers`.
 """
 
-from collections.abc import Callable
+import sys
 
+from collections.abc import Callable
+from pathlib import Path
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vision_transformer import VisionTransformer
 from whole_models import LENGTH, ROWS, VOCABULARY, Case, cross_entropy, images, tokens
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from models import amoebanet, transformer_l, unet
+
 FLOAT = jnp.float64
+
+
+# --- those of packages ------------------------------------------------------------------------------------------------
+
 
 
 def of_logits(outputs, batch):
@@ -55,7 +67,7 @@ def bert(rate: float = 0.0) -> Case:
 
 
 def t5(rate: float = 0.0, tied: bool = True) -> Case:
-    """T5, of `transformers`."""
+    """T5, of `transformers`, which calls `jnp.clip` by a name that JAX took out of it."""
     from transformers import T5Config
     from transformers.models.t5.modeling_flax_t5 import FlaxT5ForConditionalGenerationModule
 
@@ -82,7 +94,7 @@ def resnet() -> Case:
     return Case(model, images(32), cross_entropy)
 
 
-def unet() -> Case:
+def diffusion_unet() -> Case:
     """The U-Net of Stable Diffusion, of `diffusers`."""
     from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
@@ -108,11 +120,69 @@ def positions(ids: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
 
 
+# --- ours, as one module each -----------------------------------------------------------------------------------------
+
+
+class TransformerL(nn.Module):
+    """The paper's language model."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = transformer_l.Embedding(VOCABULARY, 16, FLOAT)(tokens)
+        for _ in range(4):
+            x = transformer_l.Block(64, 2, FLOAT)(x)
+        return transformer_l.Head(VOCABULARY, FLOAT)(x)
+
+
+class AmoebaNet(nn.Module):
+    """The paper's image model: cells that take what the last two gave."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        stem, *cells, classifier = amoebanet.amoebanet(3, 8, VOCABULARY, stem="small", decay=0.9, dtype=FLOAT)
+        pair = (stem(x, train),)
+        for cell in cells:
+            pair = cell(*pair, train=train)
+        return classifier(*pair, train=train)
+
+
+class UNet(nn.Module):
+    """The U-Net of the examples, with its skips as variables of Python."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        skips = []
+        for level in range(2):
+            x = unet.Encoder(4 * 2**level, level > 0, dtype=FLOAT)(x, train)
+            skips.append(x)
+        x = unet.Encoder(16, True, dtype=FLOAT)(x, train)
+        for level in reversed(range(2)):
+            x = unet.Decoder(4 * 2**level, dtype=FLOAT)(x, skips.pop(), train)
+        return nn.Conv(VOCABULARY, (1, 1), dtype=FLOAT)(x)
+
+
+def vision_transformer(rate: float = 0.0) -> Case:
+    """A scanned ViT as big_vision writes it."""
+    loss = lambda outputs, batch: cross_entropy(outputs[0], batch)
+    return Case(VisionTransformer(VOCABULARY, dropout=rate), images(), loss)
+
+
+def segmentation() -> Case:
+    """The examples' U-Net."""
+    batch = images(8)
+    batch["targets"] = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, 8, 8))
+    return Case(UNet(), batch, cross_entropy)
+
+
 MODELS: dict[str, tuple[str, Callable[..., Case]]] = {
     "FlaxGPT2": ("transformers", gpt2),
     "FlaxBert": ("transformers", bert),
     "FlaxT5": ("transformers", t5),
     "ResNet": ("flaxmodels", resnet),
-    "Flax U-Net": ("diffusers", unet),
+    "Flax U-Net": ("diffusers", diffusion_unet),
+    "big_vision ViT": ("", vision_transformer),
+    "Transformer-L": ("", lambda: Case(TransformerL(), tokens("inputs", "targets"), transformer_l.loss_fn)),
+    "AmoebaNet-D": ("", lambda: Case(AmoebaNet(), images(), amoebanet.loss_fn)),
+    "U-Net": ("", segmentation),
 }
 """By name, the package of each, and what makes it."""
