@@ -137,23 +137,23 @@ def _cut_again(
 ) -> list[int]:
     """The places chosen so far, and those inside of pieces that have more than such a part of the model's FLOPs.
 
-    Unless it is to be by all means, not where much more crosses; nor, if a piece isn't twice as large, where one of the
-    new ones is nearly the old one.
+    Unless it is to be by all means, not where much more crosses, or where what comes of a piece is nearly itself.
     """
-    found, todo, end = set(chosen), list(pairwise([0, *chosen, len(places.straight.main)])), len(places.straight.main)
-    size = lambda pair: places.flops[pair[1]] - places.flops[pair[0]]
-    while todo:
-        start, stop = todo.pop()
-        if (times := size((start, stop)) / max(most * places.flops[-1], 1.0)) <= 1.0:
-            continue
+    flops, end = places.flops, len(places.straight.main)
+    size = lambda pair: flops[pair[1]] - flops[pair[0]]
+
+    def inside(start: int, stop: int) -> list[int]:
+        if size((start, stop)) <= most * flops[-1]:
+            return []
         ends = max(places.bytes[start], places.bytes[stop] if stop < end else 0)
         limit = np.inf if by_all_means else MOST_WIDER * max(ends, 1)
-        inner = _cut(places, start, stop, lambda p, limit=limit: forbidden(p) or places.bytes[p] > limit)
-        pairs = list(pairwise([start, *inner, stop]))
-        if inner and (by_all_means or times > 2.0 or max(map(size, pairs)) <= NEARLY * size((start, stop))):
-            found.update(inner)
-            todo += pairs
-    return sorted(found)
+        inner = _cut(places, start, stop, lambda p: forbidden(p) or places.bytes[p] > limit)
+        pieces = pairwise([start, *inner, stop]) if inner else ()
+        inner = sorted([*inner, *(p for piece in pieces for p in inside(*piece))])
+        is_nearly = max(map(size, pairwise([start, *inner, stop]))) > NEARLY * size((start, stop))
+        return [] if is_nearly and not by_all_means else inner
+
+    return sorted([*chosen, *(p for piece in pairwise([0, *chosen, end]) for p in inside(*piece))])
 
 
 def _cut(places: Places, start: int, stop: int, forbidden: Callable[[int], bool]) -> list[int]:
